@@ -1,0 +1,59 @@
+# make demo   train the demo model over four partitions
+# make test   lint, types and tests
+# make lint   lint and types alone
+# make bench  the benchmarks, against peers installed in a virtual environment of their own
+# make clean  remove everything these commands made
+#
+# Each of them installs what it needs into .venv, once. To use another build of torch:
+#   make test TORCH="torch==2.9.1 --index-url https://download.pytorch.org/whl/cu128"
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+JOBS   ?= 2
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+PEERS  := .venv-peers
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	$(BIN)/pipesight demo
+
+test: lint
+	$(BIN)/pytest -n $(JOBS) -m "not alone"
+	$(BIN)/pytest -m alone
+
+lint: $(VENV)/.developed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.developed $(PEERS)/.installed
+	$(BIN)/python -m benchmarks --peers $(PEERS)/bin/python
+
+clean:
+	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch comes first and by itself, so that the package's own `torch>=2.6` finds it there.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.developed: $(VENV)/.installed shims/torchgpipe/pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]" --editable shims/torchgpipe
+	touch $@
+
+# torchgpipe is sdist-only and builds with the setuptools of its day.
+$(PEERS)/.installed:
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check "setuptools<81" wheel numpy
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation torchgpipe==0.0.7
+	touch $@
