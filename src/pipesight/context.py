@@ -1,0 +1,258 @@
+"""Where am I: step, partition, micro-batch, phase and layer of the code that is running.
+
+An engine keeps one :class:`Where` per worker thread and changes it in place; everything that observes (log lines,
+spans, statistics) reads it. Nothing else carries such state.
+
+    engines --set--> Where <--read-- observers
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Observer",
+    "Phase",
+    "Where",
+    "attach",
+    "current",
+    "current_microbatch",
+    "detach",
+    "is_checkpointing",
+    "is_recomputing",
+    "observers",
+]
+
+Phase = Literal["forward", "recompute", "backward"]
+
+logger = logging.getLogger(__name__)
+
+
+class Where:
+    """The place of one worker thread in the pipe.
+
+    ``phase`` is ``None`` while the worker is idle; the other fields then tell of its last task.
+    """
+
+    __slots__ = (
+        "checkpoint_stop",
+        "checkpointing",
+        "layer",
+        "marks",
+        "microbatch",
+        "microbatches",
+        "observers",
+        "partition",
+        "phase",
+        "repeating",
+        "serial",
+        "step",
+        "token",
+    )
+
+    def __init__(self) -> None:
+        self.partition = 0
+        self.step = 0
+        self.microbatch = 0
+        self.microbatches = 0
+        self.phase: Phase | None = None
+        self.layer: str | None = None
+        self.checkpointing = False
+        """The task keeps no activations: they will be recomputed before its backward."""
+        self.checkpoint_stop = 0
+        """Micro-batches below this number are checkpointed."""
+        self.token: MicrobatchToken | None = None
+        self.serial = 0
+        """A number for each mini-batch of the process."""
+        self.marks: list[tuple[int, str]] = []
+        """Where in the task's graph each layer begins, by autograd's sequence number."""
+        self.repeating = False
+        """A checkpointed forward runs again from its start to the call that interrupted it."""
+        self.observers = Observers(())
+        """Those that see the pass under way."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Where(step={self.step}, partition={self.partition}, microbatch={self.microbatch}, "
+            f"phase={self.phase!r}, layer={self.layer!r})"
+        )
+
+
+class MicrobatchToken:
+    """What :func:`current_microbatch` hands out for one micro-batch of one mini-batch."""
+
+    __slots__ = ("_i", "_tensor")
+
+    def __init__(self, i: int) -> None:
+        self._i = i
+        self._tensor: Tensor | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether a layer has asked for it."""
+        return self._tensor is not None
+
+    def tensor(self) -> Tensor:
+        """Return the same tensor every time; the tasks of one micro-batch run one after the other."""
+        if self._tensor is None:
+            self._tensor = torch.tensor(self._i, device="cpu")
+        return self._tensor
+
+
+class Unrepeatable(BaseException):
+    """Raised through a layer that is being checkpointed but must not run twice.
+
+    It is no ``Exception``, so that a layer's own ``except Exception`` lets it pass.
+    """
+
+
+class _PerThread(threading.local):
+    where: Where | None = None
+
+
+_here = _PerThread()
+
+
+def current() -> Where | None:
+    """Return the place of the calling thread in the pipe, or ``None`` outside of a partition."""
+    where = _here.where
+    return None if where is None or where.phase is None else where
+
+
+def enter_thread(where: Where) -> None:
+    """Make ``where`` the place of the calling thread. For engines."""
+    _here.where = where
+
+
+def is_checkpointing() -> bool:
+    """Tell whether the running forward keeps no activations, because they will be recomputed."""
+    where = _here.where
+    return where is not None and where.phase == "forward" and where.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Tell whether the running forward is the second one of a checkpointed micro-batch.
+
+    Example::
+
+        class Counter(nn.Module):
+            def forward(self, input):
+                if not is_recomputing():
+                    self.counter += 1
+                return input
+    """
+    where = _here.where
+    return where is not None and where.phase == "recompute"
+
+
+def current_microbatch() -> Tensor | None:
+    """Return a tensor that stands for the running micro-batch, or ``None`` outside of a partition.
+
+    It is one and the same object in every partition, a 0-d tensor that holds the micro-batch's number. Use it as a
+    dictionary key or as the target of a weak reference, to hand a tensor to a later partition::
+
+        skips[current_microbatch()] = input       # in one layer
+        skip = skips.pop(current_microbatch())    # in a later one
+
+    From the first partition that calls it on, micro-batches are not checkpointed and their backward is not
+    pipelined, since a tensor that bypasses the engine can be neither recomputed nor cut out of the graph.
+    :mod:`pipesight.skip` has neither cost.
+    """
+    where = current()
+    if where is None or where.token is None:
+        return None
+    tensor = where.token.tensor()
+    if where.repeating:
+        where.phase, where.repeating = "forward", False
+    if where.checkpointing and where.phase == "forward":
+        raise Unrepeatable
+    return tensor
+
+
+class Observer:
+    """Is told when tasks and layers start and end. Subclass it, override what you need, and :func:`attach` it.
+
+    The calls come from the worker threads, several at once. ``where`` belongs to the engine and changes after the
+    call: copy what you keep. An observer that raises is reported once and detached; training goes on.
+    """
+
+    def wanted(self) -> bool:
+        """Tell whether the next forward or backward pass is to be observed. Asked once a pass."""
+        return True
+
+    def task_started(self, where: Where) -> None:
+        """A partition starts on a micro-batch."""
+
+    def task_ended(self, where: Where) -> None:
+        """A partition is done with a micro-batch, or failed."""
+
+    def layer_started(self, where: Where) -> None:
+        """A layer starts; in a backward phase, the backward of that layer."""
+
+    def layer_ended(self, where: Where) -> None:
+        """A layer is done. Not called for a layer that raises.
+
+        Layers of a backward are seen if the observer, or any other, saw the forward.
+        """
+
+
+class Observers:
+    """The observers of one pass, called one after the other."""
+
+    def __init__(self, members: tuple[Observer, ...]) -> None:
+        self.members = members
+
+    def __bool__(self) -> bool:
+        return bool(self.members)
+
+    def tell(self, event: str, where: Where) -> None:
+        """Call the method named ``event`` of every observer; detach those that raise."""
+        for observer in self.members:
+            try:
+                getattr(observer, event)(where)
+            except Exception:
+                self.members = tuple(o for o in self.members if o is not observer)
+                _give_up(observer, event)
+
+
+_attached: tuple[Observer, ...] = ()
+_attaching = threading.Lock()
+
+
+def attach(observer: Observer) -> None:
+    """Let ``observer`` see every pass that starts from now on, in every pipeline of this process."""
+    global _attached
+    with _attaching:
+        if observer not in _attached:
+            _attached = (*_attached, observer)
+
+
+def detach(observer: Observer) -> bool:
+    """End what :func:`attach` began; tell whether there was anything to end."""
+    global _attached
+    with _attaching:
+        before, _attached = _attached, tuple(o for o in _attached if o is not observer)
+        return len(before) > len(_attached)
+
+
+def _give_up(observer: Observer, event: str) -> None:
+    """Detach an observer that raised, and say so once, however many threads it raised in."""
+    if detach(observer):
+        logger.exception("observer %r failed in %s and was detached; training goes on", observer, event)
+
+
+def observers() -> Observers:
+    """Return the attached observers that want to see the next pass."""
+    wanted = []
+    for observer in _attached:
+        try:
+            if observer.wanted():
+                wanted.append(observer)
+        except Exception:
+            _give_up(observer, "wanted")
+    return Observers(tuple(wanted))

@@ -1,0 +1,34 @@
+"""The context as attributes of log records."""
+
+from __future__ import annotations
+
+import logging
+
+from pipesight import context
+from pipesight.context import Where
+
+__all__ = ["ContextFilter", "attributes", "logger"]
+
+logger = logging.getLogger("pipesight.pipeline")
+
+
+def attributes(where: Where | None) -> dict[str, object]:
+    """Return what a format string can show: ``%(step)s %(partition)s %(microbatch)s %(phase)s %(layer)s``."""
+    names = ("step", "partition", "microbatch", "phase", "layer")
+    return {name: getattr(where, name, None) for name in names}
+
+
+class ContextFilter(logging.Filter):
+    """Gives every record the attributes of the context, also those that your own layers and libraries log.
+
+    Outside of a partition they are ``None``. ::
+
+        handler.addFilter(ContextFilter())
+        handler.setFormatter(logging.Formatter("[%(partition)s/%(microbatch)s] %(message)s"))
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Add the attributes that are missing; let every record pass."""
+        for name, value in attributes(context.current()).items():
+            record.__dict__.setdefault(name, value)
+        return True

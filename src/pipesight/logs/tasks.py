@@ -1,0 +1,34 @@
+"""A line for every micro-batch in every partition."""
+
+from __future__ import annotations
+
+import logging
+
+from pipesight import context
+from pipesight.context import Observer, Where
+from pipesight.logs.records import attributes, logger
+
+__all__ = ["TaskLog"]
+
+
+class TaskLog(Observer):
+    """Logs each forward task at INFO. It is attached on import; the logger's level, read once a pass, turns it on."""
+
+    def wanted(self) -> bool:
+        """Tell whether anyone would see the lines."""
+        return logger.isEnabledFor(logging.INFO)
+
+    def task_started(self, where: Where) -> None:
+        """Log the start of a forward task."""
+        if where.phase == "forward":
+            logger.info(
+                "Micro-batch %d (partition %d): checkpoint_stop=%d, using_checkpointing=%s",
+                where.microbatch,
+                where.partition,
+                where.checkpoint_stop,
+                where.checkpointing,
+                extra=attributes(where),
+            )
+
+
+context.attach(TaskLog())
