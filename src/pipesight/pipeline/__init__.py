@@ -1,0 +1,1 @@
+"""One process, many devices: the pipeline engine."""

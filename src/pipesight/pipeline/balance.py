@@ -1,0 +1,116 @@
+"""Choose the balance of a model by what each layer costs: time, or memory."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, overload
+
+from torch import Tensor, nn
+
+from pipesight.pipeline.partitioning import balance_cost, check_partitions
+from pipesight.pipeline.profiling import Device, Sample, profile_size, profile_time
+
+__all__ = ["balance_by_size", "balance_by_time"]
+
+
+@overload
+def balance_by_time(
+    model: nn.Sequential, sample: Sample, partitions: int, *, timeout: float = 1.0, device: Device = None
+) -> list[int]: ...
+@overload
+def balance_by_time(
+    partitions: int, model: nn.Sequential, sample: Sample, *, timeout: float = 1.0, device: Device = None
+) -> list[int]: ...
+def balance_by_time(*args: Any, timeout: float = 1.0, device: Device = None, **kwargs: Any) -> list[int]:
+    """Balance a model by the time that the forward and backward of each layer take in train mode.
+
+    Example::
+
+        sample = torch.rand(16, 3, 224, 224)  # the size of a micro-batch
+        balance = balance_by_time(model, sample, partitions=4)
+
+    The model and the random number generators are left as they were. Hooks of a layer run on its copy.
+
+    Args:
+        *args: ``model, sample, partitions`` or, as in torchgpipe 0.0.7, ``partitions, model, sample``.
+        timeout: Seconds to spend in all, about. Each layer is warmed up and then timed at least three times.
+        device: Where to run; by default the current CUDA device, or the CPU where there is none.
+        **kwargs: Any of ``model``, ``sample`` and ``partitions`` by name.
+    """
+    model, sample, partitions = _arguments(args, kwargs)
+    return balance_cost(profile_time(model, sample, timeout=timeout, device=device), partitions)
+
+
+@overload
+def balance_by_size(
+    model: nn.Sequential,
+    sample: Sample,
+    partitions: int,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device = None,
+) -> list[int]: ...
+@overload
+def balance_by_size(
+    partitions: int,
+    model: nn.Sequential,
+    input: Sample,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device = None,
+) -> list[int]: ...
+def balance_by_size(
+    *args: Any, chunks: int = 1, param_scale: float = 2.0, device: Device = None, **kwargs: Any
+) -> list[int]:
+    """Balance a model by the bytes that each layer keeps during training.
+
+    Example::
+
+        sample = torch.rand(128, 3, 224, 224)
+        balance = balance_by_size(model, sample, partitions=4, chunks=8, param_scale=4)  # with Adam
+
+    The model and the random number generators are left as they were. Bytes are counted, not read off an
+    allocator, and so are exact on every device::
+
+        bytes of a layer = kept for one micro-batch + param_scale * bytes of its parameters
+
+    Kept are the dense tensors saved for the backward, the outputs (even one that the next layer does not save)
+    and the stashed skips; memory they share counts once. Not among them are parameters and buffers, nor the
+    input and popped skips, which count as output or stash of the layer they come from.
+
+    Args:
+        *args: ``model, sample, partitions`` or, as in torchgpipe 0.0.7, ``partitions, model, input``.
+        chunks: Number of micro-batches that ``sample`` will be cut into; the first one is run.
+        param_scale: 2 for a parameter and its gradient, plus what the optimizer keeps: 1 for SGD with
+            momentum, 2 for Adam.
+        device: Where to run; by default the current CUDA device, or the CPU where there is none.
+        **kwargs: Any of ``model``, ``sample`` (or ``input``) and ``partitions`` by name.
+    """
+    model, sample, partitions = _arguments(args, kwargs)
+    costs = profile_size(model, sample, chunks=chunks, param_scale=param_scale, device=device)
+    return balance_cost(costs, partitions)
+
+
+_GUIDE_ORDER = inspect.signature(lambda model, sample, partitions: None)
+_TORCHGPIPE_ORDER = inspect.signature(lambda partitions, model, sample: None)
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[nn.Sequential, Sample, int]:
+    """Tell the two orders of arguments apart, and check them before anything runs."""
+    for theirs, ours in (("module", "model"), ("input", "sample")):  # names in torchgpipe
+        if theirs in kwargs and ours not in kwargs:
+            kwargs[ours] = kwargs.pop(theirs)
+    first, second = (*args, None, None)[:2]
+    order = _TORCHGPIPE_ORDER if isinstance(first, int) or isinstance(second, nn.Module) else _GUIDE_ORDER
+    found = order.bind(*args, **kwargs).arguments
+    model, sample, partitions = found["model"], found["sample"], found["partitions"]
+    if not isinstance(model, nn.Sequential):
+        raise TypeError("non-sequential module cannot be partitioned")
+    for item in sample if isinstance(sample, tuple) else (sample,):
+        if not isinstance(item, Tensor):
+            where = " in a tuple" if isinstance(sample, tuple) else ""
+            raise TypeError(f"expected Tensor or tuple of Tensors, but got {type(item).__name__}{where}")
+    check_partitions(len(model), partitions)
+    return model, sample, partitions

@@ -1,0 +1,127 @@
+"""What a second forward needs to be the same as the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["Buffers", "SavedBuffers", "changes_input"]
+
+Place: TypeAlias = tuple[nn.Module, str]
+"""A buffer, by its module and name there."""
+
+
+@dataclass(slots=True)
+class SavedBuffers:
+    """What one forward saw: copies of some buffers, and for the others whether they change."""
+
+    values: dict[Place, Tensor | None]
+    watched: dict[Place, tuple[Tensor, int]]
+    absent: list[Place]  # registered only by that forward
+
+
+class Buffers:
+    """Keeps the buffers of a partition as one forward left them, whatever a recomputation does.
+
+    A recomputation must see the values that the first forward saw, and must not update them again. Batch
+    normalisation is simply told not to track. Other buffers are copied before each checkpointed forward: small ones
+    always, large ones, which are mostly constants, once they have been seen to change.
+    """
+
+    _SMALL = 4096
+
+    def __init__(self, partition: nn.Module) -> None:
+        self._partition = partition
+        self._changing: set[Place] | None = None
+
+    def save(self) -> SavedBuffers:
+        """Return copies of the buffers that the coming forward may change: all of them, the first time."""
+        saved = SavedBuffers({}, {}, [])
+        for place in self._places():
+            buffer = place[0]._buffers[place[1]]
+            if self._changing is None or buffer is None or buffer.numel() <= self._SMALL or place in self._changing:
+                saved.values[place] = None if buffer is None else buffer.detach().clone()
+            else:
+                saved.watched[place] = buffer, buffer._version
+        return saved
+
+    def learn(self, saved: SavedBuffers) -> None:
+        """See which large buffers the forward changed, and keep in ``saved`` what a recomputation needs."""
+        if self._changing is None:
+            self._changing = set()
+            seen = set(saved.values)
+            for place, before in list(saved.values.items()):
+                if _tracked(*place):
+                    del saved.values[place]
+                elif before is not None and before.numel() > self._SMALL:
+                    if _differ(before, place[0]._buffers[place[1]]):
+                        self._changing.add(place)
+                    else:
+                        del saved.values[place]
+            for module, name in set(self._places()) - set(saved.values):
+                buffer = module._buffers[name]
+                if (module, name) not in seen and buffer is not None:
+                    saved.absent.append((module, name))
+        for place, (before, version) in saved.watched.items():
+            after = place[0]._buffers[place[1]]
+            if after is not before or before._version != version:
+                # Too late for its value, but not for a second update.
+                self._changing.add(place)
+                saved.values[place] = before.detach().clone()
+        saved.watched.clear()
+
+    def restore(self, saved: SavedBuffers) -> None:
+        """Put back the values in ``saved``: the forward since then did not count."""
+        with torch.no_grad():
+            for (module, name), before in saved.values.items():
+                buffer = module._buffers[name]
+                if before is None or buffer is None:
+                    module._buffers[name] = before
+                elif _differ(before, buffer):
+                    buffer.copy_(before)
+
+    def replay(self, saved: SavedBuffers) -> Callable[[], None]:
+        """Put the values in ``saved`` in place for a recomputation; return a function that puts the real ones back."""
+        now = {(module, name): module._buffers[name] for module, name in (*saved.values, *saved.absent)}
+        norms = [m for m in self._partition.modules() if isinstance(m, _BatchNorm) and m.training]
+        norms = [m for m in norms if m.track_running_stats]
+        for (module, name), before in saved.values.items():
+            module._buffers[name] = None if before is None else before.clone()
+        for module, name in saved.absent:
+            del module._buffers[name]
+        for norm in norms:
+            norm.track_running_stats = False
+
+        def resume() -> None:
+            for norm in norms:
+                norm.track_running_stats = True
+            for (module, name), buffer in now.items():
+                module._buffers[name] = buffer
+
+        return resume
+
+    def _places(self) -> list[Place]:
+        places = [(module, name) for module in self._partition.modules() for name in module._buffers]
+        return places if self._changing is None else [place for place in places if not _tracked(*place)]
+
+
+def _tracked(module: nn.Module, name: str) -> bool:
+    """Tell whether a buffer is one that batch normalisation leaves alone when told not to track."""
+    return isinstance(module, _BatchNorm) and name in ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _differ(before: Tensor | None, after: Tensor | None) -> bool:
+    if before is None or after is None:
+        return before is not after
+    return not (before.shape == after.shape and before.dtype == after.dtype and torch.equal(before, after))
+
+
+def changes_input(partition: nn.Module) -> bool:
+    """Tell whether the first layer may change its input in place, by what it says of itself."""
+    first = next(partition.children(), None)
+    return first is not None and any(getattr(module, "inplace", False) is True for module in first.modules())

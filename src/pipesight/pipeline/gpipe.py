@@ -1,0 +1,247 @@
+"""`GPipe`: a sequential model on several devices, fed with micro-batches."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+
+from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, form_of, gather, scatter
+from pipesight.pipeline.minibatch import MiniBatch
+from pipesight.pipeline.partition import Partition, SkipRoutes, split, verify_sequential
+from pipesight.pipeline.skip import verify_skippables
+from pipesight.pipeline.task import Stage
+from pipesight.pipeline.tie import tie
+from pipesight.pipeline.worker import Workers
+
+__all__ = ["GPipe"]
+
+_RECIPE = """
+
+If you do not know a good balance, have the layers timed on a sample of your input:
+
+    from pipesight import GPipe
+    from pipesight.balance import balance_by_time
+
+    partitions = torch.cuda.device_count() or 2
+    sample = torch.rand(...)
+    balance = balance_by_time(model, sample, partitions=partitions)
+    model = GPipe(model, balance, ...)
+"""
+
+CHECKPOINT_MODES = ("always", "except_last", "never")
+
+
+class GPipe(nn.Module):
+    """Runs an ``nn.Sequential`` as a pipeline: consecutive layers on one device each, micro-batch after micro-batch.
+
+    Gradients, hooks and optimizers see an ordinary module. ::
+
+        model = nn.Sequential(a, b, c, d)
+        model = GPipe(model, balance=[1, 1, 1, 1], chunks=8)
+        output = model(input)
+
+    Args:
+        module: The model; its layers are moved to the devices.
+        balance: How many layers each partition takes.
+        devices: One a partition, such as ``["cuda:0", "cuda:1"]`` or ``[0, 1]``; more are not used. By default the
+            CUDA devices in order, or the CPU for every partition where there is none.
+        chunks: How many micro-batches a mini-batch is cut into.
+        checkpoint: Which micro-batches are run again before their backward instead of keeping activations:
+            ``"always"`` all of them, ``"except_last"``, or ``"never"``.
+        deferred_batch_norm: Let ``nn.BatchNorm*`` track the statistics of the whole mini-batch instead of those of
+            each micro-batch.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[torch.device | str | int] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        verify_sequential(module)
+        verify_skippables(module)
+        self.balance = _check_balance(balance, len(module))
+        self.devices = _choose_devices(devices, len(self.balance))
+        self.chunks = _check_chunks(chunks)
+        self.checkpoint = _check_checkpoint(checkpoint)
+        self.training = module.training
+        self.partitions = nn.ModuleList(split(module, self.balance, self.devices, deferred_batch_norm))
+        self.partitions.training = module.training
+        self._steps = 0
+
+    def __len__(self) -> int:
+        return sum(self.balance)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """Return a layer by its place in the original model."""
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for partition in self.partitions:
+            yield from partition.children()
+
+    @_disable_dynamo  # torch.compile around it compiles nothing: it cannot follow into the workers
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+        """Run ``input``, a tensor or a tuple of tensors on ``devices[0]``; the output is on ``devices[-1]``."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError("torch.func transforms such as grad and vmap cannot look into GPipe; use torch.autograd")
+        inputs = as_tuple(input, "input")
+        if not self.balance:
+            return input
+        microbatches = scatter(tuple(t.detach() for t in inputs), _check_chunks(self.chunks))
+        m = len(microbatches)
+        stop = {"always": m, "except_last": m - 1, "never": 0}[_check_checkpoint(self.checkpoint)]
+        stages, routes, workers = self._engine()
+        minibatch = MiniBatch(
+            stages,
+            routes,
+            workers,
+            microbatches,
+            [t.requires_grad for t in inputs],
+            form=form_of(input),
+            checkpoint_stop=stop if self.training else 0,
+            step=self._steps,
+        )
+        self._steps += self.training
+        del microbatches
+        packets = minibatch.forward()
+        with torch.no_grad():
+            outputs = gather([[t for t in packet.tensors if t is not None] for packet in packets])
+        wanted = [any(needed) for needed in zip(*(packet.needed for packet in packets), strict=True)]
+        form = packets[0].form
+        del packets
+        if any(wanted):
+            outputs = list(tie(minibatch, inputs, outputs, wanted))
+        output: TensorOrTensors = form(outputs)
+        return output
+
+    def _engine(self) -> tuple[list[Stage], SkipRoutes, Workers]:
+        """Return what runs the partitions, made on first use and again after a copy or a fork."""
+        engine: tuple[list[Stage], SkipRoutes, Workers] | None = self.__dict__.get("_running")
+        if engine is None or not engine[-1].alive:
+            partitions = cast(list[Partition], list(self.partitions))
+            routes = SkipRoutes(partitions)
+            places = enumerate(zip(partitions, self.devices, strict=True))
+            stages = [Stage(j, partition, device, routes) for j, (partition, device) in places]
+            engine = self.__dict__["_running"] = (stages, routes, Workers(self.devices))
+        return engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_running"}
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """Return the state under the keys of the original model: ``original.load_state_dict(...)`` takes it."""
+        state = self.state_dict()
+        plain = OrderedDict((key.split(".", 2)[2], value) for key, value in state.items())
+        names = {f"partitions.{j}.{name}": name for j, p in enumerate(self.partitions) for name in p._modules}
+        plain._metadata = {  # type: ignore[attr-defined]
+            _replace_prefix(key, names): value
+            for key, value in state._metadata.items()  # type: ignore[attr-defined]
+            if key == "" or key.count(".") > 1
+        }
+        return plain
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Accept the keys of the original model too; ``state_dict`` is ``load_state_dict``'s own copy."""
+        names = {name: f"partitions.{j}.{name}" for j, p in enumerate(self.partitions) for name in p._modules}
+        for keys in (state_dict, getattr(state_dict, "_metadata", {})):
+            for key in [key for key in keys if key.startswith(prefix)]:
+                inner = key.removeprefix(prefix)
+                if not any(inner == ours or inner.startswith(f"{ours}.") for ours in names.values()):
+                    keys[prefix + _replace_prefix(inner, names)] = keys[key]
+                    if keys is state_dict and inner != _replace_prefix(inner, names):
+                        del keys[key]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def to(self, *args: Any, **kwargs: Any) -> GPipe:
+        """Change the dtype or memory format. Moving to a device raises ``TypeError``."""
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is not None:
+            self._deny_move()
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Raise ``TypeError``: the devices are chosen when the model is made."""
+        self._deny_move()
+
+    def cpu(self) -> NoReturn:
+        """Raise ``TypeError``: the devices are chosen when the model is made."""
+        self._deny_move()
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
+        """Raise ``TypeError``: the devices are chosen when the model is made."""
+        self._deny_move()
+
+    def _deny_move(self) -> NoReturn:
+        raise TypeError(
+            "denied to move parameters and buffers, because GPipe manages the devices of its partitions "
+            f"(devices: {[str(d) for d in self.devices]}); choose them when it is made: GPipe(..., devices=[...])"
+        )
+
+
+def _check_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
+    if balance is None:
+        raise ValueError("balance is required: how many layers each partition takes" + _RECIPE)
+    sizes = [size if isinstance(size, bool) or not hasattr(size, "__index__") else int(size) for size in balance]
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ValueError(f"all numbers of balance must be positive integers (balance: {sizes})" + _RECIPE)
+    if sum(sizes) != layers:
+        raise ValueError(
+            f"sum of balance must equal the number of layers (balance: {sizes} = {sum(sizes)}, layers: {layers})"
+            + _RECIPE
+        )
+    return sizes
+
+
+def _choose_devices(devices: Iterable[torch.device | str | int] | None, partitions: int) -> list[torch.device]:
+    if devices is not None:
+        chosen = [torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in devices]
+    elif torch.cuda.is_available():
+        chosen = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    else:
+        chosen = [torch.device("cpu")] * partitions
+    if len(chosen) < partitions:
+        raise IndexError(
+            f"too few devices to hold the partitions (devices: {len(chosen)}, partitions: {partitions}); one device "
+            f"can hold several: devices={[str(chosen[0]) if chosen else 'cpu']} * {partitions}"
+        )
+    # "cuda" means the current device, which is another thing in another thread.
+    return [
+        torch.device("cuda", torch.cuda.current_device()) if d.type == "cuda" and d.index is None else d
+        for d in chosen[:partitions]
+    ]
+
+
+def _check_chunks(chunks: int) -> int:
+    try:
+        number = operator.index(chunks)
+    except TypeError:
+        raise TypeError(f"chunks must be an integer, but got {type(chunks).__name__}") from None
+    if number < 1:
+        raise ValueError(f"number of chunks must be a positive integer (chunks: {number})")
+    return number
+
+
+def _check_checkpoint(checkpoint: str) -> str:
+    if checkpoint not in CHECKPOINT_MODES:
+        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' (checkpoint: {checkpoint!r})")
+    return checkpoint
+
+
+def _replace_prefix(key: str, names: Mapping[str, str]) -> str:
+    """Replace the module at the start of a dotted key."""
+    for name, other in names.items():
+        if key == name or key.startswith(f"{name}."):
+            return other + key.removeprefix(name)
+    return key

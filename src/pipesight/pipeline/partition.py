@@ -1,0 +1,120 @@
+"""A sequential model cut into partitions."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from pipesight import context
+from pipesight.context import Where
+from pipesight.pipeline.batchnorm import DeferredBatchNorm
+from pipesight.pipeline.skip import SkipKey, skip_keys
+
+__all__ = ["Partition", "SkipRoutes", "split", "verify_sequential"]
+
+
+class Partition(nn.Sequential):
+    """Consecutive layers of the original model, under their original names."""
+
+    def forward(self, input: Any) -> Any:
+        """Run the layers one after the other, and keep the context up to date."""
+        where = context.current()
+        if where is None:
+            return super().forward(input)  # type: ignore[no-untyped-call]
+        for name, layer in self._modules.items():
+            assert layer is not None
+            where.layer = name
+            where.marks.append((torch._C._autograd._get_sequence_nr(), name))
+            if where.observers:
+                where.observers.tell("layer_started", where)
+                output = layer(input)
+                where.observers.tell("layer_ended", where)
+                _watch_backward(input, output, name, where)
+                input = output
+            else:
+                input = layer(input)
+        return input
+
+
+def _watch_backward(input: object, output: object, name: str, where: Where) -> None:
+    """Tell the observers when backward comes to a layer.
+
+    Its backward starts when the gradient reaches a node of its output, and ends when the next layer's starts or the
+    task ends. A layer that adds no node has none.
+    """
+
+    def reached(_: object) -> None:
+        if where.phase != "backward" or where.layer == name:
+            return
+        if where.layer is not None:
+            where.observers.tell("layer_ended", where)
+        where.layer = name
+        where.observers.tell("layer_started", where)
+
+    for node in _nodes(output) - _nodes(input):
+        node.register_prehook(reached)
+
+
+def _nodes(value: object) -> set[Node]:
+    tensors = value if isinstance(value, tuple) else (value,)
+    return {t.grad_fn for t in tensors if isinstance(t, Tensor) and t.grad_fn is not None}
+
+
+def verify_sequential(module: nn.Module) -> None:
+    """Raise unless ``module`` is a sequential whose layers can be put on different devices."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError("non-sequential module cannot be partitioned")
+    if type(module).forward is not nn.Sequential.forward:
+        raise TypeError(
+            f"non-sequential module cannot be partitioned: {type(module).__name__} is an nn.Sequential "
+            "with a forward of its own, which would not be called"
+        )
+    children = list(module.named_children())
+    if len(children) != len(module):
+        raise ValueError("module with duplicate children is not supported")
+    owner: dict[Tensor, str] = {}
+    for name, child in children:
+        for parameter in child.parameters():
+            if owner.setdefault(parameter, name) != name:
+                raise ValueError(
+                    "module with duplicate parameters in distinct children is not supported "
+                    f"(layers '{owner[parameter]}' and '{name}' share one); put them into one layer"
+                )
+
+
+def split(
+    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device], deferred_batch_norm: bool
+) -> list[Partition]:
+    """Move the layers of ``module`` into ``len(balance)`` partitions, each on its device."""
+    layers = iter(module.named_children())
+    partitions = []
+    for size, device in zip(balance, devices, strict=True):
+        partition = Partition(OrderedDict(next(layers) for _ in range(size)))
+        if deferred_batch_norm:
+            DeferredBatchNorm.convert(partition)
+        partition.to(device)
+        partition.training = module.training  # its own flag alone: some layers may be in another mode
+        partitions.append(partition)
+    return partitions
+
+
+class SkipRoutes:
+    """Which skips go from one partition to another. Those within one partition are not its business."""
+
+    def __init__(self, partitions: Sequence[Partition]) -> None:
+        self.source: dict[SkipKey, int] = {}
+        self.target: dict[SkipKey, int] = {}
+        stashed: dict[SkipKey, int] = {}
+        for j, partition in enumerate(partitions):
+            stashes, pops = skip_keys(partition)
+            stashed.update(dict.fromkeys(stashes, j))
+            for key in pops:
+                if stashed[key] != j:
+                    self.source[key], self.target[key] = stashed[key], j
+        self.leaving = [[key for key, j in self.source.items() if j == k] for k in range(len(partitions))]
+        self.arriving = [[key for key, j in self.target.items() if j == k] for k in range(len(partitions))]

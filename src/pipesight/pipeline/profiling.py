@@ -1,0 +1,229 @@
+"""What each layer of a sequential model costs: seconds, or bytes kept for the backward.
+
+Layers are run one after the other, each as a copy that is dropped before the next one is made::
+
+    sample --> copy of layer 0 --> output, detached --> copy of layer 1 --> ...
+                    |                                        |
+                 cost of 0                                cost of 1
+
+So the model keeps its parameters, buffers, gradients and modes, and is never in memory twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, scatter
+from pipesight.pipeline.skip import SkipTracker, use_tracker
+
+__all__ = ["Device", "Sample", "profile_size", "profile_time"]
+
+Device: TypeAlias = torch.device | str | int | None
+Sample: TypeAlias = TensorOrTensors
+
+
+def profile_time(model: nn.Sequential, sample: Sample, *, timeout: float = 1.0, device: Device = None) -> list[float]:
+    """Return the seconds that forward and backward of each layer take, the median of several runs."""
+    if not 0 <= timeout < math.inf:
+        raise ValueError(f"timeout must be finite and not negative (timeout: {timeout})")
+    share, place = timeout / max(len(model), 1), _place(device)
+
+    def seconds(layer: _Layer) -> float:
+        layer.seconds(place)  # the first run loads kernels and fills caches
+        times: list[float] = []
+        deadline = time.perf_counter() + share
+        while len(times) < 3 or time.perf_counter() < deadline:
+            times.append(layer.seconds(place))
+        return statistics.median(times)
+
+    with _undisturbed(place):
+        return _profile(model, sample, place, seconds)
+
+
+def profile_size(
+    model: nn.Sequential, sample: Sample, *, chunks: int = 1, param_scale: float = 2.0, device: Device = None
+) -> list[float]:
+    """Return the bytes that each layer keeps; :func:`balance_by_size` has the formula."""
+    if chunks < 1:
+        raise ValueError(f"chunks must be a positive integer (chunks: {chunks})")
+    if not 0 <= param_scale < math.inf:
+        raise ValueError(f"param_scale must be finite and not negative (param_scale: {param_scale})")
+    first = scatter(as_tuple(sample, "sample"), chunks)[0]
+    sample, place = first[0] if isinstance(sample, Tensor) else first, _place(device)
+
+    def size(layer: _Layer) -> float:
+        return layer.kept_bytes() + param_scale * sum(p.nbytes for p in layer.module.parameters())
+
+    with _undisturbed(place):
+        return _profile(model, sample, place, size)
+
+
+def _profile(model: nn.Sequential, sample: Sample, place: torch.device, cost: Callable[[_Layer], float]) -> list[float]:
+    costs, skips = [], _Skips()
+    output = _each(lambda t: _detached(t).to(place), sample)
+    for name, original in zip(model._modules, model, strict=True):  # named_children() leaves out repeated layers
+        try:
+            layer = _Layer(copy.deepcopy(original).to(place).train(), output, skips)
+            with use_tracker(skips):
+                costs.append(cost(layer))
+        except Exception as error:
+            inputs = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in as_tuple(output, "input"))
+            error.add_note(f"while profiling layer '{name}' ({type(original).__name__}) with input {inputs}")
+            raise
+        output = _each(_detached, layer.output)
+        del layer
+        skips.advance()
+    return costs
+
+
+class _Layer:
+    """The copy of a layer, with the input that it gets in the model."""
+
+    def __init__(self, module: nn.Module, input: TensorOrTensors, skips: _Skips) -> None:
+        self.module, self.input, self.skips = module, input, skips
+        self.output = input
+
+    def seconds(self, place: torch.device) -> float:
+        """Run forward and backward once, and return the time that both took."""
+        input = self._rewind()
+        forward, self.output = _timed(place, lambda: self.module(input))
+        roots = [t for t in self._results() if t.requires_grad]
+        if not roots:
+            return forward
+        gradients = [torch.ones_like(t) for t in roots]
+        return forward + _timed(place, lambda: torch.autograd.backward(roots, gradients))[0]
+
+    def kept_bytes(self) -> int:
+        """Run forward once, and return the bytes that are kept for the backward and for later layers."""
+        input = self._rewind()
+        saved: list[weakref.ref[Tensor]] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach()
+            saved.append(weakref.ref(tensor))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.output = self.module(input)
+        # A part of the graph that leads to no output is gone by now, and with it what it had saved.
+        alive = [tensor for reference in saved if (tensor := reference()) is not None]
+        popped = [t for t in self.skips.popped.values() if t is not None]
+        own = [*self.module.parameters(), *self.module.buffers()]
+        known = _storages([*own, *as_tuple(input, "input"), *popped])
+        kept = _storages([*alive, *self._results()])
+        return sum(size for address, size in kept.items() if address not in known)
+
+    def _rewind(self) -> TensorOrTensors:
+        self.skips.rewind()
+        return _each(_fresh, self.input)
+
+    def _results(self) -> list[Tensor]:
+        stashed = [t for t in self.skips.stashed.values() if t is not None]
+        return [*as_tuple(self.output, "output"), *stashed]
+
+
+class _Skips(SkipTracker):
+    """Lets a layer that runs many times pop, each time, what an earlier layer stashed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stashed: dict[Hashable, Tensor | None] = {}
+        self.popped: dict[Hashable, Tensor | None] = {}
+
+    def stash(self, key: Hashable, tensor: Tensor | None) -> None:
+        self.stashed[key] = tensor
+
+    def pop(self, key: Hashable) -> Tensor | None:
+        if key in self.stashed:  # stashed by this very layer, a block with both ends inside
+            return self.stashed.pop(key)
+        if key not in self.popped:
+            self.popped[key] = self._copy(key)
+        return self.popped[key]
+
+    def rewind(self) -> None:
+        """Get ready to run the layer again: copy what it popped last time, before the clock starts."""
+        self.stashed, self.popped = {}, {key: self._copy(key) for key in self.popped}
+
+    def advance(self) -> None:
+        """Go on to the next layer."""
+        for key in self.popped:
+            del self.tensors[key]
+        self.tensors |= {key: None if t is None else _detached(t) for key, t in self.stashed.items()}
+        self.stashed, self.popped = {}, {}
+
+    def _copy(self, key: Hashable) -> Tensor | None:
+        tensor = self.tensors[key]
+        return None if tensor is None else _fresh(tensor)
+
+
+def _each(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> TensorOrTensors:
+    return function(value) if isinstance(value, Tensor) else tuple(function(t) for t in value)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Cut ``tensor`` out of its graph; that it needs a gradient, or does not, stays."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """Return a copy that a layer may change in place, which it may not do to a leaf of the graph."""
+    return _detached(tensor).clone()
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return address and bytes of the memory behind ``tensors``. Sparse ones, mostly constants, have none."""
+    storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _timed(place: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Run ``work`` on an idle device, and return the seconds until it was done, and its result."""
+    if place.type == "cpu":
+        begin = time.perf_counter()
+        result = work()
+        return time.perf_counter() - begin, result
+    torch.cuda.synchronize(place)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    result = work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000, result
+
+
+def _place(device: Device) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"layers can be profiled on cpu and cuda only (device: {place})")
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+@contextlib.contextmanager
+def _undisturbed(place: torch.device) -> Iterator[None]:
+    """Record graphs whatever the caller's mode; give back random states and CUDA memory afterwards."""
+    cuda = place.type == "cuda"
+    with (
+        torch.cuda.device(place) if cuda else contextlib.nullcontext(),
+        torch.random.fork_rng(devices=[place] if cuda else []),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        if cuda:  # let the backward's own thread meet the device, or cuBLAS warns that it has not
+            torch.ones(1, device=place, requires_grad=True).exp().backward()
+        yield
+    if cuda:
+        torch.cuda.empty_cache()

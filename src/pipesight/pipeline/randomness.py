@@ -1,0 +1,255 @@
+"""A random stream of its own for every task.
+
+PyTorch has one default generator per device, shared by all threads. Workers that drew from it side by side would get
+numbers in an order that changes from run to run, and a recomputation could not get those of the first forward again.
+So in a task (i, j) other generators stand in for the default ones, seeded by (pass, i, j). The pass's seed comes from
+the default generator when the first layer draws: ``torch.manual_seed`` decides all of it, and a model that draws
+nothing leaves the default generator alone.
+
+Two things make them stand in:
+
+- The dispatcher sends an operator to us if it is random (PyTorch tags those) and runs inside :func:`isolated`. All
+  other operators cost nothing: our dispatch key falls through.
+- ``torch.get_rng_state``, ``set_rng_state`` and ``manual_seed``, also those of ``torch.cuda``, act on them when they
+  are called in a task, so that ``torch.utils.checkpoint`` and ``fork_rng`` work in a layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["PassRandomness", "SavedGenerators", "begin_task", "end_task", "isolated"]
+
+# A dispatch key that PyTorch reserves for modes like this one and registers nothing for.
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+
+_CPU = torch.device("cpu")
+
+SavedGenerators: TypeAlias = dict[torch.Generator, Tensor]
+"""The states of the user's own generators before a task first drew from them."""
+
+
+class PassRandomness:
+    """The seeds of one pass, one a device, drawn from the caller's generators when first needed.
+
+    Those are the default ones, or in a pipeline that is a layer of another, those of the outer task.
+    """
+
+    def __init__(self) -> None:
+        self._outer = _here.task
+        self._seeds: dict[torch.device, int] = {}
+        self._seeding = threading.RLock()
+
+    def seed(self, device: torch.device, task: str) -> int:
+        """Return the seed of a task on ``device``."""
+        with self._seeding:
+            if device not in self._seeds:
+                outer = self._outer
+                self._seeds[device] = _draw_seed(
+                    _default_generator(device) if outer is None else outer.generator(device)
+                )
+        text = f"{self._seeds[device]} {task}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+class _TaskRandomness:
+    __slots__ = ("_fixed", "_generators", "_now", "_replay", "_source", "_task", "saved")
+
+    def __init__(self, source: PassRandomness, task: str, replay: SavedGenerators | None) -> None:
+        self._source, self._task, self._replay = source, task, replay
+        self._fixed: int | None = None
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._now: SavedGenerators = {}
+        self.saved: SavedGenerators = {}
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return what stands in for the default generator of ``device``."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(
+                self._source.seed(device, self._task) if self._fixed is None else self._fixed
+            )
+        return self._generators[device]
+
+    def reseed(self, seed: int) -> None:
+        """Do what ``torch.manual_seed`` does, for this task alone."""
+        self._fixed = seed
+        self._generators.clear()
+
+    def meet(self, generator: torch.Generator) -> None:
+        """Note, or in a recomputation bring back, the state of a generator that the layer brings along."""
+        if self._replay is None:
+            if generator not in self.saved:
+                self.saved[generator] = generator.get_state()
+        elif generator in self._replay and generator not in self._now:
+            self._now[generator] = generator.get_state()
+            generator.set_state(self._replay[generator])
+
+    def end(self) -> None:
+        for generator, state in self._now.items():
+            generator.set_state(state)
+
+
+class _PerThread(threading.local):
+    task: _TaskRandomness | None = None
+
+
+_here = _PerThread()
+_swapping = threading.Lock()
+
+
+def isolated() -> AbstractContextManager[None]:
+    """Let :func:`begin_task` decide, in this thread, what random operators draw from."""
+    with _swapping:
+        key = _install()
+        if "torch._dynamo" in sys.modules:
+            _hide_from_compiler()
+    guard: AbstractContextManager[None] = torch._C._IncludeDispatchKeyGuard(key)
+    return guard
+
+
+def begin_task(source: PassRandomness, task: str, replay: SavedGenerators | None = None) -> None:
+    """Let this thread draw from the stream of a task, from its beginning; ``replay`` is what :func:`end_task` gave."""
+    _here.task = _TaskRandomness(source, task, replay)
+
+
+def end_task() -> SavedGenerators:
+    """Let this thread draw from the default generators again."""
+    task, _here.task = _here.task, None
+    assert task is not None
+    task.end()
+    return task.saved
+
+
+@functools.cache
+def _install() -> Any:
+    """Register our kernel for every random operator, and our view of the state; once in a process, about 0.2 s."""
+    key = torch._C._dispatch_key_parse(_KEY_NAME)
+    everything = torch.library.Library("_", "IMPL", _KEY_NAME)
+    everything.fallback(torch.library.fallthrough_kernel)
+    aten = torch.library.Library("aten", "IMPL", _KEY_NAME)
+    _libraries.extend((everything, aten))
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, overload_name = name.partition("::")
+        # Composite operators, such as dropout, come down to others.
+        if space != "aten" or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+            continue
+        base, _, overload = overload_name.partition(".")
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        # Some are tagged that only choose, or repeat what a forward has drawn.
+        if torch.Tag.nondeterministic_seeded in op.tags and not base.endswith(("_backward", "_choice")):
+            aten.impl(overload_name, functools.partial(_run, op, torch._C.DispatchKeySet(key)))
+    for module in (torch, torch.random):
+        _stand_in(module, "get_rng_state", lambda task: task.generator(_CPU).get_state())
+        _stand_in(module, "set_rng_state", lambda task, state: task.generator(_CPU).set_state(state) and None)
+        _stand_in(module, "manual_seed", lambda task, seed: task.reseed(int(seed)) or task.generator(_CPU))
+    for module in (torch.cuda, torch.cuda.random):
+        _stand_in(module, "get_rng_state", lambda task, device="cuda": task.generator(_indexed(device)).get_state())
+        _stand_in(module, "set_rng_state", _set_cuda_state)
+    return key
+
+
+@functools.cache
+def _hide_from_compiler() -> None:
+    """Keep ``torch.compile`` from compiling this module where compiled code calls it."""
+    from torch._dynamo.eval_frame import skip_code
+
+    things = [*globals().values(), *vars(PassRandomness).values(), *vars(_TaskRandomness).values()]
+    codes = [thing.__code__ for thing in things if isinstance(thing, FunctionType) and thing.__module__ == __name__]
+    while codes:
+        code = codes.pop()
+        skip_code(code)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+_libraries: list[torch.library.Library] = []  # a library that is collected unregisters its kernels
+
+
+def _stand_in(module: ModuleType, name: str, inside: Callable[..., Any]) -> None:
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        task = _here.task
+        return original(*args, **kwargs) if task is None else inside(task, *args, **kwargs)
+
+    setattr(module, name, function)
+
+
+def _set_cuda_state(task: _TaskRandomness, new_state: Tensor, device: Any = "cuda") -> None:
+    task.generator(_indexed(device)).set_state(new_state)
+
+
+def _run(op: Any, ours: Any, *args: Any, **kwargs: Any) -> Any:
+    task = _here.task
+    with torch._C._ExcludeDispatchKeyGuard(ours):
+        device = None if task is None or torch.compiler.is_compiling() else _device_of(args, kwargs)
+        if task is None or device is None or _is_certain(op, args, kwargs):
+            return op(*args, **kwargs)
+        position = next((p for p, a in enumerate(op._schema.arguments) if a.name == "generator"), None)
+        if position is None:
+            return _run_swapped(op, args, kwargs, _default_generator(device), task.generator(device))
+        given = args[position] if position < len(args) else kwargs.get("generator")
+        if given is not None:
+            task.meet(given)
+        elif position < len(args):
+            args = (*args[:position], task.generator(device), *args[position + 1 :])
+        else:
+            kwargs["generator"] = task.generator(device)
+        return op(*args, **kwargs)
+
+
+def _is_certain(op: Any, args: Any, kwargs: Any) -> bool:
+    """Tell whether an operator that could drop elements, such as fused attention, has nothing to draw."""
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            return not (args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value))
+    return False
+
+
+def _run_swapped(op: Any, args: Any, kwargs: Any, default: torch.Generator, own: torch.Generator) -> Any:
+    """Run an operator that takes no generator while the default one stands in for ours."""
+    with _swapping:
+        before = default.get_state()
+        default.set_state(own.get_state())
+        try:
+            return op(*args, **kwargs)
+        finally:
+            own.set_state(default.get_state())
+            default.set_state(before)
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device | None:
+    """Return the device whose generator an operator would use, or ``None`` if it is none of ours."""
+    tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    device = _indexed(kwargs.get("device") or "cpu") if tensor is None else tensor.device
+    return device if device.type in ("cpu", "cuda") else None
+
+
+def _indexed(place: torch.device | str | int) -> torch.device:
+    device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+
+
+def _draw_seed(default: torch.Generator) -> int:
+    if default.device.type == "cpu":
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=default))
+    # A draw on the GPU would have to be waited for; its generator is a seed and an offset, both known here.
+    offset = default.get_offset()
+    default.set_offset(offset + 4)
+    return hash((default.initial_seed(), offset))

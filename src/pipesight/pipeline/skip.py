@@ -1,0 +1,265 @@
+"""Skip connections: ``stash`` a tensor in one layer, ``pop`` it in a later one, whatever partitions they are in.
+
+A layer declares what it stashes and pops, and its ``forward`` yields the commands::
+
+    @skippable(stash=["skip"])
+    class Down(nn.Module):
+        def forward(self, input):
+            yield stash("skip", input)
+            return self.conv(input)
+
+    @skippable(pop=["skip"])
+    class Up(nn.Module):
+        def forward(self, input):
+            skip = yield pop("skip")
+            return self.conv(input) + skip
+
+In a plain ``nn.Sequential`` the tensor waits in the thread; in a ``GPipe`` it goes straight from the source's device
+to the target's, and its gradient straight back.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import uuid
+from collections.abc import Callable, Generator, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+__all__ = [
+    "Namespace",
+    "SkipKey",
+    "SkipTracker",
+    "pop",
+    "skip_keys",
+    "skippable",
+    "stash",
+    "use_tracker",
+    "verify_skippables",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Keeps equal skip names of different parts of a model apart; see ``isolate`` of a skippable layer.
+
+    Example::
+
+        ns = Namespace()
+        block = nn.Sequential(Down().isolate(ns), Up().isolate(ns))
+    """
+
+    id: uuid.UUID = field(default_factory=uuid.uuid4)
+
+
+@dataclass(frozen=True, slots=True)
+class SkipKey:
+    """The full name of one skip connection."""
+
+    namespace: Namespace | None
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class stash:  # noqa: N801 (a command, written like a function call)
+    """``yield stash(name, tensor)`` puts ``tensor`` (or ``None``) aside for the layer that pops ``name``."""
+
+    name: str
+    tensor: Tensor | None
+
+    def __post_init__(self) -> None:
+        if self.tensor is not None and not isinstance(self.tensor, Tensor):
+            raise TypeError(f"only a Tensor or None can be stashed, but '{self.name}' is {_class(self.tensor)}")
+
+
+@dataclass(frozen=True, slots=True)
+class pop:  # noqa: N801
+    """``tensor = yield pop(name)`` fetches what an earlier layer stashed as ``name``."""
+
+    name: str
+
+
+class SkipTracker:
+    """Holds stashed tensors until they are popped."""
+
+    def __init__(self, tensors: dict[Hashable, Tensor | None] | None = None) -> None:
+        self.tensors: dict[Hashable, Tensor | None] = {} if tensors is None else tensors
+
+    def stash(self, key: Hashable, tensor: Tensor | None) -> None:
+        """Put ``tensor`` aside; a second one under the same key replaces the first."""
+        self.tensors[key] = tensor
+
+    def pop(self, key: Hashable) -> Tensor | None:
+        """Take out what was put aside, or raise ``KeyError``."""
+        return self.tensors.pop(key)
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.tracker = SkipTracker()
+
+
+_here = _PerThread()
+
+
+class use_tracker:  # noqa: N801 (a context manager, written like a function call)
+    """Let the skippable layers that run in this thread use ``tracker``."""
+
+    __slots__ = ("_before", "_tracker")
+
+    def __init__(self, tracker: SkipTracker) -> None:
+        self._tracker = tracker
+
+    def __enter__(self) -> None:
+        self._before, _here.tracker = _here.tracker, self._tracker
+
+    def __exit__(self, *_: object) -> None:
+        _here.tracker = self._before
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
+    """Declare the skip connections of a module class whose ``forward`` yields :class:`stash` and :class:`pop`.
+
+    The class stays what it was, so that parameters, pickling and ``isinstance`` do too; it gains
+    ``isolate(namespace, *, only=None)``, which moves its names (or those in ``only``) into a namespace and returns
+    the layer.
+    """
+    stashes, pops = _names("stash", stash), _names("pop", pop)
+    if twice := sorted(stashes & pops):
+        raise ValueError(f"a layer cannot stash and pop the same name (names: {', '.join(twice)})")
+
+    def decorate(cls: type[M]) -> type[M]:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"skippable decorates an nn.Module class, but got {_class(cls)}")
+        original = cls.forward
+
+        @functools.wraps(original)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _drive(self, original(self, *args, **kwargs), stashes, pops)
+
+        cls.forward = forward
+        cls.stashable_names = stashes  # type: ignore[attr-defined]
+        cls.poppable_names = pops  # type: ignore[attr-defined]
+        cls.isolate = _isolate  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def _drive(layer: nn.Module, body: object, stashes: frozenset[str], pops: frozenset[str]) -> Any:
+    """Run the generator that a skippable ``forward`` is, and obey its commands."""
+    due_stashes, due_pops = set(stashes), set(pops)
+    if isinstance(body, Generator):
+        resume = functools.partial(body.send, None)
+        while True:
+            try:
+                command = resume()
+            except StopIteration as stop:
+                body = stop.value
+                break
+            try:
+                answer: Tensor | None = None
+                if isinstance(command, stash):
+                    _take(due_stashes, stashes, command.name, "stash")
+                    _here.tracker.stash(_key(layer, command.name), command.tensor)
+                elif isinstance(command, pop):
+                    _take(due_pops, pops, command.name, "pop")
+                    answer = _pop(layer, command.name)
+                else:
+                    raise TypeError(f"forward must yield stash(...) or pop(...), but yielded {command!r:.80}")
+                resume = functools.partial(body.send, answer)
+            except Exception as error:  # raised at the yield, so that the traceback shows the user's line
+                resume = functools.partial(body.throw, error)
+    if due_stashes:
+        raise RuntimeError(f"declared but not stashed by {_class(layer)}: {', '.join(sorted(due_stashes))}")
+    if due_pops:
+        raise RuntimeError(f"declared but not popped by {_class(layer)}: {', '.join(sorted(due_pops))}")
+    return body
+
+
+def _take(due: set[str], declared: frozenset[str], name: str, verb: str) -> None:
+    if name not in declared:
+        raise RuntimeError(f"'{name}' is not declared: @skippable({verb}=['{name}'])")
+    if name not in due:
+        raise RuntimeError(f"'{name}' is used a second time; a layer can {verb} a name once")
+    due.discard(name)
+
+
+def _pop(layer: nn.Module, name: str) -> Tensor | None:
+    try:
+        return _here.tracker.pop(_key(layer, name))
+    except KeyError:
+        raise RuntimeError(f"'{name}' has not been stashed by an earlier layer") from None
+
+
+def _isolate(self: nn.Module, namespace: Namespace, *, only: Iterable[str] | None = None) -> nn.Module:
+    declared: frozenset[str] = self.stashable_names | self.poppable_names  # type: ignore[operator, assignment]
+    names = declared if only is None else _names("only", only)
+    if unknown := sorted(names - declared):
+        raise ValueError(f"{_class(self)} declares no such names: {', '.join(unknown)}")
+    spaces: dict[str, Namespace] = {**self.__dict__.get("skip_namespaces", {}), **dict.fromkeys(names, namespace)}
+    self.__dict__["skip_namespaces"] = spaces
+    return self
+
+
+def _key(layer: nn.Module, name: str) -> SkipKey:
+    return SkipKey(layer.__dict__.get("skip_namespaces", {}).get(name), name)
+
+
+def skip_keys(layer: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
+    """Return what ``layer`` and the layers inside it stash and pop, in the order of ``layer.modules()``."""
+    stashes: list[SkipKey] = []
+    pops: list[SkipKey] = []
+    for module in layer.modules():
+        stashes += [_key(module, name) for name in sorted(getattr(module, "stashable_names", ()))]
+        pops += [_key(module, name) for name in sorted(getattr(module, "poppable_names", ()))]
+    return stashes, pops
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that every stash of a sequential model meets exactly one pop, after it.
+
+    Raises:
+        TypeError: Some do not; the message lists all of them.
+    """
+    stashed: dict[SkipKey, str] = {}
+    popped: dict[SkipKey, str] = {}
+    wrong: list[str] = []
+    for name, layer in module.named_children():
+        stashes, pops = skip_keys(layer)
+        for key in stashes:
+            if key in stashed:
+                wrong.append(f"'{key.name}' is stashed by layer '{stashed[key]}' and again by layer '{name}'")
+            stashed.setdefault(key, name)
+        for key in pops:
+            if key in popped:
+                wrong.append(f"'{key.name}' is popped by layer '{popped[key]}' and again by layer '{name}'")
+            elif key not in stashed:
+                wrong.append(f"'{key.name}' is popped by layer '{name}' but not stashed by an earlier one")
+            popped.setdefault(key, name)
+    wrong += [
+        f"'{key.name}' is stashed by layer '{name}' but never popped"
+        for key, name in stashed.items()
+        if key not in popped
+    ]
+    if wrong:
+        raise TypeError(
+            "every stash needs exactly one pop in a later layer, but:\n"
+            + "".join(f"  * {line}\n" for line in wrong)
+            + "equal names of different pairs can be told apart with layer.isolate(Namespace())"
+        )
+
+
+def _names(what: str, names: Iterable[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        raise TypeError(f"{what} must be a list of names, but got the string '{names}': {what}=['{names}']")
+    return frozenset(names)
+
+
+def _class(thing: object) -> str:
+    return thing.__name__ if isinstance(thing, type) else type(thing).__name__

@@ -1,0 +1,67 @@
+"""The caller's settings, for workers to run under."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["Surroundings"]
+
+R = TypeVar("R")
+
+_CPU = torch.device("cpu")
+
+_around: contextvars.ContextVar[frozenset[Hashable]] = contextvars.ContextVar("pipelines around", default=frozenset())
+
+
+class Surroundings:
+    """What PyTorch and Python keep per thread: context variables, autocast, inference mode, default device, hooks.
+
+    The grad mode is not among them: a checkpointed forward has its own. Neither are Python's dispatch and function
+    modes, which are not made for several threads.
+    """
+
+    def __init__(self, pipeline: Hashable) -> None:
+        self._pipeline = pipeline
+        self.refuse_inside()
+        self._context = contextvars.copy_context()
+        self._context.run(_around.set, _around.get() | {pipeline})
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+        ]
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._device = torch.get_default_device()
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._plain = not (self._inference or self._autocast or self._hooks) and self._device == _CPU
+
+    def refuse_inside(self) -> None:
+        """Raise if the caller is a layer of the pipeline, whose worker would wait for itself."""
+        if self._pipeline in _around.get():
+            raise RuntimeError("a pipeline cannot be called from one of its own layers")
+
+    def run(self, function: Callable[..., R], *args: Any) -> R:
+        """Call ``function`` under the settings: as the caller left them, whatever other tasks changed.
+
+        Each task enters them anew. Autocast caches its casts of the weights until it ends, and one that a checkpointed
+        task made without grad must not serve the next task.
+        """
+        around = self._context.copy()
+        return around.run(function, *args) if self._plain else around.run(self._entered, function, *args)
+
+    def _entered(self, function: Callable[..., R], *args: Any) -> R:
+        with contextlib.ExitStack() as stack:
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            if self._device != _CPU:
+                stack.enter_context(self._device)
+            if self._hooks is not None:
+                stack.enter_context(saved_tensors_hooks(*self._hooks))
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._autocast_cache))
+            return function(*args)

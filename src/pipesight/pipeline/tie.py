@@ -1,0 +1,132 @@
+"""The pipeline as one node of the caller's autograd graph.
+
+::
+
+    input, parameters ──> Inlet ──> phony ──> Outlet ──> outputs
+                                       outputs of the last partition ─┘
+
+The partitions' own graphs are not part of it. In backward, ``Outlet`` (on the output's device) puts the gradients of
+the outputs aside; ``Inlet`` hands them to the mini-batch, which runs its backward on the workers, and returns the
+gradients of the input and the parameters. The phony tensor is on the CPU, so autograd runs ``Inlet`` in the thread that
+called ``backward()``; in a thread of a CUDA device, it would wait for ever for workers that need that same thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+if TYPE_CHECKING:
+    from pipesight.pipeline.minibatch import MiniBatch
+
+__all__ = ["edge_of", "enter", "tie"]
+
+
+def tie(minibatch: MiniBatch, inputs: Sequence[Tensor], outputs: Sequence[Tensor], differentiable: list[bool]) -> Any:
+    """Return ``outputs`` as results of the caller's graph: those marked ``differentiable`` lead to ``minibatch``."""
+    parameters = [parameter for stage in minibatch.parameters for parameter in stage]
+    phony = _Inlet.apply(minibatch, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+    return _Outlet.apply(minibatch, differentiable, phony, *outputs)  # type: ignore[no-untyped-call]
+
+
+class _Inlet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, minibatch: MiniBatch, count: int, *leaves: Tensor) -> Tensor:
+        ctx.minibatch, ctx.count = minibatch, count
+        ctx.save_for_backward(*(leaf for leaf in leaves if leaf.requires_grad))
+        return torch.empty(0, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        twice = torch.is_grad_enabled()
+        with torch.no_grad():
+            gradients = ctx.minibatch.backward(ctx.needs_input_grad[2 : 2 + ctx.count])
+        if twice:
+            leaves = ctx.saved_tensors
+            gradients = _Once.apply(len(leaves), *leaves, *gradients)  # type: ignore[no-untyped-call]
+        return (None, None, *gradients)
+
+
+class _Outlet(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, minibatch: MiniBatch, differentiable: list[bool], phony: Tensor, *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.minibatch = minibatch
+        ctx.set_materialize_grads(False)
+        # An output that is an input would come back as a view that cannot be changed in place.
+        results = tuple(t.detach() for t in outputs)
+        ctx.mark_non_differentiable(*(t for t, d in zip(results, differentiable, strict=True) if not d))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.minibatch.accept(gradients)
+        return (None, None, torch.empty(0, device="cpu"), *(None for _ in gradients))
+
+
+class _Once(torch.autograd.Function):
+    """Lets gradients pass, but not be differentiated again, with respect to whatever they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *leaves_and_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None else g.detach() for g in leaves_and_gradients[count:])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        raise RuntimeError(
+            "gradients that came through GPipe cannot be differentiated again: it does not support double backward "
+            "(create_graph=True)"
+        )
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (phony.detach(), *(t.detach() for t in tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        raise AssertionError("gradients are taken out of the graph before they get here")
+
+
+# What `_Enter.apply` comes to, less a look at functorch, whose transforms have no place in a worker.
+_enter: Any = super(torch.autograd.Function, _Enter).apply
+
+
+def enter(
+    phony: Tensor, tensors: Sequence[Tensor | None], needed: Sequence[bool]
+) -> tuple[list[Tensor | None], list[GradientEdge | None], Tensor | None]:
+    """Make tensors the roots of a partition's own graph.
+
+    Return them, the edges their gradients arrive at, and an empty tensor that keeps the edges valid. The roots are no
+    leaves, so that a first layer may change them in place, and nothing here keeps them alive. ``phony`` is any empty
+    tensor that requires grad, for the roots to require it too.
+    """
+    places = [k for k, need in enumerate(needed) if need and tensors[k] is not None]
+    entered = list(tensors)
+    edges: list[GradientEdge | None] = [None] * len(entered)
+    if not places:
+        return entered, edges, None
+    anchor, *roots = _enter(phony, *(tensors[k] for k in places))
+    node = anchor.grad_fn
+    for output_nr, (k, root) in enumerate(zip(places, roots, strict=True), start=1):
+        entered[k], edges[k] = root, GradientEdge(node, output_nr)
+    return entered, edges, anchor
+
+
+def edge_of(tensor: Tensor | None, anchor: Tensor | None = None) -> GradientEdge | None:
+    """Return where the gradient of ``tensor`` arrives in its graph, without keeping the tensor alive.
+
+    ``anchor`` is that of the graph's roots, one of which the tensor may be.
+    """
+    if tensor is None or not tensor.requires_grad:
+        return None
+    node = tensor.grad_fn
+    if node is None or (isinstance(node, torch._C._FunctionBase) and (anchor is None or node is not anchor.grad_fn)):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)  # the same, sooner

@@ -1,0 +1,130 @@
+"""The threads that run the partitions, started when first needed, ended with their model."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import TypeAlias
+
+import torch
+
+from pipesight.context import Where, enter_thread
+
+__all__ = ["Job", "Workers"]
+
+Job: TypeAlias = Callable[[Where], None]
+"""What one worker does in one pass. It must not raise."""
+
+
+class Workers:
+    """A thread for every partition on the CPU and for every GPU.
+
+    Partitions on one GPU could only take turns, and threads that launch kernels in turns lose more time with Python's
+    lock than they win. Passes from several callers run one after the other in each thread.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._pid = os.getpid()
+        self._submitting = threading.RLock()  # a signal handler may use the model that it interrupts
+        self.shares = _share(devices)
+        """The partitions of each worker."""
+        self._inboxes: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in self.shares]
+        self.threads = [
+            threading.Thread(target=_work, args=(inbox, devices[share[0]]), name=_name(share), daemon=True)
+            for inbox, share in zip(self._inboxes, self.shares, strict=True)
+        ]
+        weakref.finalize(self, _end, self._inboxes, self.threads, self._pid)
+        for thread in self.threads:
+            thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the threads exist in this process: a fork does not take them along."""
+        return self._pid == os.getpid()
+
+    def run(self, jobs: Sequence[Job], abort: Callable[[], None]) -> None:
+        """Run each job in its thread and wait for all of them.
+
+        An exception in the waiting thread, such as ``KeyboardInterrupt``, calls ``abort``, which must make the jobs
+        end soon, and is raised once they have.
+        """
+        if not self.alive:
+            raise RuntimeError(
+                "backward must run in the process that ran forward, but that was another one before a fork; "
+                "run forward here too"
+            )
+        unfinished = _Countdown(len(jobs))
+        sent: list[None] = []
+        try:
+            # Every worker sees the passes in one order, or two callers could wait for each other for ever.
+            # A single C call hands out all jobs, so that an interrupt falls before it or after it.
+            with self._submitting:
+                sent.extend(map(SimpleQueue.put, self._inboxes, [unfinished.counting(job) for job in jobs]))
+            unfinished.wait()
+        except BaseException:
+            abort()
+            if sent:
+                unfinished.wait()
+            raise
+
+
+class _Countdown:
+    """Waits for jobs to end. A wait that was interrupted can be begun again; one on a `threading.Event` cannot."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._counting = threading.Lock()
+        self._pending = threading.Lock()
+        self._pending.acquire()
+
+    def counting(self, job: Job) -> Job:
+        def run(where: Where) -> None:
+            try:
+                job(where)
+            finally:
+                with self._counting:
+                    self._left -= 1
+                    if not self._left:
+                        self._pending.release()
+
+        return run
+
+    def wait(self) -> None:
+        while self._left:
+            self._pending.acquire()
+
+
+def _share(devices: Sequence[torch.device]) -> list[list[int]]:
+    shares: dict[object, list[int]] = {}
+    for j, device in enumerate(devices):
+        shares.setdefault(device if device.type == "cuda" else j, []).append(j)
+    return list(shares.values())
+
+
+def _name(share: Sequence[int]) -> str:
+    return "pipesight-partition-" + "-".join(map(str, share))
+
+
+def _work(inbox: SimpleQueue[Job | None], device: torch.device) -> None:
+    where = Where()
+    enter_thread(where)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    while (job := inbox.get()) is not None:
+        job(where)
+        del job  # it holds the tensors of its mini-batch
+
+
+def _end(inboxes: Sequence[SimpleQueue[Job | None]], threads: Sequence[threading.Thread], pid: int) -> None:
+    if pid != os.getpid():
+        return
+    for inbox in inboxes:
+        inbox.put(None)
+    # The collector may run this in any thread, a worker included. At exit, threads that outlive Python's own state
+    # would crash, so give them a moment.
+    for thread in threads:
+        if thread is not threading.current_thread() and thread.is_alive():
+            thread.join(timeout=1)

@@ -1,0 +1,5 @@
+"""Skip connections between layers of a sequential model: ``skippable``, ``stash``, ``pop``, ``Namespace``."""
+
+from pipesight.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
+
+__all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]
