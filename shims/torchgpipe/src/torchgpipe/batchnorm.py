@@ -1,0 +1,5 @@
+"""``torchgpipe.batchnorm``, for pipesight."""
+
+from pipesight.pipeline.batchnorm import DeferredBatchNorm
+
+__all__ = ["DeferredBatchNorm"]

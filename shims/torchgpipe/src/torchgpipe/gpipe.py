@@ -1,0 +1,5 @@
+"""``torchgpipe.gpipe.GPipe``, for pipesight."""
+
+from pipesight import GPipe
+
+__all__ = ["GPipe"]

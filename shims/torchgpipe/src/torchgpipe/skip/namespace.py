@@ -1,0 +1,5 @@
+"""``torchgpipe.skip.namespace``, for pipesight."""
+
+from pipesight.skip import Namespace
+
+__all__ = ["Namespace"]
