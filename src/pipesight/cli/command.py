@@ -1,0 +1,60 @@
+"""`main`: what runs when someone types `pipesight`.
+
+A subcommand is a module with ``add_to(subcommands)``, which adds its options and sets ``run`` to a function that takes
+them and returns the exit code. What is slow to import is imported there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from pipesight._version import __version__
+from pipesight.cli import demo
+
+__all__ = ["main"]
+
+# What shells report of a program that SIGINT or SIGPIPE ended.
+INTERRUPTED = 128 + 2
+READER_GONE = 128 + 13
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv``, by default that of the process, and return the exit code.
+
+    Example::
+
+        >>> main(["demo", "--plain", "--steps", "20"])
+    """
+    parser: argparse.ArgumentParser = _Parser(
+        prog="pipesight", description="Train PyTorch models with pipeline parallelism, and see inside."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    demo.add_to(subcommands)
+    try:
+        options = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse has said why
+        return stop.code if isinstance(stop.code, int) else 2
+    run: Callable[[argparse.Namespace], int] | None = getattr(options, "run", None)
+    if run is None:
+        parser.print_help()
+        return 2
+    try:
+        return run(options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # As in `pipesight demo | head`. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with an option."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")

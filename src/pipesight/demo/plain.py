@@ -1,0 +1,37 @@
+"""Show a training as lines of text, for files, pipes and terminals that can do no more."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pipesight.demo.progress import Progress
+
+__all__ = ["PlainDisplay"]
+
+LINES = 20
+"""How many lines a whole training gets, about."""
+
+
+class PlainDisplay:
+    """Prints a line for the first step and one for every twentieth of the training."""
+
+    def __init__(self) -> None:
+        self._printed = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, progress: Progress) -> None:
+        """Print where the training stands, unless the last line was not long ago."""
+        reached = int(progress.share * LINES)
+        if reached == self._printed:
+            return
+        self._printed = reached
+        total = "" if progress.steps is None else f"/{progress.steps}"
+        print(
+            f"step {progress.step}{total}  loss {progress.loss:.3f}  {progress.samples_per_second:.0f} samples/s",
+            flush=True,
+        )

@@ -1,0 +1,115 @@
+"""Train the demo's model through a pipeline, one step at a time, and let it write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipesight.balance import balance_by_size
+from pipesight.demo.model import char_gpt
+from pipesight.demo.verse import Verse
+from pipesight.pipeline.gpipe import GPipe
+
+__all__ = ["CONTEXT", "Training", "one_thread"]
+
+BATCH_ON_CPU, BATCH_ON_GPU = 32, 512
+"""Samples a step. A GPU takes the larger batch in the same time, most of which goes into launching kernels."""
+
+CONTEXT = 32
+"""Characters a sample."""
+
+
+class Training:
+    """A pipeline, its optimizer, and the text it learns. The seed decides every loss.
+
+    Example::
+
+        training = Training(partitions=4, chunks=4, checkpoint="except_last", seed=0)
+        losses = [training.step() for _ in range(100)]
+        print(training.write(200))
+
+    Raises:
+        ValueError: There are more partitions than layers, more chunks than samples, or less than one of either; or the
+            seed is none.
+    """
+
+    def __init__(self, *, partitions: int, chunks: int, checkpoint: str, seed: int) -> None:
+        devices = pick_devices(partitions)
+        self.batch = BATCH_ON_GPU if any(device.type == "cuda" for device in devices) else BATCH_ON_CPU
+        if not 1 <= chunks <= self.batch:
+            raise ValueError(f"chunks must be between 1 and the batch's {self.batch} samples (chunks: {chunks})")
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"seed must be between 0 and 2**63 - 1 (seed: {seed})")
+        torch.manual_seed(seed)
+        self._picks = torch.Generator().manual_seed(seed)
+        self._seed = seed
+        self._verse = Verse.sonnets()
+        model = char_gpt(len(self._verse.alphabet), context=CONTEXT)
+        sample = torch.zeros(self.batch, CONTEXT, dtype=torch.long)
+        balance = balance_by_size(model, sample, partitions, chunks=chunks, param_scale=4)  # as Adam needs it
+        self.pipe = GPipe(model, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
+        self._optimizer = torch.optim.AdamW(
+            self.pipe.parameters(), lr=5e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+        )
+
+    @property
+    def description(self) -> str:
+        """What is trained where, in lines of less than 80 columns."""
+        parameters = sum(p.numel() for p in self.pipe.parameters())
+        gpus = len({device for device in self.pipe.devices if device.type == "cuda"})
+        where = "the CPU" if not gpus else "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        return (
+            f"a GPT of {len(self.pipe)} layers and {parameters:,} parameters learns Shakespeare's sonnets\n"
+            f"partitions of {self.pipe.balance} layers on {where}\n"
+            f"batches of {self.batch} samples in {self.pipe.chunks} micro-batches, checkpoint {self.pipe.checkpoint}"
+        )
+
+    def step(self) -> float:
+        """Train on one batch; return its loss."""
+        inputs, targets = self._verse.batch(self.batch, length=CONTEXT, generator=self._picks)
+        scores = self.pipe(inputs.to(self.pipe.devices[0]))
+        loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten().to(scores.device))
+        self._optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.pipe.parameters(), 1.0)
+        self._optimizer.step()
+        return loss.item()
+
+    @torch.no_grad()
+    def write(self, length: int, *, temperature: float = 0.8) -> str:
+        """Draw ``length`` characters from the model, each given those before it."""
+        dice = torch.Generator().manual_seed(self._seed)
+        tokens = self._verse.encode("\n")
+        self.pipe.eval()
+        try:
+            for _ in range(length):
+                scores = self.pipe(tokens[None, -CONTEXT:].to(self.pipe.devices[0]))[0, -1].cpu()
+                odds = torch.softmax(scores / temperature, dim=0)
+                tokens = torch.cat([tokens, torch.multinomial(odds, 1, generator=dice)])
+        finally:
+            self.pipe.train()
+        return self._verse.decode(tokens[1:])
+
+
+def pick_devices(partitions: int) -> list[torch.device]:
+    """Return a device for each partition: the GPUs in turn, or else the CPU."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.device("cuda", j % gpus) if gpus else torch.device("cpu") for j in range(partitions)]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run operators on the CPU in one thread each.
+
+    Ours are too small to gain from more, which would only wait for each other. The partitions run side by side anyway.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,93 @@
+"""The `pipesight` command: help, version, errors, and how it ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+import pipesight
+from pipesight.cli import main
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "pipesight", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_version_is_printed(capsys):
+    """``--version`` prints the version of the package."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pipesight {pipesight.__version__}\n"
+
+
+def test_no_command_prints_help():
+    """``python -m pipesight`` alone lists the commands, and that is an error."""
+    ended = run()
+    assert ended.returncode == 2
+    assert ended.stdout.startswith("usage: pipesight ")
+    assert "demo" in ended.stdout
+    assert ended.stderr == ""
+
+
+def test_help_of_demo_names_its_options(capsys):
+    """``pipesight demo --help`` lists every option."""
+    assert main(["demo", "--help"]) == 0
+    help_text = capsys.readouterr().out
+    for option in ("--partitions", "--chunks", "--checkpoint", "--seconds", "--steps", "--seed", "--plain"):
+        assert option in help_text
+
+
+def test_command_imports_no_demo():
+    """The command line is read without importing what only the demo needs."""
+    script = "import sys, pipesight.cli; print([m for m in ('pipesight.demo', 'rich') if m in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--partitions", "9"], "too few layers for the partitions (layers: 8, partitions: 9)"),
+        (["--partitions", "0"], "partitions must be a positive integer (partitions: 0)"),
+        (["--chunks", "0"], "chunks must be between 1 and the batch's 32 samples (chunks: 0)"),
+        (["--chunks", "33"], "chunks must be between 1 and the batch's 32 samples (chunks: 33)"),
+        (["--steps", "0"], "number of steps must be a positive integer (steps: 0)"),
+        (["--seconds", "0"], "seconds must be a positive, finite number (seconds: 0.0)"),
+        (["--seconds", "nan"], "seconds must be a positive, finite number (seconds: nan)"),
+        (["--seed", "-1"], "seed must be between 0 and 2**63 - 1 (seed: -1)"),
+        (["--steps", "few"], "argument --steps: invalid int value: 'few'"),
+        (["--steps", "5", "--seconds", "5"], "argument --seconds: not allowed with argument --steps"),
+    ],
+)
+def test_bad_option_is_told_in_one_line(args, error, capsys):
+    """A bad option ends with code 2 and one line that names the rule and the values."""
+    assert main(["demo", *args]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"pipesight demo: error: {error}\n"
+
+
+def test_bad_option_of_a_process():
+    """As a process too, a bad option gives one line on stderr and no traceback."""
+    ended = run("demo", "--checkpoint", "sometimes")
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("pipesight demo: error: argument --checkpoint: invalid choice: 'sometimes'")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_unknown_command(capsys):
+    """A command that does not exist is told in one line."""
+    assert main(["dance"]) == 2
+    assert capsys.readouterr().err.startswith("pipesight: error: argument COMMAND: invalid choice: 'dance'")
+
+
+def test_reader_that_goes_away():
+    """``pipesight demo | head -1`` ends quietly."""
+    command = [sys.executable, "-W", "error", "-m", "pipesight", "demo", "--plain", "--steps", "1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert errors == ""
+    assert process.returncode == 141

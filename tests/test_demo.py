@@ -1,0 +1,320 @@
+"""`pipesight demo`: what it trains, what it prints, what it shows, and how it ends."""
+
+import fcntl
+import functools
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from pipesight import GPipe, context
+from pipesight.cli import main
+from pipesight.demo.live import LiveDisplay
+from pipesight.demo.model import char_gpt
+from pipesight.demo.plain import PlainDisplay
+from pipesight.demo.progress import Limit, Meter
+from pipesight.demo.training import Training
+from pipesight.demo.verse import Verse
+from pipesight.demo.watch import Activity, Watch
+
+DEMO = [sys.executable, "-W", "error", "-m", "pipesight", "demo"]
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm-256color"}
+
+
+@functools.cache
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    """Run the demo once for all tests that ask for the same."""
+    return subprocess.run([*DEMO, *args], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+
+
+def losses(*args: str) -> list[str]:
+    return re.findall(r"^step .* loss (\S+)", run("--steps", "4", *args).stdout, re.MULTILINE)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let processes started by this test be interrupted; those of pytest-xdist inherit that SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+# What it prints.
+
+
+def test_output_without_a_terminal_is_plain_lines():
+    """Into a pipe go a line a step, a summary, about 200 characters of verse, and what to do next."""
+    ended = run("--steps", "4")
+    assert ended.returncode == 0
+    assert ended.stderr == ""
+    assert "\x1b" not in ended.stdout
+    head, steps, verse = re.split(r"(?s)(step 1/4.*at last\n)", ended.stdout)
+    assert "4 micro-batches, checkpoint except_last" in head
+    *lines, trained, loss = steps.splitlines()
+    assert len(lines) == 4
+    for number, line in enumerate(lines, 1):
+        assert re.fullmatch(rf"step {number}/4  loss \d\.\d{{3}}  \d+ samples/s", line)
+    assert re.fullmatch(r"trained for 4 steps in \d+\.\d s, \d+ samples/s", trained)
+    assert re.fullmatch(r"loss \d\.\d{3} at first, \d\.\d{3} at last", loss)
+    title, *written, following = verse.strip().splitlines()
+    assert title == "what it writes now:"
+    assert 150 < len("".join(written)) < 260
+    assert "pipesight demo --help" in following
+    assert max(map(len, ended.stdout.splitlines())) < 80
+
+
+def test_same_seed_same_losses():
+    """Two processes with one seed print the same losses."""
+    assert len(losses()) == 4
+    assert losses("--plain") == losses()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_checkpointing_does_not_change_the_losses(checkpoint):
+    """Dropout draws the same numbers in a recomputation, so every mode prints the same losses."""
+    assert losses("--checkpoint", checkpoint) == losses()
+
+
+def test_plain_display_prints_twenty_lines(capsys):
+    """A long training gets a line for the first step and one for each twentieth."""
+    meter, display = Meter(Limit(steps=200), batch=32), PlainDisplay()
+    while not meter.done:
+        display.show(meter.record(2.5))
+    lines = capsys.readouterr().out.splitlines()
+    steps = [int(re.match(r"step (\d+)/200  loss 2.500  \d+ samples/s", line)[1]) for line in lines]
+    assert steps == [1, *range(10, 201, 10)]
+
+
+# What it shows.
+
+
+@functools.cache
+def run_in_terminal(columns: int, *args: str, interrupt: bool = False) -> tuple[int, str]:
+    """Run the demo in a terminal of that width; return its exit code and all it wrote."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    process = subprocess.Popen([*DEMO, *args], stdin=its, stdout=its, stderr=its, env=ENVIRONMENT)
+    os.close(its)
+    written = b""
+    while chunk := _read(ours):
+        written += chunk
+        if interrupt and b"samples/s" in written:
+            process.send_signal(signal.SIGINT)
+            interrupt = False
+    os.close(ours)
+    return process.wait(60), written.decode()
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # Linux says so when the other end is closed
+        return b""
+
+
+def lines_of(written: str) -> list[str]:
+    return re.split(r"\r\n|\r", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.removesuffix("\r\n")))
+
+
+def test_live_display_has_a_row_for_each_partition():
+    """In a terminal, each partition has a row that shows its device, layer, phase and micro-batch."""
+    code, written = run_in_terminal(80, "--seconds", "3")
+    lines = lines_of(written)
+    assert code == 0
+    assert any(re.fullmatch(r"partition +device +layer +class +phase +micro-batch *", line) for line in lines)
+    for j, layers in enumerate(["(embed|block0)", "block[12]", "block[34]", "(block5|head)"]):
+        row = rf"{j} +cpu +{layers} +(\w+) +(forward|recompute|backward) +([0-3]) [·▮]{{4}} *"
+        assert any(re.fullmatch(row, line) for line in lines), f"partition {j} was never seen at work"
+        assert any(re.fullmatch(rf"{j} +cpu +idle +[·]{{4}} *", line) for line in lines)
+
+
+def test_live_display_shows_progress():
+    """In a terminal, a line has steps and times, the next one losses and samples a second; none is too long."""
+    _, written = run_in_terminal(80, "--seconds", "3")
+    lines = lines_of(written)
+    assert any(re.fullmatch(r"[━╸╺]+ +step +\d+  \d:\d\d elapsed  \d:\d\d left *", line) for line in lines)
+    number = r"\d\.\d{3}"
+    numbers = rf"loss {number}   smoothed {number}   first {number} +\d+ samples/s *"
+    assert any(re.fullmatch(numbers, line) for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_live_display_keeps_its_shape(columns):
+    """Whatever the partitions do, columns and lines stay where they are."""
+    pipe = GPipe(char_gpt(60), [2, 2, 2, 2], devices=["cpu"] * 4, chunks=4)
+    console = Console(width=columns, force_terminal=True, color_system=None)
+    display, meter = LiveDisplay(pipe, console), Meter(Limit(steps=12345), batch=32)
+    shapes = set()
+    for activity in (
+        None,
+        Activity("forward", 0, None),
+        Activity("recompute", 3, "block0"),
+        Activity("backward", 1, "embed"),
+    ):
+        display.show(meter.record(2.5))
+        display._watch.rows[:] = [activity] * 4
+        with console.capture() as capture:
+            console.print(display._draw())
+        bar, _, _, header, *rows = capture.get().splitlines()
+        starts = header.index("phase"), header.index("micro-batch")
+        assert [row[starts[0] - 2 : starts[0]] for row in rows] == ["  "] * 4
+        assert [row[starts[1] - 2 : starts[1]] for row in rows] == ["  "] * 4
+        shapes.add((len(bar), starts))
+    assert len(shapes) == 1
+    assert len(bar) == min(columns, 100)
+
+
+def test_watch_sees_the_layer_that_runs():
+    """The row of a partition names what it is doing while it does it, and is empty afterwards."""
+    watch = Watch(partitions=2)
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, input):
+            seen.append(watch.rows[1])
+            return input
+
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(2, 2))
+    model.add_module("look", Look())
+    model.add_module("last", nn.Linear(2, 2))
+    pipe = GPipe(model, [1, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    context.attach(watch)
+    try:
+        pipe(torch.rand(4, 2)).sum().backward()
+    finally:
+        context.detach(watch)
+    assert seen[:2] == [Activity("forward", 0, "look"), Activity("forward", 1, "look")]
+    assert sorted(activity.microbatch for activity in seen[2:]) == [0, 1]
+    assert {activity.phase for activity in seen[2:]} == {"recompute"}
+    assert watch.rows == [None, None]
+
+
+# How it ends.
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_interrupt_ends_it_cleanly():
+    """SIGINT ends the training with a summary, exit code 130, no traceback, and no thread."""
+    script = "import sys, threading; from pipesight.cli import main; code = main(sys.argv[1:]);"
+    script += "print(sorted(t.name for t in threading.enumerate())); sys.exit(code)"
+    command = [sys.executable, "-W", "error", "-c", script, "demo", "--plain", "--steps", "1000000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("step 1/"):
+                break
+        process.send_signal(signal.SIGINT)
+        summary, loss, threads = process.stdout.read().splitlines()
+        errors = process.stderr.read()
+    assert re.fullmatch(r"interrupted after \d+ steps? in \d+\.\d s, \d+ samples/s", summary)
+    assert loss.startswith("loss ")
+    assert threads == "['MainThread']"
+    assert errors == ""
+    assert process.returncode == 130
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_interrupt_closes_the_display():
+    """After SIGINT the display is gone, the cursor is back, and the summary stands in its place."""
+    code, written = run_in_terminal(80, interrupt=True)
+    assert code == 130
+    display, shown, after = written.rpartition("\x1b[?25h")
+    assert "\x1b[?25l" in display
+    assert shown
+    assert re.search(r"interrupted after \d+ steps? in ", lines_of(after)[-2])
+    assert "Traceback" not in written
+
+
+def test_no_thread_outlives_the_demo(capsys):
+    """A demo that ran in this process leaves its threads and settings as they were."""
+    before = threading.enumerate(), torch.get_num_threads()
+    assert main(["demo", "--plain", "--steps", "1", "--partitions", "2"]) == 0
+    assert (threading.enumerate(), torch.get_num_threads()) == before
+    assert "partitions of [4, 4] layers" in capsys.readouterr().out
+
+
+# What it trains.
+
+
+def test_training_lowers_the_loss():
+    """A few steps are enough to learn which characters are frequent."""
+    training = Training(partitions=2, chunks=2, checkpoint="never", seed=0)
+    measured = [training.step() for _ in range(20)]
+    assert measured[0] > 4
+    assert measured[-1] < 3
+
+
+def test_seed_decides_the_losses():
+    """Another seed gives other losses."""
+    first, again, other = (Training(partitions=1, chunks=1, checkpoint="never", seed=seed).step() for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_writing_changes_nothing():
+    """Writing is decided by the seed and the parameters, and leaves the model in training mode."""
+    training = Training(partitions=2, chunks=2, checkpoint="always", seed=3)
+    fresh = training.write(40)
+    assert len(fresh) == 40
+    assert training.write(40) == fresh
+    assert all(module.training for module in training.pipe.modules())
+    training.step()
+    assert training.write(40) != fresh
+
+
+def test_model_does_not_look_ahead():
+    """The scores of a character depend on the characters before it alone."""
+    model = char_gpt(60).eval()
+    tokens = torch.randint(60, (1, 32))
+    changed = tokens.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 60
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.allclose(before[:, 20:], after[:, 20:])
+
+
+def test_verse_is_shipped_whole():
+    """The package carries more than thirty sonnets of fourteen lines."""
+    verse = Verse.sonnets()
+    text = verse.decode(verse.tokens)
+    sonnets = text.strip().split("\n\n")
+    assert len(sonnets) > 30
+    assert {len(sonnet.splitlines()) for sonnet in sonnets} == {14}
+    assert "Shall I compare thee to a summer's day?" in text
+
+
+def test_targets_are_the_characters_that_follow():
+    """A target is its input, one character later."""
+    verse = Verse("abcdefghijklmnopqrstuvwxyz")
+    inputs, targets = verse.batch(5, length=8, generator=torch.Generator().manual_seed(0))
+    assert inputs.shape == targets.shape == (5, 8)
+    assert torch.equal(targets, inputs + 1)
+
+
+def test_meter_ends_by_time(monkeypatch):
+    """With a limit in seconds, progress is the share of the time."""
+    now = iter([100.0, 101.0, 104.0, 111.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    meter = Meter(Limit(seconds=10), batch=32)
+    assert meter.record(4.0).left == pytest.approx(9)
+    progress = meter.record(2.0)
+    assert (progress.step, progress.steps, progress.share) == (2, None, 0.4)
+    assert (progress.first_loss, progress.loss, progress.smoothed_loss) == (4.0, 2.0, 3.0)
+    assert progress.samples_per_second == pytest.approx(16)
+    assert not meter.done
+    assert meter.record(2.0).left == 0
+    assert meter.done
