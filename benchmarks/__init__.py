@@ -1,0 +1,1 @@
+"""Benchmarks against named peers: `python -m benchmarks --help` lists them."""
