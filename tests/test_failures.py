@@ -703,6 +703,44 @@ def test_interrupts_at_any_moment(interrupts):
 
 
 @pytest.mark.alone
+def test_second_interrupt_on_the_way_out():
+    """A second Ctrl-C that hits the first function the engine calls after the first one does not hang the next pass."""
+    run_script(
+        INTERRUPTS
+        + """
+        import faulthandler, pipesight
+        folder = os.path.dirname(pipesight.__file__)
+        first = second = False
+
+        def handle(*_):
+            global first
+            first = True
+            raise KeyboardInterrupt
+
+        def trace(frame, event, _):
+            global second
+            if first and not second and frame.f_code.co_filename.startswith(folder):
+                second = True
+                raise KeyboardInterrupt
+
+        model, plain = sleepy()
+        signal.signal(signal.SIGINT, handle)
+        output = model(batch(12))
+        trips(model)[2].visit = lambda i, phase: time.sleep(0.1 if phase == "forward" else 0)
+        other = threading.Thread(target=model, args=(batch(12),))  # keeps the last partition busy
+        other.start()
+        time.sleep(0.1)
+        sys.settrace(trace)
+        interrupted(lambda: output.square().sum().backward(), 0.2)
+        sys.settrace(None)
+        nap(model, 0, [])
+        faulthandler.dump_traceback_later(15, exit=True)
+        other.join()
+        assert_right_gradients(model, plain, batch(12))
+        """.replace("\n        ", "\n"),
+    )
+
+
 def test_interrupts_at_every_line():
     """An interrupt at any one line of the engine, or at two in a row, neither hangs nor harms the next pass."""
     run_script(

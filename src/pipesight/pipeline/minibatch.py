@@ -124,9 +124,9 @@ class MiniBatch:
         self._checked: set[int] = set()  # the partitions whose weights are what they were
         sums = [GradientSum() for _ in self._stages]
         try:
-            relay.run(self._workers, functools.partial(self._backward_pass, relay, sums))
+            relay.run(self._workers, functools.partial(self._backward_pass, relay, sums, self._graphs))
         except BaseException:
-            self._graphs.clear()
+            self._graphs = {}  # not emptied: after a second interrupt, workers may still be at it
             raise
         for stage in self._stages:
             stage.new = False
@@ -280,18 +280,22 @@ class MiniBatch:
         tensors = inputs.tensors
         if graph is not None:
             tensors = graph.begin(stage, inputs, self.parameters[stage.j] + self._latecomers[stage.j])
-        tracker = SkipTracker(dict(zip(stage.arriving, tensors[inputs.count :], strict=True)))
-        chain = tensors[: inputs.count]
-        begin_task(self._randomness, f"{i} {stage.j}", None if replays is None else replays.generators)
+        value = inputs.form(tensors[: inputs.count])
+        leaving: list[Tensor | None] = []
+        begin_task(self._randomness, (i, stage.j, "forward"), None if replays is None else replays.generators)
         try:
-            with use_tracker(tracker):
-                output = self._surroundings.run(stage.partition, inputs.form(chain))
+            if stage.skips:
+                tracker = SkipTracker(dict(zip(stage.arriving, tensors[inputs.count :], strict=True)))
+                with use_tracker(tracker):
+                    output = self._surroundings.run(stage.partition, value)
+                leaving = [tracker.pop(key) for key in stage.leaving]
+            else:
+                output = self._surroundings.run(stage.partition, value)
         finally:
             generators = end_task()
         if saves is not None:
             saves.generators = generators
-        outputs: list[Tensor | None] = list(as_tuple(output, "the output of a partition"))
-        outputs += [tracker.pop(key) for key in stage.leaving]
+        outputs: list[Tensor | None] = [*as_tuple(output, "the output of a partition"), *leaving]
         if graph is not None:
             graph.end(outputs)
         return outputs, form_of(output)
@@ -311,12 +315,19 @@ class MiniBatch:
 
     # Backward, in a worker.
 
-    def _backward_pass(self, relay: Relay, sums: list[GradientSum], partitions: Sequence[int], where: Where) -> None:
+    def _backward_pass(
+        self,
+        relay: Relay,
+        sums: list[GradientSum],
+        graphs: dict[tuple[int, int], Graph],
+        partitions: Sequence[int],
+        where: Where,
+    ) -> None:
         # Autograd would hand the nodes of a GPU to a thread of its own. Here it stays in the worker, which saves the
         # way there and back, and lets hooks see where they are.
         with torch.autograd.set_multithreading_enabled(False):
             for i, j in backward_tasks(self._m, partitions):
-                graph = self._graphs.get((i, j)) if self._keep else self._graphs.pop((i, j), None)
+                graph = graphs.get((i, j)) if self._keep else graphs.pop((i, j), None)
                 if graph is not None:
                     self._backward_step(relay, self._stages[j], i, graph, sums[j], where)
                 del graph  # hold nothing while waiting
@@ -329,7 +340,7 @@ class MiniBatch:
             self._recompute(relay, stage, i, graph, where)
         gradients = self._receive_gradients(relay, stage, i, graph)
         self._begin(relay, where, stage, i, "backward", marks=graph.marks)
-        begin_task(self._randomness, f"{i} {stage.j} backward")
+        begin_task(self._randomness, (i, stage.j, "backward"))
         try:
             self._surroundings.run(self._backward_task, relay, stage, i, graph, gradients, total)
         finally:

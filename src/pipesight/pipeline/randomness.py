@@ -35,6 +35,9 @@ _KEY_NAME = "TESTING_ONLY_GenericMode"
 
 _CPU = torch.device("cpu")
 
+Task: TypeAlias = tuple[int, int, str]
+"""Micro-batch, partition and phase; a recomputation is a forward."""
+
 SavedGenerators: TypeAlias = dict[torch.Generator, Tensor]
 """The states of the user's own generators before a task first drew from them."""
 
@@ -50,7 +53,7 @@ class PassRandomness:
         self._seeds: dict[torch.device, int] = {}
         self._seeding = threading.RLock()
 
-    def seed(self, device: torch.device, task: str) -> int:
+    def seed(self, device: torch.device, task: Task) -> int:
         """Return the seed of a task on ``device``."""
         with self._seeding:
             if device not in self._seeds:
@@ -58,14 +61,14 @@ class PassRandomness:
                 self._seeds[device] = _draw_seed(
                     _default_generator(device) if outer is None else outer.generator(device)
                 )
-        text = f"{self._seeds[device]} {task}"
+        text = repr((self._seeds[device], *task))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class _TaskRandomness:
     __slots__ = ("_fixed", "_generators", "_now", "_replay", "_source", "_task", "saved")
 
-    def __init__(self, source: PassRandomness, task: str, replay: SavedGenerators | None) -> None:
+    def __init__(self, source: PassRandomness, task: Task, replay: SavedGenerators | None) -> None:
         self._source, self._task, self._replay = source, task, replay
         self._fixed: int | None = None
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -100,7 +103,14 @@ class _TaskRandomness:
 
 
 class _PerThread(threading.local):
-    task: _TaskRandomness | None = None
+    pending: tuple[PassRandomness, Task, SavedGenerators | None] | None = None  # a task that has drawn nothing yet
+    begun: _TaskRandomness | None = None
+
+    @property
+    def task(self) -> _TaskRandomness | None:
+        if self.pending is not None:
+            self.begun, self.pending = _TaskRandomness(*self.pending), None
+        return self.begun
 
 
 _here = _PerThread()
@@ -117,15 +127,17 @@ def isolated() -> AbstractContextManager[None]:
     return guard
 
 
-def begin_task(source: PassRandomness, task: str, replay: SavedGenerators | None = None) -> None:
+def begin_task(source: PassRandomness, task: Task, replay: SavedGenerators | None = None) -> None:
     """Let this thread draw from the stream of a task, from its beginning; ``replay`` is what :func:`end_task` gave."""
-    _here.task = _TaskRandomness(source, task, replay)
+    _here.pending = (source, task, replay)
 
 
 def end_task() -> SavedGenerators:
     """Let this thread draw from the default generators again."""
-    task, _here.task = _here.task, None
-    assert task is not None
+    _here.pending = None
+    task, _here.begun = _here.begun, None
+    if task is None:
+        return {}
     task.end()
     return task.saved
 

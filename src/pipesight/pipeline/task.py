@@ -15,7 +15,7 @@ from pipesight.pipeline.gradients import find_leaves, run_graph
 from pipesight.pipeline.microbatch import Form
 from pipesight.pipeline.partition import Partition, SkipRoutes
 from pipesight.pipeline.randomness import SavedGenerators
-from pipesight.pipeline.skip import SkipKey
+from pipesight.pipeline.skip import SkipKey, skip_keys
 from pipesight.pipeline.tie import edge_of, enter
 
 __all__ = ["Checkpoint", "Graph", "Inputs", "Stage"]
@@ -32,6 +32,7 @@ class Stage:
         self.device = device
         self.arriving = routes.arriving[j]
         self.leaving = routes.leaving[j]
+        self.skips = any(skip_keys(partition))
         self.buffers = Buffers(partition)
         self.repeatable = True  # no layer has asked for `current_microbatch`
         self._strangers: list[weakref.ref[Tensor]] = []
