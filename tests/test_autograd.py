@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from against_plain import (
+    Fn,
     assert_same,
     assert_same_pass,
     assert_same_state,
@@ -28,19 +29,6 @@ from against_plain import (
     total,
 )
 from pipesight import GPipe
-
-
-class Fn(nn.Module):
-    """A layer made of a function, with two parameters that it may use."""
-
-    def __init__(self, function, width=3):
-        super().__init__()
-        self.function = function
-        self.a = nn.Parameter(rand(width))
-        self.b = nn.Parameter(rand(1, width))
-
-    def forward(self, input):
-        return self.function(self, input)
 
 
 def both(model, balance, chunks, checkpoint, **kwargs):
