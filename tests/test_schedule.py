@@ -58,15 +58,15 @@ def test_grid():
 @given(m=sizes, n=sizes)
 def test_one_partition(m, n):
     """A worker with one partition runs the micro-batches forward in order, and backward in reverse."""
-    assert forward_tasks(m, [n]) == [(i, n) for i in range(m)]
-    assert backward_tasks(m, [n]) == [(i, n) for i in reversed(range(m))]
+    assert list(forward_tasks(m, (n,))) == [(i, n) for i in range(m)]
+    assert list(backward_tasks(m, (n,))) == [(i, n) for i in reversed(range(m))]
 
 
 @given(m=sizes, n=sizes, data=st.data())
 def test_workers_never_wait_for_each_other(m, n, data):
     """However partitions are shared out to workers, all tasks get done, each after those it depends on."""
     owner = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
-    shares = [[j for j in range(n) if owner[j] == worker] for worker in set(owner)]
+    shares = [tuple(j for j in range(n) if owner[j] == worker) for worker in set(owner)]
     for order, before in ((forward_tasks, -1), (backward_tasks, 1)):
         queues = [list(order(m, share)) for share in shares]
         done: set[tuple[int, int]] = set()

@@ -33,7 +33,7 @@ from pipesight.pipeline.skip import SkipTracker, use_tracker
 from pipesight.pipeline.surroundings import Surroundings
 from pipesight.pipeline.task import Checkpoint, Graph, Inputs, Stage
 from pipesight.pipeline.transfer import Streams, ready, receive
-from pipesight.pipeline.worker import Workers
+from pipesight.pipeline.worker import Pace, Workers
 
 __all__ = ["MiniBatch"]
 
@@ -82,12 +82,12 @@ class MiniBatch:
 
     def forward(self) -> list[Packet]:
         """Run all micro-batches through all partitions; return the outputs of the last."""
-        relay = self._relay()
+        relay = self._relay(self._m, self._workers.forward_pace)
         for i, packet in enumerate(self._inputs):
-            relay.put((i, 0), packet)
+            relay.put((i, 0), packet, 0)
         self._inputs.clear()
         relay.run(self._workers, functools.partial(self._forward_pass, relay))
-        outputs = [relay.get((i, self._n)) for i in range(self._m)]
+        outputs = [relay.get((i, self._n), 0) for i in range(self._m)]
         self._output_sizes = [[t.size(0) if t is not None and t.dim() else 0 for t in o.tensors] for o in outputs]
         return outputs
 
@@ -115,9 +115,9 @@ class MiniBatch:
             )
         self._keep: bool = torch._C._autograd._get_current_graph_task_keep_graph()
         self._spent = True  # until all went well
-        relay = self._relay()
+        relay = self._relay(self._m + self._checkpoint_stop, self._workers.backward_pace)
         for i, packet in enumerate(output_gradients):
-            relay.put((i, self._n), packet)
+            relay.put((i, self._n), packet, 0)
         output_gradients.clear()
         for parameters in self.parameters:
             silence_hooks(parameters)
@@ -142,15 +142,15 @@ class MiniBatch:
         gradients += [sums[0].take(parameter) for parameters in self.parameters for parameter in parameters]
         return gradients
 
-    def _relay(self) -> Relay:
+    def _relay(self, tasks: int, pace: Pace) -> Relay:
         boxes: list[Hashable] = [(i, j) for i in range(self._m) for j in range(self._n + 1)]
         boxes += [(i, key) for i in range(self._m) for key in self._routes.target]
-        return Relay([stage.device for stage in self._stages], self._streams, boxes)
+        return Relay([stage.device for stage in self._stages], self._streams, boxes, tasks, pace)
 
     def _input_gradients(self, relay: Relay, needed: Sequence[bool]) -> list[Tensor | None]:
         if not any(needed):
             return [None] * len(needed)
-        packets = [relay.get((i, 0)) for i in range(self._m)]
+        packets = [relay.get((i, 0), 0) for i in range(self._m)]
         gathered: list[Tensor | None] = []
         for k in range(len(needed)):
             parts = [packet.tensors[k] for packet in packets]
@@ -170,7 +170,8 @@ class MiniBatch:
 
     # Forward, in a worker.
 
-    def _forward_pass(self, relay: Relay, partitions: Sequence[int], where: Where) -> None:
+    def _forward_pass(self, relay: Relay, partitions: tuple[int, ...], where: Where) -> None:
+        self._enter(where)
         stages = [self._stages[j] for j in partitions]
         for stage in stages if self._grad else ():
             self.parameters[stage.j] = stage.trainable()
@@ -186,21 +187,21 @@ class MiniBatch:
 
     def _forward_step(self, relay: Relay, stage: Stage, i: int, where: Where) -> None:
         """Wait for what a task needs, run it, and send its outputs on."""
-        packet = relay.get((i, stage.j))
+        packet = relay.get((i, stage.j), stage.j)
         tensors = receive(packet, stage.device, relay.streams, stage.j, i)
         graph: Graph | None = packet.graph
         # What comes as part of a graph is no root of it.
         needed = packet.needed if graph is None else [False] * len(packet.needed)
         inputs = Inputs(tensors, needed, len(tensors), packet.form)
         for key in stage.arriving:
-            packet = relay.get((i, key))
+            packet = relay.get((i, key), stage.j)
             inputs.tensors += receive(packet, stage.device, relay.streams, stage.j, i)
             inputs.needed += packet.needed if packet.graph is None else [False]
         del packet, tensors, needed
         output, *leaving = self._forward_task(relay, stage, i, inputs, graph, where)
         for key, skip in zip(stage.leaving, leaving, strict=True):
-            relay.put((i, key), skip)
-        relay.put((i, stage.j + 1), output)
+            relay.put((i, key), skip, stage.j)
+        relay.put((i, stage.j + 1), output, stage.j)
 
     def _forward_task(
         self, relay: Relay, stage: Stage, i: int, inputs: Inputs, graph: Graph | None, where: Where
@@ -320,9 +321,10 @@ class MiniBatch:
         relay: Relay,
         sums: list[GradientSum],
         graphs: dict[tuple[int, int], Graph],
-        partitions: Sequence[int],
+        partitions: tuple[int, ...],
         where: Where,
     ) -> None:
+        self._enter(where)
         # Autograd would hand the nodes of a GPU to a thread of its own. Here it stays in the worker, which saves the
         # way there and back, and lets hooks see where they are.
         with torch.autograd.set_multithreading_enabled(False):
@@ -375,9 +377,11 @@ class MiniBatch:
         count = len(graph.outs) - len(stage.leaving)
         gradients: list[Tensor | None] = [None] * count
         if True in graph.promised[:count]:
-            gradients = receive(relay.get((i, stage.j + 1)), stage.device, relay.streams, stage.j, i)
+            gradients = receive(relay.get((i, stage.j + 1), stage.j), stage.device, relay.streams, stage.j, i)
         for key, promised in zip(stage.leaving, graph.promised[count:], strict=True):
-            gradients += receive(relay.get((i, key)), stage.device, relay.streams, stage.j, i) if promised else [None]
+            gradients += (
+                receive(relay.get((i, key), stage.j), stage.device, relay.streams, stage.j, i) if promised else [None]
+            )
         return gradients
 
     def _backward_task(
@@ -395,14 +399,19 @@ class MiniBatch:
         shared = graph.first != stage.j  # then the gradients may come from another device's stream
         if any(edge is not None for edge in graph.ins):
             source, target = self._stages[graph.first].device, self._stages[max(0, graph.first - 1)].device
-            relay.put((i, graph.first), Packet(of_ins, source, ready=ready(source, target, always=shared)))
+            relay.put((i, graph.first), Packet(of_ins, source, ready=ready(source, target, always=shared)), stage.j)
         for (key, _), gradient in zip(graph.arriving, of_skips, strict=True):
             source = self._stages[self._routes.target[key]].device
             target = self._stages[self._routes.source[key]].device
-            relay.put((i, key), Packet([gradient], source, ready=ready(source, target, always=shared)))
+            relay.put((i, key), Packet([gradient], source, ready=ready(source, target, always=shared)), stage.j)
         total.add(graph.parameters, of_parameters)
 
     # Both.
+
+    def _enter(self, where: Where) -> None:
+        """Tell a worker what is the same in all tasks of this mini-batch."""
+        where.step, where.serial, where.microbatches = self._step, self._serial, self._m
+        where.checkpoint_stop = self._checkpoint_stop
 
     def _begin(
         self,
@@ -415,19 +424,17 @@ class MiniBatch:
         checkpointing: bool = False,
         marks: list[tuple[int, str]] | None = None,
     ) -> None:
-        where.step, where.serial, where.partition = self._step, self._serial, stage.j
-        where.microbatch, where.microbatches = i, self._m
-        where.checkpointing, where.checkpoint_stop = checkpointing, self._checkpoint_stop
-        where.token = self._tokens[i]
+        where.partition, where.microbatch, where.token = stage.j, i, self._tokens[i]
+        where.checkpointing = checkpointing
         where.layer = None
         where.marks = [] if marks is None else marks
         where.repeating = False
         where.phase = phase
-        if relay.observers:
+        if relay.observers.members:
             relay.observers.tell("task_started", where)
 
     def _end(self, relay: Relay, where: Where) -> None:
-        if relay.observers:
+        if relay.observers.members:
             if where.phase == "backward" and where.layer is not None:
                 relay.observers.tell("layer_ended", where)
             relay.observers.tell("task_ended", where)

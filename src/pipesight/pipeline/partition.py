@@ -30,7 +30,7 @@ class Partition(nn.Sequential):
             assert layer is not None
             where.layer = name
             where.marks.append((torch._C._autograd._get_sequence_nr(), name))
-            if where.observers:
+            if where.observers.members:
                 where.observers.tell("layer_started", where)
                 output = layer(input)
                 where.observers.tell("layer_ended", where)

@@ -14,31 +14,33 @@ keeps to one order of all tasks, so none can wait for another that waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterator
 
 __all__ = ["backward_tasks", "clock_cycles", "forward_tasks"]
 
 
-def forward_tasks(m: int, partitions: Iterable[int]) -> list[tuple[int, int]]:
+@functools.lru_cache
+def forward_tasks(m: int, partitions: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Return the forward tasks ``(i, j)`` of some partitions, in the order in which one worker runs them.
 
-    >>> forward_tasks(3, [1])
-    [(0, 1), (1, 1), (2, 1)]
-    >>> forward_tasks(2, [0, 1])
-    [(0, 0), (1, 0), (0, 1), (1, 1)]
+    >>> forward_tasks(3, (1,))
+    ((0, 1), (1, 1), (2, 1))
+    >>> forward_tasks(2, (0, 1))
+    ((0, 0), (1, 0), (0, 1), (1, 1))
     """
-    mine = set(partitions)
-    return [(i, j) for clock in clock_cycles(m, max(mine) + 1) for i, j in clock if j in mine]
+    return tuple((i, j) for clock in clock_cycles(m, max(partitions) + 1) for i, j in clock if j in partitions)
 
 
-def backward_tasks(m: int, partitions: Iterable[int]) -> list[tuple[int, int]]:
+@functools.lru_cache
+def backward_tasks(m: int, partitions: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Return the backward tasks ``(i, j)`` of some partitions, in the order in which one worker runs them.
 
     The last micro-batch comes first: with ``except_last`` its activations are at hand, so no worker starts with a
     recomputation.
 
-    >>> backward_tasks(3, [1])
-    [(2, 1), (1, 1), (0, 1)]
+    >>> backward_tasks(3, (1,))
+    ((2, 1), (1, 1), (0, 1))
     """
     return forward_tasks(m, partitions)[::-1]
 

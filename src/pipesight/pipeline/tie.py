@@ -87,7 +87,7 @@ class _Once(torch.autograd.Function):
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return (phony.detach(), *(t.detach() for t in tensors))
+        return (phony.data, *[t.detach() for t in tensors])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
@@ -112,10 +112,11 @@ def enter(
     edges: list[GradientEdge | None] = [None] * len(entered)
     if not places:
         return entered, edges, None
-    anchor, *roots = _enter(phony, *(tensors[k] for k in places))
+    roots = _enter(phony, *[tensors[k] for k in places])
+    anchor = roots[0]
     node = anchor.grad_fn
-    for output_nr, (k, root) in enumerate(zip(places, roots, strict=True), start=1):
-        entered[k], edges[k] = root, GradientEdge(node, output_nr)
+    for output_nr, k in enumerate(places, start=1):
+        entered[k], edges[k] = roots[output_nr], GradientEdge(node, output_nr)
     return entered, edges, anchor
 
 

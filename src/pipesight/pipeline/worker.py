@@ -13,10 +13,41 @@ import torch
 
 from pipesight.context import Where, enter_thread
 
-__all__ = ["Job", "Workers"]
+__all__ = ["Job", "Pace", "Workers"]
 
 Job: TypeAlias = Callable[[Where], None]
 """What one worker does in one pass. It must not raise."""
+
+
+class Pace:
+    """Tells whether the tasks of a pipeline are so brief that its workers had better take turns.
+
+    Every operator lets go of Python's lock and asks for it again. Workers that do little else wake each other up more
+    than they work: below about 120 µs a task, partitions side by side are slower than one after the other. How long a
+    task takes by itself shows only in turns, so a pass that might be brief is followed by one in turns, for a trial.
+    """
+
+    BRIEF = 120e-6
+    _TRY_BELOW = 200e-6
+    _PASSES_TO_NEXT_TRIAL = 20
+
+    def __init__(self) -> None:
+        self.in_turns = False
+        self._until_trial = 0
+        self._usual: float | None = None
+
+    def learn(self, seconds: float, *, in_turns: bool) -> None:
+        """Note how long a task took, on average, in a pass that was run in turns or was not."""
+        if in_turns:
+            # An average over the last few passes: other programs disturb one now and then.
+            self._usual = seconds if self._usual is None else self._usual + (seconds - self._usual) / 4
+            self.in_turns = self._usual < self.BRIEF
+            self._until_trial = self._PASSES_TO_NEXT_TRIAL
+        elif self._until_trial:
+            self._until_trial -= 1
+        else:
+            self.in_turns = seconds < self._TRY_BELOW
+            self._usual = None
 
 
 class Workers:
@@ -31,6 +62,7 @@ class Workers:
         self._submitting = threading.RLock()  # a signal handler may use the model that it interrupts
         self.shares = _share(devices)
         """The partitions of each worker."""
+        self.forward_pace, self.backward_pace = Pace(), Pace()
         self._inboxes: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in self.shares]
         self.threads = [
             threading.Thread(target=_work, args=(inbox, devices[share[0]]), name=_name(share), daemon=True)
@@ -97,11 +129,11 @@ class _Countdown:
             self._pending.acquire()
 
 
-def _share(devices: Sequence[torch.device]) -> list[list[int]]:
+def _share(devices: Sequence[torch.device]) -> list[tuple[int, ...]]:
     shares: dict[object, list[int]] = {}
     for j, device in enumerate(devices):
         shares.setdefault(device if device.type == "cuda" else j, []).append(j)
-    return list(shares.values())
+    return [tuple(share) for share in shares.values()]
 
 
 def _name(share: Sequence[int]) -> str:
