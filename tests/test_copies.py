@@ -472,7 +472,10 @@ def test_distributed_data_parallel(tmp_path, checkpoint):
 
 
 # The compiler silences its own warnings with ``warnings.catch_warnings``, which is of no use in threads.
-QUIET_COMPILER = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")
+# The last one is of inductor in torch 2.6.
+QUIET_COMPILER = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute", "ignore::DeprecationWarning", "ignore:Skipping serialization of"
+)
 
 
 class Compiler:

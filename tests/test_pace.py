@@ -4,9 +4,9 @@ import threading
 import time
 
 import torch
-from tests.against_plain import assert_same
 from torch import nn
 
+from against_plain import assert_same
 from pipesight import GPipe
 from pipesight.pipeline.worker import Pace
 

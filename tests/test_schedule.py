@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -62,6 +62,7 @@ def test_one_partition(m, n):
     assert list(backward_tasks(m, (n,))) == [(i, n) for i in reversed(range(m))]
 
 
+@settings(deadline=None)
 @given(m=sizes, n=sizes, data=st.data())
 def test_workers_never_wait_for_each_other(m, n, data):
     """However partitions are shared out to workers, all tasks get done, each after those it depends on."""

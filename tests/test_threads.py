@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch._dynamo  # the first forward does so, and in torch 2.6 it fails where the default device is "meta"
 from torch import nn
 
 from pipesight import GPipe, is_recomputing
@@ -741,6 +742,32 @@ def test_saved_tensor_hooks(checkpoint):
     found = torch.autograd.grad(output.square().sum(), list(model.parameters()))
     assert_same(found, gradients(plain, batch()))
     assert (3, 4) in packed
+
+
+def test_innermost_saved_tensor_hooks():
+    """Of nested saved-tensor hooks the innermost count, and after them those around; another thread's never do."""
+    model = pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), "never", chunks=2)
+    packed = {"outer": 0, "inner": 0}
+
+    def counting(name):
+        def pack(tensor):
+            packed[name] += 1
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def call():
+        before = packed.copy()
+        model(torch.rand(6, 4))
+        return [name for name in packed if packed[name] > before[name]]
+
+    with counting("outer"):
+        with counting("inner"):
+            assert call() == ["inner"]
+            with ThreadPoolExecutor(1) as other:
+                assert other.submit(call).result() == []
+        assert call() == ["outer"]
+    assert call() == []
 
 
 @MODES

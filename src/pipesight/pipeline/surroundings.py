@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = ["Surroundings"]
 
 R = TypeVar("R")
+
+Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Pack and unpack."""
 
 _CPU = torch.device("cpu")
 
@@ -36,8 +41,8 @@ class Surroundings:
             (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
         ]
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._device = torch.get_default_device()
-        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._device = torch.empty(0).device  # before torch 2.8, get_default_device() sees no `with torch.device(...)`
+        self._hooks = _top_hooks(True)
         self._plain = not (self._inference or self._autocast or self._hooks) and self._device == _CPU
 
     def refuse_inside(self) -> None:
@@ -65,3 +70,31 @@ class Surroundings:
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._autocast_cache))
             return function(*args)
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.hooks: list[Hooks] = []
+
+
+def _follow_hooks() -> Callable[[bool], Hooks | None]:
+    """Note, from now on, which saved-tensor hooks each thread enters; return what tells the innermost."""
+    autograd: Any = torch._C._autograd
+    push, pop = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+    here = _PerThread()
+
+    def noted_push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        push(pack, unpack)
+        here.hooks.append((pack, unpack))
+
+    def noted_pop() -> None:
+        pop()
+        del here.hooks[-1:]  # empty, if they were entered before
+
+    autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks = noted_push, noted_pop
+    return lambda _: here.hooks[-1] if here.hooks else None
+
+
+# Before 2.8, torch does not tell.
+_top_hooks: Callable[[bool], Hooks | None]
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None) or _follow_hooks()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 if TYPE_CHECKING:
     from pipesight.pipeline.minibatch import MiniBatch
@@ -120,6 +120,15 @@ def enter(
     return entered, edges, anchor
 
 
+class _PythonEdge(GradientEdge):
+    """Leads to a node that is written in Python. Such a node does not keep its graph alive, but one above it does.
+
+    `get_gradient_edge` sees to that only from torch 2.9 on.
+    """
+
+    owner: Node | None
+
+
 def edge_of(tensor: Tensor | None, anchor: Tensor | None = None) -> GradientEdge | None:
     """Return where the gradient of ``tensor`` arrives in its graph, without keeping the tensor alive.
 
@@ -128,6 +137,11 @@ def edge_of(tensor: Tensor | None, anchor: Tensor | None = None) -> GradientEdge
     if tensor is None or not tensor.requires_grad:
         return None
     node = tensor.grad_fn
-    if node is None or (isinstance(node, torch._C._FunctionBase) and (anchor is None or node is not anchor.grad_fn)):
+    if node is None:
         return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)  # the same, sooner
+    if isinstance(node, torch._C._FunctionBase) and (anchor is None or node is not anchor.grad_fn):
+        edge = _PythonEdge(node, tensor.output_nr)
+        with torch.enable_grad():
+            edge.owner = tensor.view_as(tensor).grad_fn
+        return edge
+    return GradientEdge(node, tensor.output_nr)  # what `get_gradient_edge` returns, sooner
