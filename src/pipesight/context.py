@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = [
     "Observer",
@@ -42,12 +43,14 @@ class Where:
     __slots__ = (
         "checkpoint_stop",
         "checkpointing",
+        "device",
         "layer",
         "marks",
         "microbatch",
         "microbatches",
         "observers",
         "partition",
+        "partitions",
         "phase",
         "repeating",
         "serial",
@@ -56,7 +59,9 @@ class Where:
     )
 
     def __init__(self) -> None:
+        self.device: torch.device | None = None
         self.partition = 0
+        self.partitions = 0
         self.step = 0
         self.microbatch = 0
         self.microbatches = 0
@@ -100,6 +105,8 @@ class MicrobatchToken:
     def tensor(self) -> Tensor:
         """Return the same tensor every time; the tasks of one micro-batch run one after the other."""
         if self._tensor is None:
+            import torch  # here, for those who only trace
+
             self._tensor = torch.tensor(self._i, device="cpu")
         return self._tensor
 
@@ -191,6 +198,12 @@ class Observer:
     def task_ended(self, where: Where) -> None:
         """A partition is done with a micro-batch, or failed."""
 
+    def transfer_started(self, where: Where, source: str, target: str, size: int) -> None:
+        """A partition starts to fetch tensors, of ``size`` bytes, from another device. On a GPU, that is queued."""
+
+    def transfer_ended(self, where: Where, source: str, target: str, size: int) -> None:
+        """It has them."""
+
     def layer_started(self, where: Where) -> None:
         """A layer starts; in a backward phase, the backward of that layer."""
 
@@ -210,11 +223,11 @@ class Observers:
     def __bool__(self) -> bool:
         return bool(self.members)
 
-    def tell(self, event: str, where: Where) -> None:
+    def tell(self, event: str, where: Where, *details: Any) -> None:
         """Call the method named ``event`` of every observer; detach those that raise."""
         for observer in self.members:
             try:
-                getattr(observer, event)(where)
+                getattr(observer, event)(where, *details)
             except Exception:
                 self.members = tuple(o for o in self.members if o is not observer)
                 _give_up(observer, event)

@@ -188,14 +188,14 @@ class MiniBatch:
     def _forward_step(self, relay: Relay, stage: Stage, i: int, where: Where) -> None:
         """Wait for what a task needs, run it, and send its outputs on."""
         packet = relay.get((i, stage.j), stage.j)
-        tensors = receive(packet, stage.device, relay.streams, stage.j, i)
+        tensors = self._receive(relay, packet, stage, i, where)
         graph: Graph | None = packet.graph
         # What comes as part of a graph is no root of it.
         needed = packet.needed if graph is None else [False] * len(packet.needed)
         inputs = Inputs(tensors, needed, len(tensors), packet.form)
         for key in stage.arriving:
             packet = relay.get((i, key), stage.j)
-            inputs.tensors += receive(packet, stage.device, relay.streams, stage.j, i)
+            inputs.tensors += self._receive(relay, packet, stage, i, where)
             inputs.needed += packet.needed if packet.graph is None else [False]
         del packet, tensors, needed
         output, *leaving = self._forward_task(relay, stage, i, inputs, graph, where)
@@ -340,7 +340,7 @@ class MiniBatch:
         """Recompute if need be, while the gradients may still be on their way, wait for them, and run backward."""
         if graph.checkpoint is not None:
             self._recompute(relay, stage, i, graph, where)
-        gradients = self._receive_gradients(relay, stage, i, graph)
+        gradients = self._receive_gradients(relay, stage, i, graph, where)
         self._begin(relay, where, stage, i, "backward", marks=graph.marks)
         begin_task(self._randomness, (i, stage.j, "backward"))
         try:
@@ -372,16 +372,14 @@ class MiniBatch:
         if not self._keep:
             graph.checkpoint = None
 
-    def _receive_gradients(self, relay: Relay, stage: Stage, i: int, graph: Graph) -> list[Tensor | None]:
+    def _receive_gradients(self, relay: Relay, stage: Stage, i: int, graph: Graph, where: Where) -> list[Tensor | None]:
         """Wait for the gradients of the outputs and of the skips that left."""
         count = len(graph.outs) - len(stage.leaving)
         gradients: list[Tensor | None] = [None] * count
         if True in graph.promised[:count]:
-            gradients = receive(relay.get((i, stage.j + 1), stage.j), stage.device, relay.streams, stage.j, i)
+            gradients = self._receive(relay, relay.get((i, stage.j + 1), stage.j), stage, i, where)
         for key, promised in zip(stage.leaving, graph.promised[count:], strict=True):
-            gradients += (
-                receive(relay.get((i, key), stage.j), stage.device, relay.streams, stage.j, i) if promised else [None]
-            )
+            gradients += self._receive(relay, relay.get((i, key), stage.j), stage, i, where) if promised else [None]
         return gradients
 
     def _backward_task(
@@ -408,9 +406,23 @@ class MiniBatch:
 
     # Both.
 
+    def _receive(self, relay: Relay, packet: Packet, stage: Stage, i: int, where: Where) -> list[Tensor | None]:
+        """Return the tensors of a packet on the stage's device."""
+        if packet.device == stage.device or not relay.observers.members:
+            return receive(packet, stage.device, relay.streams, stage.j, i)
+        where.partition, where.microbatch = stage.j, i
+        moved = [t for t in packet.tensors if t is not None and t.device == packet.device]
+        details = (str(packet.device), str(stage.device), sum(t.nbytes for t in moved))
+        relay.observers.tell("transfer_started", where, *details)
+        try:
+            return receive(packet, stage.device, relay.streams, stage.j, i)
+        finally:
+            relay.observers.tell("transfer_ended", where, *details)
+
     def _enter(self, where: Where) -> None:
         """Tell a worker what is the same in all tasks of this mini-batch."""
-        where.step, where.serial, where.microbatches = self._step, self._serial, self._m
+        where.step, where.serial = self._step, self._serial
+        where.microbatches, where.partitions = self._m, self._n
         where.checkpoint_stop = self._checkpoint_stop
 
     def _begin(
@@ -424,7 +436,8 @@ class MiniBatch:
         checkpointing: bool = False,
         marks: list[tuple[int, str]] | None = None,
     ) -> None:
-        where.partition, where.microbatch, where.token = stage.j, i, self._tokens[i]
+        where.partition, where.device = stage.j, stage.device
+        where.microbatch, where.token = i, self._tokens[i]
         where.checkpointing = checkpointing
         where.layer = None
         where.marks = [] if marks is None else marks
