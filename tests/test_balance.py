@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import time
 
@@ -90,6 +91,8 @@ def test_call_forms(balance):
         balance(model, partitions=2, sample=x),
         balance(2, model=model, sample=x),
         balance(2, model, sample=x, device="cpu"),
+        balance(2, module=model, sample=x),
+        balance(module=model, sample=x, partitions=2),
     ]
     assert calls == [[2, 1]] * len(calls)
 
@@ -116,16 +119,45 @@ def test_missing_and_unknown_arguments(balance):
         balance()
     with pytest.raises(TypeError, match="chunk_size"):
         balance(model, x, 2, chunk_size=3)
+    with pytest.raises(TypeError, match=r"unexpected argument parts; expected model, sample, partitions, .*device"):
+        balance(model, x, parts=2)
     with pytest.raises(TypeError, match="partitions"):
         balance(2, model, x, partitions=2)
 
 
 @BOTH
+def test_wrong_order_is_shown(balance):
+    """Arguments in another order are a TypeError that shows the right one, and the types given."""
+    model, x = linears(2), torch.rand(2, 4)
+    for wrong, got in (
+        ((x, model, 2), "(Tensor, Sequential, int)"),
+        ((x, 2, model), "(Tensor, int, Sequential)"),
+        ((model, 2, x), "(Sequential, int, Tensor)"),
+        ((2, x, model), "(int, Tensor, Sequential)"),
+        (((x, x), model, 2), "(tuple, Sequential, int)"),
+    ):
+        with pytest.raises(TypeError) as caught:
+            balance(*wrong)
+        kwargs = ", timeout=int" if "timeout" in str(caught.value) else ""
+        assert str(caught.value) == f"expected (model, sample, partitions), but got {got[:-1]}{kwargs})"
+
+
+def test_signatures_are_those_of_the_guide():
+    """What help() shows has names, types and defaults."""
+    assert list(inspect.signature(balance_by_time).parameters) == ["model", "sample", "partitions", "timeout", "device"]
+    parameters = inspect.signature(balance_by_size).parameters
+    assert list(parameters) == ["model", "sample", "partitions", "chunks", "param_scale", "device"]
+    assert (parameters["chunks"].default, parameters["param_scale"].default) == (1, 2.0)
+
+
+@BOTH
 def test_model_must_be_sequential(balance):
-    """A module that is not nn.Sequential is rejected in both orders."""
+    """A module that is not nn.Sequential is rejected in both orders; a note names its class."""
     for call in (lambda m, x: balance(m, x, 1), lambda m, x: balance(1, m, x)):
-        with pytest.raises(TypeError, match=r"^non-sequential module cannot be partitioned$"):
+        with pytest.raises(TypeError) as caught:
             call(nn.Linear(4, 4), torch.rand(2, 4))
+        assert str(caught.value) == "non-sequential module cannot be partitioned"
+        assert caught.value.__notes__[0].startswith("Linear is no nn.Sequential")
 
 
 @BOTH

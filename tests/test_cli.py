@@ -7,10 +7,11 @@ import pytest
 
 import pipesight
 from pipesight.cli import main
+from processes import STRICT_PYTHON
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "pipesight", *args]
+    command = [*STRICT_PYTHON, "-m", "pipesight", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -32,9 +33,11 @@ def test_no_command_prints_help():
 def test_help_of_demo_names_its_options(capsys):
     """``pipesight demo --help`` lists every option."""
     assert main(["demo", "--help"]) == 0
-    help_text = capsys.readouterr().out
+    help_text = " ".join(capsys.readouterr().out.split())
     for option in ("--partitions", "--chunks", "--checkpoint", "--seconds", "--steps", "--seed", "--plain"):
         assert option in help_text
+    assert "1 to 8 partitions" in help_text
+    assert "1 to 32 on the CPU" in help_text
 
 
 def test_command_imports_no_demo():
@@ -84,7 +87,7 @@ def test_unknown_command(capsys):
 
 def test_reader_that_goes_away():
     """``pipesight demo | head -1`` ends quietly."""
-    command = [sys.executable, "-W", "error", "-m", "pipesight", "demo", "--plain", "--steps", "1000"]
+    command = [*STRICT_PYTHON, "-m", "pipesight", "demo", "--plain", "--steps", "1000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.readline()
         process.stdout.close()

@@ -11,14 +11,16 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from torch import nn
 
-from pipesight import GPipe, context
+from pipesight import GPipe
 from pipesight.cli import main
 from pipesight.demo.live import LiveDisplay
 from pipesight.demo.model import char_gpt
@@ -27,9 +29,11 @@ from pipesight.demo.progress import Limit, Meter
 from pipesight.demo.training import Training
 from pipesight.demo.verse import Verse
 from pipesight.demo.watch import Activity, Watch
+from processes import STRICT_PYTHON
 
-DEMO = [sys.executable, "-W", "error", "-m", "pipesight", "demo"]
-ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm-256color"}
+DEMO = [*STRICT_PYTHON, "-m", "pipesight", "demo"]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm-256color"}
 
 
 @functools.cache
@@ -54,23 +58,26 @@ def interruptible() -> Iterator[None]:
 
 
 def test_output_without_a_terminal_is_plain_lines():
-    """Into a pipe go a line a step, a summary, about 200 characters of verse, and what to do next."""
+    """Into a pipe go a line a step, a blank one, a summary, about 200 characters of verse, and what to do next."""
     ended = run("--steps", "4")
     assert ended.returncode == 0
     assert ended.stderr == ""
     assert "\x1b" not in ended.stdout
-    head, steps, verse = re.split(r"(?s)(step 1/4.*at last\n)", ended.stdout)
+    head, steps, verse = re.split(r"(?s)(step 1/4.*of the time\n)", ended.stdout)
     assert "4 micro-batches, checkpoint except_last" in head
-    *lines, trained, loss = steps.splitlines()
+    *lines, blank, trained, loss, shares = steps.splitlines()
+    assert blank == ""
     assert len(lines) == 4
     for number, line in enumerate(lines, 1):
-        assert re.fullmatch(rf"step {number}/4  loss \d\.\d{{3}}  \d+ samples/s", line)
+        assert re.fullmatch(rf"step {number}/4  loss \d\.\d{{3}}  [ \d]{{3}}\d samples/s", line)
     assert re.fullmatch(r"trained for 4 steps in \d+\.\d s, \d+ samples/s", trained)
     assert re.fullmatch(r"loss \d\.\d{3} at first, \d\.\d{3} at last", loss)
-    title, *written, following = verse.strip().splitlines()
+    assert re.fullmatch(r"partitions at work (\d+%, ){3}\d+% of the time", shares)
+    title, *written, following, command = verse.strip().splitlines()
     assert title == "what it writes now:"
     assert 150 < len("".join(written)) < 260
-    assert "pipesight demo --help" in following
+    assert "README.md" in following
+    assert command == f"    {sys.executable} -m pipesight demo --help"
     assert max(map(len, ended.stdout.splitlines())) < 80
 
 
@@ -92,18 +99,29 @@ def test_plain_display_prints_twenty_lines(capsys):
     while not meter.done:
         display.show(meter.record(2.5))
     lines = capsys.readouterr().out.splitlines()
-    steps = [int(re.match(r"step (\d+)/200  loss 2.500  \d+ samples/s", line)[1]) for line in lines]
+    steps = [int(re.match(r"step ([ \d]{3})/200  loss 2.500  +\d+ samples/s", line)[1]) for line in lines]
     assert steps == [1, *range(10, 201, 10)]
+
+
+def test_next_command_is_the_one_that_was_typed():
+    """The last line names the command as it was started: by its path, or by its name if the shell would find it."""
+    script = Path(sys.executable).with_name("pipesight")
+    for typed, path in ((str(script), "/nowhere"), ("pipesight", str(script.parent))):
+        environment = {**ENVIRONMENT, "PATH": f"{path}:{os.environ['PATH']}"}
+        ended = subprocess.run(
+            [typed, "demo", "--steps", "1"], capture_output=True, text=True, timeout=60, env=environment
+        )
+        assert ended.stdout.splitlines()[-1] == f"    {typed} demo --help"
 
 
 # What it shows.
 
 
 @functools.cache
-def run_in_terminal(columns: int, *args: str, interrupt: bool = False) -> tuple[int, str]:
+def run_in_terminal(columns: int, *args: str, rows: int = 24, interrupt: bool = False) -> tuple[int, str]:
     """Run the demo in a terminal of that width; return its exit code and all it wrote."""
     ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     process = subprocess.Popen([*DEMO, *args], stdin=its, stdout=its, stderr=its, env=ENVIRONMENT)
     os.close(its)
     written = b""
@@ -155,7 +173,8 @@ def test_live_display_keeps_its_shape(columns):
     """Whatever the partitions do, columns and lines stay where they are."""
     pipe = GPipe(char_gpt(60), [2, 2, 2, 2], devices=["cpu"] * 4, chunks=4)
     console = Console(width=columns, force_terminal=True, color_system=None)
-    display, meter = LiveDisplay(pipe, console), Meter(Limit(steps=12345), batch=32)
+    watch = Watch(partitions=4)
+    display, meter = LiveDisplay(pipe, watch, console), Meter(Limit(steps=12345), batch=32)
     shapes = set()
     for activity in (
         None,
@@ -164,7 +183,7 @@ def test_live_display_keeps_its_shape(columns):
         Activity("backward", 1, "embed"),
     ):
         display.show(meter.record(2.5))
-        display._watch.rows[:] = [activity] * 4
+        watch.rows[:] = [activity] * 4
         with console.capture() as capture:
             console.print(display._draw())
         bar, _, _, header, *rows = capture.get().splitlines()
@@ -174,6 +193,85 @@ def test_live_display_keeps_its_shape(columns):
         shapes.add((len(bar), starts))
     assert len(shapes) == 1
     assert len(bar) == min(columns, 100)
+
+
+def drawn(pipe: GPipe, activity: Activity | None, **size: int) -> list[str]:
+    """Return the lines of the display, with every partition at the same."""
+    console = Console(**size, force_terminal=True, color_system=None)
+    watch = Watch(len(pipe.partitions))
+    display = LiveDisplay(pipe, watch, console)
+    display.show(Meter(Limit(seconds=100), batch=32).record(2.5))
+    watch.rows[:] = [activity] * len(watch.rows)
+    with console.capture() as capture:
+        console.print(display._draw())
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("columns", "titles"),
+    [
+        (67, ["partition", "device", "layer", "class", "phase", "micro-batch"]),
+        (66, ["partition", "device", "layer", "phase", "micro-batch"]),
+        (49, ["partition", "device", "layer", "phase", "micro-batch"]),
+        (48, ["partition", "layer", "phase", "micro-batch"]),
+        (41, ["partition", "layer", "phase", "micro-batch"]),
+    ],
+)
+def test_live_display_leaves_out_columns_that_do_not_fit(columns, titles):
+    """In a narrow terminal the class goes first, then the device; what is left is shown whole."""
+    pipe = GPipe(char_gpt(60), [2, 2, 2, 2], devices=["cpu"] * 4, chunks=4)
+    lines = drawn(pipe, Activity("recompute", 3, "block0"), width=columns, height=24)
+    assert max(map(len, lines)) <= columns
+    assert lines[3].split() == titles
+    for j, row in enumerate(lines[4:]):
+        cells = {"class": "TransformerBlock", "device": "cpu"}
+        expected = [str(j), *(cells[title] for title in ("device",) if title in titles), "block0"]
+        assert row.split() == [
+            *expected,
+            *(["TransformerBlock"] if "class" in titles else []),
+            "recompute",
+            "3",
+            "···▮",
+        ]
+    assert "samples/s" in lines[1]
+    assert "left" in lines[0]
+
+
+def test_many_microbatches_are_numbered_from_zero():
+    """More micro-batches than can be drawn are counted, in words that say that the first one is 0."""
+    pipe = GPipe(char_gpt(60), [8], chunks=32)
+    assert drawn(pipe, Activity("forward", 28, "head"), width=80, height=24)[-1].endswith("28 of 0..31")
+
+
+@pytest.mark.parametrize(("columns", "rows", "fits"), [(80, 8, True), (80, 7, False), (41, 24, True), (40, 24, False)])
+def test_live_display_knows_whether_it_fits(columns, rows, fits):
+    """Four partitions need eight rows, and the columns that cannot be left out."""
+    pipe = GPipe(char_gpt(60), [2, 2, 2, 2], devices=["cpu"] * 4, chunks=4)
+    assert LiveDisplay(pipe, Watch(4), Console(width=columns, height=rows)).fits is fits
+
+
+def test_small_terminal_gets_plain_lines():
+    """Where the display does not fit, lines are printed, none of them too long for the terminal."""
+    _, written = run_in_terminal(60, "--steps", "4", "--partitions", "8", rows=10)
+    lines = lines_of(written)
+    assert any(line.startswith("step 4/4  loss ") for line in lines)
+    assert "Shakespeare's sonnets" in lines
+    assert max(len(line) for line in lines if "demo --help" not in line) <= 60
+
+
+def test_watch_adds_up_the_time_at_work():
+    """Each partition's seconds are those that its tasks took, and no others."""
+
+    class Sleep(nn.Module):
+        def forward(self, input):
+            time.sleep(0.05)
+            return input
+
+    pipe = GPipe(nn.Sequential(nn.Identity(), Sleep()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    with Watch(partitions=2) as watch:
+        pipe(torch.rand(4, 2))
+    pipe(torch.rand(4, 2))
+    assert watch.seconds[0] < 0.05 < 0.1 <= watch.seconds[1] < 0.2
 
 
 def test_watch_sees_the_layer_that_runs():
@@ -191,11 +289,8 @@ def test_watch_sees_the_layer_that_runs():
     model.add_module("look", Look())
     model.add_module("last", nn.Linear(2, 2))
     pipe = GPipe(model, [1, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
-    context.attach(watch)
-    try:
+    with watch:
         pipe(torch.rand(4, 2)).sum().backward()
-    finally:
-        context.detach(watch)
     assert seen[:2] == [Activity("forward", 0, "look"), Activity("forward", 1, "look")]
     assert sorted(activity.microbatch for activity in seen[2:]) == [0, 1]
     assert {activity.phase for activity in seen[2:]} == {"recompute"}
@@ -210,16 +305,17 @@ def test_interrupt_ends_it_cleanly():
     """SIGINT ends the training with a summary, exit code 130, no traceback, and no thread."""
     script = "import sys, threading; from pipesight.cli import main; code = main(sys.argv[1:]);"
     script += "print(sorted(t.name for t in threading.enumerate())); sys.exit(code)"
-    command = [sys.executable, "-W", "error", "-c", script, "demo", "--plain", "--steps", "1000000"]
+    command = [*STRICT_PYTHON, "-c", script, "demo", "--plain", "--steps", "1000000"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     ) as process:
         for line in process.stdout:
-            if line.startswith("step 1/"):
+            if re.match("step +1/", line):
                 break
         process.send_signal(signal.SIGINT)
-        summary, loss, threads = process.stdout.read().splitlines()
+        *_, blank, summary, loss, _, threads = process.stdout.read().splitlines()
         errors = process.stderr.read()
+    assert blank == ""
     assert re.fullmatch(r"interrupted after \d+ steps? in \d+\.\d s, \d+ samples/s", summary)
     assert loss.startswith("loss ")
     assert threads == "['MainThread']"
@@ -235,7 +331,7 @@ def test_interrupt_closes_the_display():
     display, shown, after = written.rpartition("\x1b[?25h")
     assert "\x1b[?25l" in display
     assert shown
-    assert re.search(r"interrupted after \d+ steps? in ", lines_of(after)[-2])
+    assert re.search(r"interrupted after \d+ steps? in ", lines_of(after)[-3])
     assert "Traceback" not in written
 
 

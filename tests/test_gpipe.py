@@ -86,12 +86,34 @@ def test_chunks_and_checkpoint_can_be_changed_later():
     pipe.chunks, pipe.checkpoint = 3, "always"
     pipe(rand(6, 3)).sum().backward()
     assert len(calls) == 6
-    pipe.checkpoint = "sometimes"
+
+
+def test_chunks_and_checkpoint_are_checked_when_they_are_changed():
+    """A wrong value is refused by the assignment, and the old one stays."""
+    pipe = GPipe(mlp(), [2, 2], chunks=2)
     with pytest.raises(ValueError, match="sometimes"):
-        pipe(rand(6, 3))
-    pipe.checkpoint, pipe.chunks = "never", 0
+        pipe.checkpoint = "sometimes"
     with pytest.raises(ValueError, match="chunks"):
-        pipe(rand(6, 3))
+        pipe.chunks = 0
+    with pytest.raises(TypeError, match="chunks"):
+        pipe.chunks = 2.5
+    assert (pipe.chunks, pipe.checkpoint) == (2, "except_last")
+
+
+def test_balance_and_devices_cannot_be_changed():
+    """Assigning them is an AttributeError with code that builds a new model; changing the lists changes nothing."""
+    model = GPipe(mlp(), [2, 2], chunks=2)
+    for name, value in (("balance", [1, 3]), ("devices", ["cpu"])):
+        with pytest.raises(AttributeError, match=f"{name} of a GPipe cannot be changed.*build a new one") as caught:
+            setattr(model, name, value)
+    model.balance.append(1)
+    model.devices.clear()
+    assert (model.balance, model.devices) == ([2, 2], [torch.device("cpu")] * 2)
+    code = str(caught.value).partition("build a new one: ")[2]
+    code = code.replace("balance=[...]", "balance=[1, 3]").replace("devices=[...]", "devices=['cpu'] * 2")
+    other = eval(code, {"GPipe": GPipe, "nn": nn, "model": model})
+    assert other.balance == [1, 3]
+    assert torch.equal(other(rand(4, 3)), model(rand(4, 3)))
 
 
 def test_layers_are_the_originals():
@@ -433,9 +455,12 @@ class Mine(nn.Sequential):
 
 @pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), [nn.Linear(2, 2)], None])
 def test_non_sequential_module(module):
-    """Only nn.Sequential can be partitioned."""
-    with pytest.raises(TypeError, match=r"^non-sequential module cannot be partitioned$"):
+    """Only nn.Sequential can be partitioned; a note names the class and says what to do."""
+    with pytest.raises(TypeError) as caught:
         GPipe(module, [1])
+    assert str(caught.value) == "non-sequential module cannot be partitioned"
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"{type(module).__name__} is no nn.Sequential; write it as one")
 
 
 def test_sequential_with_its_own_forward():
@@ -445,9 +470,10 @@ def test_sequential_with_its_own_forward():
 
 
 def test_duplicate_children():
-    """A layer that is there twice cannot be in two partitions."""
+    """A layer that is there twice cannot be in two partitions; the error names both places."""
     layer = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"^module with duplicate children is not supported"):
+    message = r"^module with duplicate children is not supported \(layers '0' and '2' are the same Linear\); put them"
+    with pytest.raises(ValueError, match=message):
         GPipe(nn.Sequential(layer, nn.Tanh(), layer), [1, 2])
 
 
@@ -484,6 +510,14 @@ def test_wrong_balance(balance, message):
     compile(recipe_of(caught.value), "recipe", "exec")
 
 
+@pytest.mark.parametrize("balance", [2, 2.5, True])
+def test_balance_that_is_no_list(balance):
+    """A number instead of a list is a TypeError with the rule, the value, and code that finds a right one."""
+    with pytest.raises(TypeError, match=rf"balance must be a list.*\(balance: {balance}, layers: 4\)") as caught:
+        GPipe(mlp(), balance)
+    compile(recipe_of(caught.value), "recipe", "exec")
+
+
 def recipe_of(error):
     """Return the code that an error message ends with."""
     return textwrap.dedent("".join(line for line in str(error).splitlines(True) if line.startswith("    ")))
@@ -510,6 +544,17 @@ def test_too_few_devices():
     assert GPipe(mlp(), [2, 2], devices=eval(fix)).devices == [torch.device("cpu")] * 2
     with pytest.raises(IndexError, match=r"devices: 0, partitions: 1"):
         GPipe(mlp(), [4], devices=[])
+
+
+@pytest.mark.parametrize(
+    ("devices", "got"), [("cpu", "the string 'cpu'"), (torch.device("cpu"), "the device 'cpu'"), (0, "the int 0")]
+)
+def test_one_device_instead_of_a_list(devices, got):
+    """A device that is in no list is a TypeError that shows the list."""
+    with pytest.raises(TypeError, match=f"devices must be a list, but got {got}: devices=") as caught:
+        GPipe(mlp(), [2, 2], devices=devices)
+    fix = eval(str(caught.value).rpartition("devices=")[2])
+    assert fix == [devices if isinstance(devices, int) else "cpu"] * 2
 
 
 @pytest.mark.parametrize("chunks", [0, -1])
@@ -572,9 +617,11 @@ def test_unequal_batch_sizes():
 
 
 def test_several_inputs():
-    """The input is one argument: several are a TypeError, as for nn.Sequential."""
-    with pytest.raises(TypeError):
-        GPipe(nn.Sequential(nn.Identity()), [1])(rand(4, 3), rand(4, 3))
+    """The input is one argument: several are a TypeError that shows the tuple."""
+    model = GPipe(nn.Sequential(nn.Identity()), [1])
+    with pytest.raises(TypeError, match=r"one input, but got 2; pass several tensors as one tuple: model\(\(a, b\)\)"):
+        model(rand(4, 3), rand(4, 3))
+    assert len(model((rand(4, 3), rand(4, 3)))) == 2
 
 
 class Give(nn.Module):

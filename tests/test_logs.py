@@ -76,6 +76,30 @@ def test_layer_lines_bear_the_names_of_the_original_model(debug):
     assert [r.getMessage() for r in of_layers(debug, 1)] == ["Executing layer 'head' in partition 1: Linear"] * 2
 
 
+def test_hooks_of_a_whole_pipeline(debug):
+    """The model itself may be given in place of its partitions."""
+    model = named_model(checkpoint="never")
+    assert len(register_layer_logging_hooks(model)) == 3
+    train(model)
+    assert [r.layer for j in range(2) for r in of_layers(debug, j)] == ["embed", "act", "head"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh())), nn.Linear(2, 2), [nn.Sequential()], "model", 3]
+)
+def test_hooks_of_something_else(wrong):
+    """What is neither a pipeline nor its partitions is a TypeError that shows the right call."""
+    message = rf"expected a GPipe or its partitions, but got {type(wrong).__name__}: .*\(model.partitions\)"
+    with pytest.raises(TypeError, match=message):
+        register_layer_logging_hooks(wrong)
+
+
+def test_hooks_of_a_single_partition():
+    """One partition is not a list of them: its layers are none."""
+    with pytest.raises(TypeError, match="but got Partition"):
+        register_layer_logging_hooks(named_model().partitions[0])
+
+
 def test_one_handle_a_layer_ends_its_lines(debug):
     """Removing the handle of a layer silences that layer and no other."""
     model = named_model(chunks=2, checkpoint="never")
@@ -222,6 +246,18 @@ for name in (None, "pipesight", "pipesight.pipeline", "pipesight.context"):
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_lines_come_whatever_was_imported():
+    """A program that imports GPipe alone gets the lines of partitions."""
+    script = """
+import logging, sys, torch
+from pipesight import GPipe
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(name)s")
+GPipe(torch.nn.Sequential(torch.nn.Linear(2, 2)), [1])(torch.rand(2, 2))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "pipesight.pipeline\n", "")
 
 
 class Watched(nn.Linear):

@@ -631,8 +631,8 @@ def test_layer_that_catches_the_error():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ({"stash": ["b", "a"]}, "declared but not stashed by Wrong: a, b"),
-        ({"pop": ["a"]}, "declared but not popped by Wrong: a"),
+        ({"stash": ["b", "a"]}, r"declared but not stashed by Wrong: a, b; did you forget `yield`\? yield stash\('a',"),
+        ({"pop": ["a"]}, r"declared but not popped by Wrong: a; did you forget `yield`\? tensor = yield pop\('a'\)"),
     ],
 )
 def test_declared_but_not_done(names, message):
@@ -673,6 +673,56 @@ def test_string_instead_of_list(what):
     """A string is not a list of names; the error shows the list."""
     with pytest.raises(TypeError, match=rf"{what}=\['skip'\]"):
         skippable(**{what: "skip"})
+
+
+def test_decorator_without_parentheses():
+    """A decorator without names is a TypeError that shows them."""
+    with pytest.raises(
+        TypeError, match=r"decorates Forgot without names; use @skippable\(stash=\[...\], pop=\[...\]\)"
+    ):
+
+        @skippable
+        class Forgot(nn.Module):
+            pass
+
+
+class Undecorated(nn.Module):
+    def forward(self, x):
+        yield stash("skip", x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (nn.Sequential(Undecorated(), Pop()), "0"),
+        (nn.Sequential(Undecorated()), "0"),
+        (nn.Sequential(nn.Sequential(nn.Tanh(), Undecorated())), "0.1"),
+    ],
+)
+def test_forgotten_decorator(model, name):
+    """A layer that yields, of a class without the decorator, is named before anything runs."""
+    for check in (verify_skippables, lambda m: GPipe(m, [1] * len(m))):
+        with pytest.raises(TypeError, match=rf"layer '{name}' \(Undecorated\) yields.*did you forget @skippable\("):
+            check(model)
+
+
+def test_generator_inside_of_a_layer():
+    """A module that yields to the layer it is part of is that layer's business."""
+
+    class Halves(nn.Module):
+        def forward(self, x):
+            yield from x.chunk(2, dim=1)
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.halves = Halves()
+
+        def forward(self, x):
+            return sum(self.halves(x))
+
+    assert GPipe(nn.Sequential(Sum()), [1])(rand(2, 4)).shape == (2, 2)
 
 
 def test_stash_and_pop_of_one_name():

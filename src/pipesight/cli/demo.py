@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import shutil
 import sys
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from pipesight.demo.live import LiveDisplay
     from pipesight.demo.plain import PlainDisplay
     from pipesight.demo.progress import Meter
     from pipesight.demo.training import Training
+    from pipesight.demo.watch import Watch
 
 __all__ = ["add_to", "run"]
 
 CHARACTERS = 200
-NEXT = "Next: pipesight demo --help, and README.md to train a model of your own"
+INDENT = "    "
+NARROWEST, WIDTH = 20, 79
+"""Columns that a line takes at most, in the narrowest terminal that counts and in wide ones."""
+NEXT = "Next: train a model of your own, as README.md says, or try more of the demo:"
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand and its options."""
     parser = subcommands.add_parser(
         "demo",
-        help="train a small GPT over four partitions, and watch them work",
+        help="train a small GPT as a pipeline, and watch its partitions work",
         description="Train a character-level GPT on Shakespeare's sonnets, as a pipeline on the GPUs of this machine "
         "or else on its CPU, and show what each partition is doing. Ctrl-C ends it.",
     )
     add = parser.add_argument
-    add("--partitions", type=int, default=4, metavar="N", help="cut the model into N partitions (4)")
-    add("--chunks", type=int, default=4, metavar="N", help="cut each batch into N micro-batches (4)")
+    add("--partitions", type=int, default=4, metavar="N", help="cut the model's 8 layers into 1 to 8 partitions (4)")
+    add(
+        "--chunks",
+        type=int,
+        default=4,
+        metavar="N",
+        help="cut each batch into N micro-batches: 1 to 32 on the CPU, 1 to 512 on a GPU (4; the batch is small, and "
+        "more would make it slower)",
+    )
     add(
         "--checkpoint",
         choices=["always", "except_last", "never"],
@@ -39,16 +56,20 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, default=20.0, metavar="S", help="train for S seconds (20)")
     length.add_argument("--steps", type=int, metavar="N", help="train for N steps instead, however long they take")
-    add("--seed", type=int, default=0, metavar="N", help="the same seed gives the same losses (0)")
+    add("--seed", type=int, default=0, metavar="N", help="same losses for the same seed, partitions and chunks (0)")
     add("--plain", action="store_true", help="print lines, as when the output is no terminal")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Train, show how it goes, and return the exit code."""
+    from rich.console import Console
+
     from pipesight.demo.progress import Limit, Meter
     from pipesight.demo.training import Training, one_thread
+    from pipesight.demo.watch import Watch
 
+    console = Console()
     with one_thread():
         try:
             limit = Limit(seconds=options.seconds, steps=options.steps)
@@ -58,44 +79,58 @@ def run(options: argparse.Namespace) -> int:
         except ValueError as error:
             print(f"pipesight demo: error: {error}", file=sys.stderr)
             return 2
-        print(training.description, end="\n\n", flush=True)
-        meter = Meter(limit, batch=training.batch)
+        columns = max(NARROWEST, min(console.width, WIDTH))
+        print(_fit(training.description, columns), end="\n\n", flush=True)
+        meter, watch = Meter(limit, batch=training.batch), Watch(len(training.pipe.partitions))
         try:
-            with _display(training, plain=options.plain) as display:
+            with watch, _display(training, watch, console, plain=options.plain) as display:
                 while not meter.done:
                     display.show(meter.record(training.step()))
         except KeyboardInterrupt:
-            print(_summary("interrupted after", meter))
+            print(_fit(_summary("interrupted after", meter, training, watch), columns))
             raise
-        print(_summary("trained for", meter), end="\n\n", flush=True)
-        print(f"what it writes now:\n\n{_indented(training.write(CHARACTERS))}\n\n{NEXT}")
+        print(_fit(_summary("trained for", meter, training, watch), columns), end="\n\n", flush=True)
+        verse = textwrap.indent(_fit(training.write(CHARACTERS).strip(), columns - len(INDENT)), INDENT)
+        print(f"what it writes now:\n\n{verse}\n\n{_fit(NEXT, columns)}\n{INDENT}{_command()} demo --help")
     return 0
 
 
-def _display(training: Training, *, plain: bool) -> LiveDisplay | PlainDisplay:
-    from rich.console import Console
-
+def _display(training: Training, watch: Watch, console: Console, *, plain: bool) -> LiveDisplay | PlainDisplay:
     from pipesight.demo.live import LiveDisplay
     from pipesight.demo.plain import PlainDisplay
 
-    console = Console()
     if plain or not sys.stdout.isatty() or console.is_dumb_terminal:
         return PlainDisplay()
-    return LiveDisplay(training.pipe, console)
+    display = LiveDisplay(training.pipe, watch, console)
+    return display if display.fits else PlainDisplay()
 
 
-def _summary(begin: str, meter: Meter) -> str:
+def _summary(begin: str, meter: Meter, training: Training, watch: Watch) -> str:
     done = meter.latest
     if done is None:
         return f"{begin} 0 steps"
     steps = "1 step" if done.step == 1 else f"{done.step} steps"
-    return (
-        f"{begin} {steps} in {done.elapsed:.1f} s, {done.samples_per_second:.0f} samples/s\n"
-        f"loss {done.first_loss:.3f} at first, {done.loss:.3f} at last"
-    )
+    lines = [
+        f"{begin} {steps} in {done.elapsed:.1f} s, {done.samples_per_second:.0f} samples/s",
+        f"loss {done.first_loss:.3f} at first, {done.loss:.3f} at last",
+    ]
+    if all(device.type == "cpu" for device in training.pipe.devices):  # a GPU is at work when its worker no longer is
+        shares = [min(1.0, seconds / done.elapsed) for seconds in watch.seconds]
+        lines.append(f"partitions at work {', '.join(f'{share:.0%}' for share in shares)} of the time")
+    return "\n".join(lines)
 
 
-def _indented(text: str) -> str:
-    """Indent lines, and break those that are longer than any verse."""
-    lines = [piece for line in text.strip().splitlines() for piece in textwrap.wrap(line, 70) or [""]]
-    return textwrap.indent("\n".join(lines), "    ")
+def _fit(text: str, columns: int) -> str:
+    """Break lines that are too long at words."""
+    return "\n".join(piece for line in text.splitlines() for piece in textwrap.wrap(line, columns) or [""])
+
+
+def _command() -> str:
+    """Return what to type to run `pipesight` once more: what was typed this time, if that was it."""
+    typed = Path(sys.argv[0])
+    if typed.name == "__main__.py" and typed.parent.name == "pipesight":
+        return f"{shlex.quote(sys.orig_argv[0])} -m pipesight"
+    found = shutil.which("pipesight")
+    if typed.stem != "pipesight" or (found is not None and typed.is_file() and os.path.samefile(found, typed)):
+        return "pipesight"
+    return shlex.quote(sys.argv[0])

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -24,7 +25,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipesight import context
 from pipesight.demo.progress import Progress
 from pipesight.demo.watch import Activity, Watch
 from pipesight.pipeline.gpipe import GPipe
@@ -33,6 +33,15 @@ __all__ = ["LiveDisplay"]
 
 WIDTH = 100
 """Columns it takes at most; lines longer than that are hard to follow."""
+
+NARROW = 60
+"""Below this, some numbers are left out."""
+
+GAP = 2
+"""Columns between the columns of the table."""
+
+DISPENSABLE = ("class", "device")
+"""Columns of the table that are left out where they do not fit, one after the other."""
 
 LONGEST_LANE = 16
 """Micro-batches that are drawn one by one; more are only counted."""
@@ -45,29 +54,35 @@ class LiveDisplay:
 
     Example::
 
-        with LiveDisplay(pipe, Console()) as display:
+        with Watch(partitions=4) as watch, LiveDisplay(pipe, watch, Console()) as display:
             while not meter.done:
                 display.show(meter.record(training.step()))
     """
 
-    def __init__(self, pipe: GPipe, console: Console) -> None:
+    def __init__(self, pipe: GPipe, watch: Watch, console: Console) -> None:
         self._devices = [str(device) for device in pipe.devices]
         self._classes = {
             name: type(layer).__name__ for partition in pipe.partitions for name, layer in partition.named_children()
         }
         self._chunks = pipe.chunks
+        self._console = console
         self._ascii = console.options.ascii_only
-        self._watch = Watch(len(pipe.partitions))
+        self._watch = watch
         self._progress: Progress | None = None
         self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=10, transient=True)
 
+    @property
+    def fits(self) -> bool:
+        """Whether the terminal is wide and high enough."""
+        widths = [width for title, width in self._widths().items() if title not in DISPENSABLE]
+        height = len(self._watch.rows) + 4  # two lines of numbers, an empty one, and the titles
+        return self._console.width >= _total(widths) and self._console.height >= height
+
     def __enter__(self) -> Self:
-        context.attach(self._watch)
         self._live.start(refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        context.detach(self._watch)
         self._live.stop()
 
     def show(self, progress: Progress) -> None:
@@ -75,36 +90,52 @@ class LiveDisplay:
         self._progress = progress
 
     def _draw(self) -> RenderableType:
-        progress = self._progress
-        lines = [Text("starting"), Text()] if progress is None else [_bar(progress), _numbers(progress)]
-        return Constrain(Group(*lines, "", self._partitions()), WIDTH)
+        progress, width = self._progress, min(self._console.width, WIDTH)
+        lines = [Text("starting"), Text()] if progress is None else [_bar(progress, width), _numbers(progress, width)]
+        return Constrain(Group(*lines, "", self._partitions(width)), width)
 
-    def _partitions(self) -> Table:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for title, width in (
-            ("partition", 0),
-            ("device", max(map(len, self._devices))),
-            ("layer", max(map(len, self._classes))),
-            ("class", max(map(len, self._classes.values()))),
-            ("phase", len("recompute")),
-            ("micro-batch", 0),
-        ):
-            table.add_column(title, min_width=max(width, len(title)), no_wrap=True)
-        for j, (device, activity) in enumerate(zip(self._devices, self._watch.rows, strict=True)):
-            if activity is None:
-                table.add_row(str(j), device, "", "", "idle", self._lane(None), style="dim")
-            else:
-                layer, style = activity.layer or "", STYLES[activity.phase]
-                phase = Text(activity.phase, style)
-                table.add_row(str(j), device, layer, self._classes.get(layer, ""), phase, self._lane(activity))
+    def _partitions(self, width: int) -> Table:
+        widths = self._widths()
+        for title in DISPENSABLE:
+            if _total(widths.values()) > width:
+                del widths[title]
+        table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim")
+        for title, least in widths.items():
+            table.add_column(title, min_width=least, no_wrap=True)
+        for j, activity in enumerate(self._watch.rows):
+            row = self._row(j, activity)
+            table.add_row(*(row[title] for title in widths), style="dim" if activity is None else "")
         return table
+
+    def _widths(self) -> dict[str, int]:
+        """Return how wide each column is, whatever the partitions do."""
+        widths = {
+            "partition": 0,
+            "device": max(map(len, self._devices)),
+            "layer": max(map(len, self._classes)),
+            "class": max(map(len, self._classes.values())),
+            "phase": len("recompute"),
+            "micro-batch": len(self._lane(Activity("forward", self._chunks - 1, None))),
+        }
+        return {title: max(width, len(title)) for title, width in widths.items()}
+
+    def _row(self, j: int, activity: Activity | None) -> dict[str, RenderableType]:
+        layer = "" if activity is None else activity.layer or ""
+        return {
+            "partition": str(j),
+            "device": self._devices[j],
+            "layer": layer,
+            "class": self._classes.get(layer, ""),
+            "phase": "idle" if activity is None else Text(activity.phase, STYLES[activity.phase]),
+            "micro-batch": self._lane(activity),
+        }
 
     def _lane(self, activity: Activity | None) -> Text:
         """Draw all micro-batches of a batch, and mark the one at hand."""
         digits = len(str(self._chunks - 1))
         number = Text(f"{'' if activity is None else activity.microbatch:>{digits}} ")
         if self._chunks > LONGEST_LANE:
-            return number if activity is None else number.append(f"of {self._chunks}", "dim")
+            return number if activity is None else number.append(f"of 0..{self._chunks - 1}", "dim")
         idle, busy = (".", "#") if self._ascii else ("·", "▮")
         for i in range(self._chunks):
             if activity is not None and i == activity.microbatch:
@@ -114,26 +145,28 @@ class LiveDisplay:
         return number
 
 
-def _bar(progress: Progress) -> Table:
+def _total(widths: Collection[int]) -> int:
+    return sum(widths) + GAP * (len(widths) - 1)
+
+
+def _bar(progress: Progress, width: int) -> Table:
     line = Table.grid(expand=True, padding=(0, 2, 0, 0))
     line.add_column(ratio=1)
     line.add_column(no_wrap=True)
-    line.add_row(ProgressBar(total=1, completed=progress.share), _times(progress))
+    line.add_row(ProgressBar(total=1, completed=progress.share), _times(progress, width))
     return line
 
 
-def _times(progress: Progress) -> str:
-    if progress.steps is None:
-        step = f"step {progress.step:4}"
-    else:
-        step = f"step {progress.step:{len(str(progress.steps))}}/{progress.steps}"
-    return f"{step}  {_clock(progress.elapsed)} elapsed  {_clock(math.ceil(progress.left))} left"
+def _times(progress: Progress, width: int) -> str:
+    elapsed = "" if width < NARROW else f"  {_clock(progress.elapsed)} elapsed"
+    return f"{progress.count}{elapsed}  {_clock(math.ceil(progress.left))} left"
 
 
-def _numbers(progress: Progress) -> Text:
+def _numbers(progress: Progress, width: int) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f"loss {progress.loss:.3f}", "bold")
-    line.append(f"   smoothed {progress.smoothed_loss:.3f}   first {progress.first_loss:.3f}")
+    if width >= NARROW:
+        line.append(f"   smoothed {progress.smoothed_loss:.3f}   first {progress.first_loss:.3f}")
     return line.append(f"   {progress.samples_per_second:6.0f} samples/s", "bold")
 
 

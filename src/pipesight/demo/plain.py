@@ -13,7 +13,7 @@ LINES = 20
 
 
 class PlainDisplay:
-    """Prints a line for the first step and one for every twentieth of the training."""
+    """Prints a line for the first step and one for every twentieth of the training, and an empty one in the end."""
 
     def __init__(self) -> None:
         self._printed = -1
@@ -22,7 +22,7 @@ class PlainDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        print()
 
     def show(self, progress: Progress) -> None:
         """Print where the training stands, unless the last line was not long ago."""
@@ -30,8 +30,4 @@ class PlainDisplay:
         if reached == self._printed:
             return
         self._printed = reached
-        total = "" if progress.steps is None else f"/{progress.steps}"
-        print(
-            f"step {progress.step}{total}  loss {progress.loss:.3f}  {progress.samples_per_second:.0f} samples/s",
-            flush=True,
-        )
+        print(f"{progress.count}  loss {progress.loss:.3f}  {progress.samples_per_second:4.0f} samples/s", flush=True)

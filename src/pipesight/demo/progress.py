@@ -44,6 +44,13 @@ class Progress:
     samples_per_second: float
 
     @property
+    def count(self) -> str:
+        """The number of the step, always equally wide."""
+        if self.steps is None:
+            return f"step {self.step:4}"
+        return f"step {self.step:{len(str(self.steps))}}/{self.steps}"
+
+    @property
     def left(self) -> float:
         """The seconds that the rest will take, if it goes on like this."""
         return self.elapsed / self.share - self.elapsed

@@ -1,9 +1,12 @@
-"""See what each partition is doing right now: an observer that keeps one row for each."""
+"""See what each partition is doing right now, and how long it was at work: an observer with one row for each."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from typing import Self
 
+from pipesight import context
 from pipesight.context import Observer, Phase, Where
 
 __all__ = ["Activity", "Watch"]
@@ -24,18 +27,29 @@ class Watch(Observer):
 
     Example::
 
-        watch = Watch(partitions=4)
-        context.attach(watch)
-        ...  # train
-        print(watch.rows[0])
+        with Watch(partitions=4) as watch:
+            ...  # train
+            print(watch.rows[0])
+        print(watch.seconds)
     """
 
     def __init__(self, partitions: int) -> None:
         # A worker replaces its own row at one stroke, so readers need no lock.
         self.rows: list[Activity | None] = [None] * partitions
+        self.seconds = [0.0] * partitions
+        """How long each partition was at its tasks."""
+        self._begins = [0.0] * partitions
+
+    def __enter__(self) -> Self:
+        context.attach(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        context.detach(self)
 
     def task_started(self, where: Where) -> None:
         """Note the task."""
+        self._begins[where.partition] = time.perf_counter()
         self._note(where)
 
     def layer_started(self, where: Where) -> None:
@@ -44,6 +58,7 @@ class Watch(Observer):
 
     def task_ended(self, where: Where) -> None:
         """Note that the partition waits."""
+        self.seconds[where.partition] += time.perf_counter() - self._begins[where.partition]
         self.rows[where.partition] = None
 
     def _note(self, where: Where) -> None:

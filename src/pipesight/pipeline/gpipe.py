@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
 from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, form_of, gather, scatter
 from pipesight.pipeline.minibatch import MiniBatch
 from pipesight.pipeline.partition import Partition, SkipRoutes, split, verify_sequential
@@ -71,17 +72,53 @@ class GPipe(nn.Module):
         super().__init__()
         verify_sequential(module)
         verify_skippables(module)
-        self.balance = _check_balance(balance, len(module))
-        self.devices = _choose_devices(devices, len(self.balance))
-        self.chunks = _check_chunks(chunks)
-        self.checkpoint = _check_checkpoint(checkpoint)
+        self._balance = _check_balance(balance, len(module))
+        self._devices = _choose_devices(devices, len(self._balance))
+        self._chunks = _check_chunks(chunks)
+        self._checkpoint = _check_checkpoint(checkpoint)
         self.training = module.training
-        self.partitions = nn.ModuleList(split(module, self.balance, self.devices, deferred_batch_norm))
+        self.partitions = nn.ModuleList(split(module, self._balance, self._devices, deferred_batch_norm))
         self.partitions.training = module.training
         self._steps = 0
 
+    @property
+    def balance(self) -> list[int]:
+        """How many layers each partition takes."""
+        return list(self._balance)
+
+    @balance.setter
+    def balance(self, _: Any) -> None:
+        _deny_change("balance")
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition."""
+        return list(self._devices)
+
+    @devices.setter
+    def devices(self, _: Any) -> None:
+        _deny_change("devices")
+
+    @property
+    def chunks(self) -> int:
+        """How many micro-batches a mini-batch is cut into. It may be changed between calls."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._chunks = _check_chunks(chunks)
+
+    @property
+    def checkpoint(self) -> str:
+        """Which micro-batches are run again before their backward. It may be changed between calls."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str) -> None:
+        self._checkpoint = _check_checkpoint(checkpoint)
+
     def __len__(self) -> int:
-        return sum(self.balance)
+        return sum(self._balance)
 
     def __getitem__(self, index: int) -> nn.Module:
         """Return a layer by its place in the original model."""
@@ -92,16 +129,21 @@ class GPipe(nn.Module):
             yield from partition.children()
 
     @_disable_dynamo  # torch.compile around it compiles nothing: it cannot follow into the workers
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+    def forward(self, input: TensorOrTensors, *more: Any) -> TensorOrTensors:
         """Run ``input``, a tensor or a tuple of tensors on ``devices[0]``; the output is on ``devices[-1]``."""
+        if more:
+            names = ", ".join("abcdefgh"[: 1 + len(more)])
+            raise TypeError(
+                f"GPipe takes one input, but got {1 + len(more)}; pass several tensors as one tuple: model(({names}))"
+            )
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError("torch.func transforms such as grad and vmap cannot look into GPipe; use torch.autograd")
         inputs = as_tuple(input, "input")
-        if not self.balance:
+        if not self._balance:
             return input
-        microbatches = scatter(tuple(t.detach() for t in inputs), _check_chunks(self.chunks))
+        microbatches = scatter(tuple(t.detach() for t in inputs), self._chunks)
         m = len(microbatches)
-        stop = {"always": m, "except_last": m - 1, "never": 0}[_check_checkpoint(self.checkpoint)]
+        stop = {"always": m, "except_last": m - 1, "never": 0}[self._checkpoint]
         stages, routes, workers = self._engine()
         minibatch = MiniBatch(
             stages,
@@ -132,9 +174,9 @@ class GPipe(nn.Module):
         if engine is None or not engine[-1].alive:
             partitions = cast(list[Partition], list(self.partitions))
             routes = SkipRoutes(partitions)
-            places = enumerate(zip(partitions, self.devices, strict=True))
+            places = enumerate(zip(partitions, self._devices, strict=True))
             stages = [Stage(j, partition, device, routes) for j, (partition, device) in places]
-            engine = self.__dict__["_running"] = (stages, routes, Workers(self.devices))
+            engine = self.__dict__["_running"] = (stages, routes, Workers(self._devices))
         return engine
 
     def __getstate__(self) -> dict[str, Any]:
@@ -186,13 +228,25 @@ class GPipe(nn.Module):
     def _deny_move(self) -> NoReturn:
         raise TypeError(
             "denied to move parameters and buffers, because GPipe manages the devices of its partitions "
-            f"(devices: {[str(d) for d in self.devices]}); choose them when it is made: GPipe(..., devices=[...])"
+            f"(devices: {[str(d) for d in self._devices]}); choose them when it is made: GPipe(..., devices=[...])"
         )
+
+
+def _deny_change(what: str) -> NoReturn:
+    raise AttributeError(
+        f"{what} of a GPipe cannot be changed, since its layers are on their devices; build a new one: "
+        "GPipe(nn.Sequential(*model), balance=[...], devices=[...])"
+    )
 
 
 def _check_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     if balance is None:
         raise ValueError("balance is required: how many layers each partition takes" + _RECIPE)
+    if not isinstance(balance, Iterable):
+        raise TypeError(
+            "balance must be a list that says how many layers each partition takes, "
+            f"but got {type(balance).__name__} (balance: {balance}, layers: {layers})" + _RECIPE
+        )
     sizes = [size if isinstance(size, bool) or not hasattr(size, "__index__") else int(size) for size in balance]
     if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         raise ValueError(f"all numbers of balance must be positive integers (balance: {sizes})" + _RECIPE)
@@ -205,6 +259,12 @@ def _check_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
 
 
 def _choose_devices(devices: Iterable[torch.device | str | int] | None, partitions: int) -> list[torch.device]:
+    if isinstance(devices, str | int | torch.device):
+        kind, one = type(devices).__name__, devices if isinstance(devices, int) else str(devices)
+        raise TypeError(
+            f"devices must be a list, but got the {'string' if kind == 'str' else kind} {one!r}: "
+            f"devices={[one]} * {partitions}"
+        )
     if devices is not None:
         chosen = [torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in devices]
     elif torch.cuda.is_available():

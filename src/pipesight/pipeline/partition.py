@@ -15,7 +15,7 @@ from pipesight.context import Where
 from pipesight.pipeline.batchnorm import DeferredBatchNorm
 from pipesight.pipeline.skip import SkipKey, skip_keys
 
-__all__ = ["Partition", "SkipRoutes", "split", "verify_sequential"]
+__all__ = ["Partition", "SkipRoutes", "non_sequential", "split", "verify_sequential"]
 
 
 class Partition(nn.Sequential):
@@ -68,23 +68,37 @@ def _nodes(value: object) -> set[Node]:
 def verify_sequential(module: nn.Module) -> None:
     """Raise unless ``module`` is a sequential whose layers can be put on different devices."""
     if not isinstance(module, nn.Sequential):
-        raise TypeError("non-sequential module cannot be partitioned")
+        raise non_sequential(module)
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
             f"non-sequential module cannot be partitioned: {type(module).__name__} is an nn.Sequential "
             "with a forward of its own, which would not be called"
         )
-    children = list(module.named_children())
-    if len(children) != len(module):
-        raise ValueError("module with duplicate children is not supported")
+    first: dict[nn.Module | None, str] = {}
+    for name, child in module._modules.items():  # named_children() leaves out repeated layers
+        if first.setdefault(child, name) != name:
+            raise ValueError(
+                "module with duplicate children is not supported "
+                f"(layers '{first[child]}' and '{name}' are the same {type(child).__name__}); put them into one layer"
+            )
     owner: dict[Tensor, str] = {}
-    for name, child in children:
+    for name, child in module.named_children():
         for parameter in child.parameters():
             if owner.setdefault(parameter, name) != name:
                 raise ValueError(
                     "module with duplicate parameters in distinct children is not supported "
                     f"(layers '{owner[parameter]}' and '{name}' share one); put them into one layer"
                 )
+
+
+def non_sequential(module: object) -> TypeError:
+    """Return the error about a module that cannot be cut; a note says what to do."""
+    error = TypeError("non-sequential module cannot be partitioned")
+    error.add_note(
+        f"{type(module).__name__} is no nn.Sequential; write it as one, nn.Sequential(layer, layer, ...), in which "
+        "each layer takes the output of the layer before; see 'Make it sequential' in docs/pipelining.md"
+    )
+    return error
 
 
 def split(

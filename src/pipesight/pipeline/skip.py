@@ -21,6 +21,7 @@ to the target's, and its gradient straight back.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import uuid
 from collections.abc import Callable, Generator, Hashable, Iterable
@@ -129,6 +130,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     ``isolate(namespace, *, only=None)``, which moves its names (or those in ``only``) into a namespace and returns
     the layer.
     """
+    if isinstance(stash, type):
+        raise TypeError(f"skippable decorates {_class(stash)} without names; use @skippable(stash=[...], pop=[...])")
     stashes, pops = _names("stash", stash), _names("pop", pop)
     if twice := sorted(stashes & pops):
         raise ValueError(f"a layer cannot stash and pop the same name (names: {', '.join(twice)})")
@@ -176,9 +179,15 @@ def _drive(layer: nn.Module, body: object, stashes: frozenset[str], pops: frozen
             except Exception as error:  # raised at the yield, so that the traceback shows the user's line
                 resume = functools.partial(body.throw, error)
     if due_stashes:
-        raise RuntimeError(f"declared but not stashed by {_class(layer)}: {', '.join(sorted(due_stashes))}")
+        raise RuntimeError(
+            f"declared but not stashed by {_class(layer)}: {', '.join(sorted(due_stashes))}; "
+            f"did you forget `yield`? yield stash({min(due_stashes)!r}, tensor)"
+        )
     if due_pops:
-        raise RuntimeError(f"declared but not popped by {_class(layer)}: {', '.join(sorted(due_pops))}")
+        raise RuntimeError(
+            f"declared but not popped by {_class(layer)}: {', '.join(sorted(due_pops))}; "
+            f"did you forget `yield`? tensor = yield pop({min(due_pops)!r})"
+        )
     return body
 
 
@@ -231,6 +240,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     popped: dict[SkipKey, str] = {}
     wrong: list[str] = []
     for name, layer in module.named_children():
+        wrong += _undecorated(name, layer)
         stashes, pops = skip_keys(layer)
         for key in stashes:
             if key in stashed:
@@ -253,6 +263,19 @@ def verify_skippables(module: nn.Sequential) -> None:
             + "".join(f"  * {line}\n" for line in wrong)
             + "equal names of different pairs can be told apart with layer.isolate(Namespace())"
         )
+
+
+def _undecorated(name: str, layer: nn.Module) -> list[str]:
+    """Name the layers that would hand a generator to the next one. Inside of others, a generator may be meant."""
+    if isinstance(layer, nn.Sequential):
+        inside = [_undecorated(f"{name}.{inner}", child) for inner, child in layer.named_children()]
+        return [line for lines in inside for line in lines]
+    if not inspect.isgeneratorfunction(layer.forward):
+        return []
+    return [
+        f"forward of layer '{name}' ({_class(layer)}) yields, but nothing drives it; "
+        "did you forget @skippable(stash=[...], pop=[...])?"
+    ]
 
 
 def _names(what: str, names: Iterable[str]) -> frozenset[str]:
