@@ -1,0 +1,31 @@
+"""Events of a training program, as DFTracer's ``ai`` conventions name them, in a file that Perfetto opens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipesight.context import attach
+from pipesight.trace._compile import prepare_for_compiler
+from pipesight.trace.ai import ai
+from pipesight.trace.marks import counter, instant
+from pipesight.trace.node import Node, Use
+from pipesight.trace.pipeline import PipelineSpans
+from pipesight.trace.session import Session, flush, start, start_if_asked, stop
+
+if TYPE_CHECKING:
+    from pipesight.trace.automatic import instrument
+
+__all__ = ["Node", "Session", "Use", "ai", "counter", "flush", "instant", "instrument", "start", "stop"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "instrument":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pipesight.trace.automatic import instrument  # it imports torch
+
+    return instrument
+
+
+attach(PipelineSpans())
+prepare_for_compiler()
+start_if_asked()

@@ -1,0 +1,240 @@
+"""Events into lines of JSON. What repeats is made into text once: names, threads, arguments."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from json import JSONEncoder
+from typing import Any, TypeAlias
+
+from pipesight._version import __version__
+from pipesight.trace._span import FIELDS, ROOT_ID, WHEN, Args, thread_ids
+
+__all__ = ["NAMING", "THREAD", "Encoder", "rank"]
+
+_dumps = JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+_OURS = ("hhash", "p_idx", "level")  # arguments that each event has
+_MOST_NAMES = 1000  # of threads, in the header
+NAMING = '{"id":0,"name":"thread_name","cat":"dftracer",'
+"""How lines begin that are not events, among those that are."""
+
+
+_Entry: TypeAlias = tuple[Args, bytes]  # the last arguments of a node, and its line, without the numbers
+
+
+class _Thread:
+    """In the place of a node: from here on, the number of a thread means another one.
+
+    Python gives the number of a thread that has ended to the next that begins.
+    """
+
+    phase = "thread"
+
+
+THREAD = _Thread()
+
+
+class Encoder:
+    """Writes the events of one process as its file has them.
+
+    The file's clock is the wall clock at the start, and from then on the monotonic one: a clock that is set, or runs
+    ahead, bends no duration. Processes that this one starts keep its clock.
+    """
+
+    def __init__(self, *, include_args: bool = True, offset: int | None = None) -> None:
+        self.include_args = include_args
+        self.offset = time.time_ns() - time.perf_counter_ns() if offset is None else offset
+        """What to add to the monotonic clock, in nanoseconds."""
+        self.begun = time.perf_counter_ns()
+        self.lost = 0
+        """Events that could not be made into lines."""
+        self.pid = os.getpid()
+        host = os.uname().nodename
+        self._host = (host, _hash(host))
+        self._heads: defaultdict[int, dict[Any, _Entry]] = defaultdict(dict)
+        self._threads: dict[int, tuple[int, str]] = {}
+        self._names: dict[int, str] = {}
+
+    def microseconds(self, moment: int) -> int:
+        """Return a moment of the monotonic clock in the file's time."""
+        return (moment + self.offset) // 1000
+
+    # The frame.
+
+    def header(self) -> str:
+        """Return what a file begins with: the names behind the hashes, and the event that is around all others."""
+        thread = self.pid  # on Linux, the first thread has the number of its process
+        command, executable, folder = " ".join(sys.argv), sys.executable, _folder()
+        moment = self.begun
+        start = {
+            "hhash": self._host[1],
+            "date": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime((moment + self.offset) // 10**9)),
+            "cwd": _hash(folder),
+            "cmd_hash": _hash(command),
+            "exec_hash": _hash(executable),
+            "ppid": os.getppid(),
+            "version": f"pipesight {__version__}",
+            "clock_offset_ns": self.offset,
+            "p_idx": 0,
+            "level": 1,
+        }
+        lines = [
+            self._metadata(1, "HH", thread, self._host[0], self._host[1]),
+            self._metadata(2, "thread_name", thread, "MainThread", str(thread)),
+            self._metadata(3, "FH", thread, folder, _hash(folder)),
+            self._metadata(4, "SH", thread, command, _hash(command)),
+            self._metadata(5, "SH", thread, executable, _hash(executable)),
+            self._event(ROOT_ID, "start", thread, moment, start),
+            self._metadata(0, "process_name", thread, _process_name(self.pid)),
+            self._sort_order("process_sort_index", thread, rank() or 0),
+            self._sort_order("thread_sort_index", thread, 0),
+        ]
+        others = [known for known in list(self._names.items()) if known[0] != self.pid]
+        lines += [self._metadata(0, "thread_name", number, name, str(number)) for number, name in others]
+        return "[\n" + "".join(f"{line}\n" for line in lines)
+
+    def footer(self, events: int, lost: int) -> str:
+        """Return what a file ends with."""
+        counts = {"hhash": self._host[1], "num_events": events, "lost_events": lost, "p_idx": 0, "level": 1}
+        return self._event(0, "end", self.pid, time.perf_counter_ns(), counts) + "\n]\n"
+
+    def _metadata(self, number: int, name: str, thread: int, meaning: str, value: str | None = None) -> str:
+        args = {"hhash": self._host[1], "name": meaning}
+        if value is not None:
+            args["value"] = value
+        return self._line(number, name, thread, "M", args)
+
+    def _sort_order(self, name: str, thread: int, index: int) -> str:
+        return self._line(0, name, thread, "M", {"hhash": self._host[1], "sort_index": index})
+
+    def _line(self, number: int, name: str, thread: int, phase: str, args: Args) -> str:
+        line = {"id": number, "name": name, "cat": "dftracer", "pid": self.pid, "tid": thread, "ph": phase}
+        return _dumps({**line, "args": args})
+
+    def _event(self, number: int, name: str, thread: int, moment: int, args: Args) -> str:
+        line = {"id": number, "name": name, "cat": "dftracer", "pid": self.pid, "tid": thread}
+        return _dumps({**line, "ts": self.microseconds(moment), "dur": 0, "ph": "X", "args": args})
+
+    # The events.
+
+    def lines(self, events: Sequence[Any]) -> tuple[str, int]:
+        """Return the lines of events as `EVENTS` holds them, one after the other, and how many events they are."""
+        lines: list[bytes] = []
+        add = lines.append
+        micro, rest = divmod(self.offset, 1000)  # apart, for small numbers are faster
+        count = len(events) // FIELDS
+        thread, heads = 0, self._heads[0]
+        fields = iter(events)
+        for node, number, parent, start, stop, level, where, args in zip(*[fields] * FIELDS, strict=True):
+            if where != thread:
+                thread, heads = where, self._heads[where]
+            entry = heads.get(node)
+            if entry is None or entry[0] is not args:
+                if node is THREAD:
+                    count -= 1
+                    self._meet(thread, number, parent)
+                    heads = self._heads[thread]
+                    continue
+                add(self._naming(thread).encode())
+                if node.phase != "X":
+                    add(self._mark(node, number, start, thread, args).encode())
+                    continue
+                entry = self._remember(node, thread, args)
+            begin = (start + rest) // 1000
+            add(entry[1] % (number, begin + micro, (stop + rest) // 1000 - begin, parent, level))
+        return b"".join(lines).decode(), count
+
+    def _remember(self, node: Any, thread: int, args: Args) -> _Entry:
+        """Make a line of what is likely to come again, a node with its arguments, and leave out the numbers."""
+        line = {"name": node.name, "cat": node.category, "pid": self.pid, "tid": self._thread(thread)[0]}
+        constant = (_dumps(line)[1:-1], self._host[1], self._text(args))
+        names, host, text = (part.replace("%", "%%") for part in constant)
+        template = (
+            f'{{"id":%d,{names},"ts":%d,"dur":%d,"ph":"X","args":{{"hhash":"{host}","p_idx":%d,{text}"level":%d}}}}\n'
+        )
+        heads = self._heads[thread]
+        if len(heads) > 10_000:  # uses with arguments of their own come and go
+            heads.clear()
+        entry = heads[node] = (args, template.encode())  # bytes are formatted faster
+        return entry
+
+    def _text(self, args: Args) -> str:
+        """Return arguments as the inside of a JSON object, with a comma behind."""
+        return _dumps(_apart(args))[1:-1] + "," if args and self.include_args else ""
+
+    def _meet(self, thread: int, number: int, name: str) -> None:
+        self._heads.pop(thread, None)
+        self._threads[thread] = (number, name)
+
+    def _thread(self, thread: int) -> tuple[int, str]:
+        """Return the operating system's number and the name of a thread."""
+        return self._threads.get(thread) or thread_ids.get(thread) or (thread, f"thread {thread}")
+
+    def _naming(self, thread: int) -> str:
+        """Return the line that names a thread, unless there was one."""
+        number, name = self._thread(thread)
+        if self._names.get(number) == name:
+            return ""
+        self._names[number] = name
+        if len(self._names) > _MOST_NAMES:
+            del self._names[next(iter(self._names))]
+        if number == self.pid:  # the header has it
+            return ""
+        return f"{self._metadata(0, 'thread_name', number, name, str(number))}\n"
+
+    def _mark(self, mark: Any, number: int, moment: int, thread: int, args: Args) -> str:
+        line: dict[str, Any] = {"id": number, "name": mark.name, "cat": mark.category, "pid": self.pid}
+        line["tid"] = self._thread(thread)[0]
+        when = self.microseconds(moment)
+        if mark.phase == "M":
+            known = {key: str(when) if value is WHEN else value for key, value in args.items()}
+            return _dumps({**line, "ph": "M", "args": {"hhash": self._host[1], **known}}) + "\n"
+        line |= {"ts": when, "ph": mark.phase}
+        if mark.phase == "C":  # viewers draw one diagram for each name and id, with a curve for each argument
+            return _dumps({**line, "id": 0, "args": args}) + "\n"
+        if mark.phase == "i":
+            line["s"] = "t"  # of this thread
+        else:
+            line["id"] = mark.key
+            if mark.phase == "f":
+                line["bp"] = "e"  # it ends in the span around, not in the next
+        args = {"hhash": self._host[1], **(_apart(args) if self.include_args else {})}
+        return _dumps({**line, "args": args}) + "\n"
+
+
+def rank() -> int | None:
+    """Return the rank that a launcher gave to this process."""
+    given = os.environ.get("RANK", "")
+    return int(given) if given.isdecimal() else None
+
+
+def _apart(args: Args) -> Args:
+    """Return arguments under names that are not those of our own."""
+    if any(name in args for name in _OURS):
+        return {f"{name}_" if name in _OURS else name: value for name, value in args.items()}
+    return args
+
+
+def _process_name(pid: int) -> str:
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    name = "MainProcess" if multiprocessing is None else multiprocessing.current_process().name
+    words = [] if rank() is None else [f"rank {rank()}"]
+    words += [] if name == "MainProcess" else [name]
+    return ", ".join(words) or f"process {pid}"
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return "?"
+
+
+def _hash(text: str) -> str:
+    import hashlib  # takes longer to import than this whole package should
+
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

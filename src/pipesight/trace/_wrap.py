@@ -1,0 +1,208 @@
+"""Decorators: a span around the run of a function's body, whatever kind of function it is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator
+from typing import Any, Protocol, TypeVar, cast
+
+from pipesight.trace import _span
+from pipesight.trace._span import Args, begin, current, end, resume
+
+__all__ = ["Recordable", "wrap"]
+
+F = TypeVar("F")
+
+
+class Recordable(Protocol):
+    """A node, or one use of it."""
+
+    @property
+    def recording(self) -> bool: ...
+
+    @property
+    def args(self) -> Args: ...
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None: ...
+
+
+def wrap(function: F, node: Recordable) -> F:
+    """Return ``function`` with a span of ``node`` around each run of its body.
+
+    Functions, methods, static and class methods, properties, generators, coroutines and asynchronous generators. The
+    span of a generator lasts from its first item to its end; what its user does between items is not nested in it.
+    """
+    wrapped: Any
+    if isinstance(function, (staticmethod, classmethod)):
+        wrapped = type(function)(wrap(function.__func__, node))
+    elif isinstance(function, property):
+        accessors: list[Any] = [f and wrap(f, node) for f in (function.fget, function.fset, function.fdel)]
+        get, set_, delete = accessors
+        wrapped = type(function)(get, set_, delete, function.__doc__)
+    elif isinstance(function, functools.cached_property):
+        wrapped = type(function)(wrap(function.func, node))
+    elif isinstance(function, functools.partialmethod):
+        wrapped = type(function)(wrap(function.func, node), *function.args, **function.keywords)
+    elif isinstance(function, type) or not callable(function):
+        raise TypeError(
+            f"an event can decorate functions and methods, but got {function!r}; decorate the method that is to be "
+            "recorded, such as __init__ or forward"
+        )
+    elif _is(inspect.isasyncgenfunction, function):
+        wrapped = _wrap_async_generator(function, node)
+    elif _is(inspect.iscoroutinefunction, function):
+        wrapped = _wrap_coroutine(function, node)
+    elif _is(inspect.isgeneratorfunction, function):
+        wrapped = _wrap_generator(function, node)
+    else:
+        wrapped = _wrap_function(function, node)
+    return cast(F, wrapped)
+
+
+def _is(kind: Callable[[Any], bool], function: Any) -> bool:
+    """Tell whether a function, or the ``__call__`` of an object, is of a kind."""
+    return kind(function) or kind(type(function).__call__)
+
+
+def _switch(node: Recordable) -> Recordable:
+    """Return what tells, for the look-up of an attribute and no call, whether a span that begins now is recorded."""
+    return getattr(node, "switch", node)
+
+
+def _wrap_function(function: Callable[..., Any], node: Recordable) -> Callable[..., Any]:
+    switch = _switch(node)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not switch.recording:
+            return function(*args, **kwargs)
+        with node:
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _wrap_coroutine(function: Callable[..., Any], node: Recordable) -> Callable[..., Any]:
+    switch = _switch(node)
+
+    @functools.wraps(function)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not switch.recording:
+            return await function(*args, **kwargs)
+        span = begin(node)
+        try:
+            return await function(*args, **kwargs)
+        finally:
+            end(span, node.args)
+
+    return wrapper
+
+
+def _wrap_generator(function: Callable[..., Any], node: Recordable) -> Callable[..., Any]:
+    switch = _switch(node)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not switch.recording or _span.is_compiling():
+            return (yield from function(*args, **kwargs))
+        life = _Life(node)
+        try:
+            return (yield from _Steps(function(*args, **kwargs), life))
+        finally:
+            life.finish()
+
+    return wrapper
+
+
+def _wrap_async_generator(function: Callable[..., Any], node: Recordable) -> Callable[..., Any]:
+    switch = _switch(node)
+
+    @functools.wraps(function)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        generator = function(*args, **kwargs)
+        life = _Life(node) if switch.recording else _NoLife()
+        step, value = generator.asend, None
+        try:
+            while True:
+                with life:
+                    try:
+                        item = await step(value)
+                    except StopAsyncIteration:
+                        return
+                try:
+                    value = yield item
+                    step = generator.asend
+                except GeneratorExit:
+                    with life:
+                        await generator.aclose()
+                    raise
+                except BaseException as error:
+                    step, value = generator.athrow, error
+        finally:
+            value = None  # an error that has this frame in its traceback would keep itself alive
+            life.finish()
+
+    return wrapper
+
+
+class _NoLife:
+    """That of an asynchronous generator which is not recorded."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def finish(self) -> None:
+        """Nothing to end."""
+
+
+class _Life(_NoLife):
+    """The span of a generator. Entered whenever the generator runs; otherwise its user's spans are the open ones."""
+
+    def __init__(self, node: Recordable) -> None:
+        self._node = node
+        self._outside = current()
+        self._span = self._inside = begin(node)
+        resume(self._outside)
+
+    def __enter__(self) -> None:
+        self._outside = current()
+        resume(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = current()
+        resume(self._outside)
+
+    def finish(self) -> None:
+        """End the span: the generator is exhausted, closed, or has raised."""
+        end(self._span, self._node.args)
+
+
+class _Steps:
+    """A generator for ``yield from``, each step of which is taken inside its life."""
+
+    def __init__(self, generator: Generator[Any, Any, Any], life: _Life) -> None:
+        self._generator, self._life = generator, life
+
+    def __iter__(self) -> _Steps:
+        return self
+
+    def __next__(self) -> Any:
+        with self._life:
+            return next(self._generator)
+
+    def send(self, value: Any) -> Any:
+        with self._life:
+            return self._generator.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        with self._life:
+            return self._generator.throw(*error)
+
+    def close(self) -> None:
+        with self._life:
+            self._generator.close()

@@ -1,0 +1,48 @@
+"""Checkpoints written and read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pipesight.trace.ai import ai
+from pipesight.trace.automatic._patch import Patches
+from pipesight.trace.node import Node
+
+__all__ = ["instrument_checkpoints"]
+
+
+def instrument_checkpoints(patches: Patches) -> None:
+    """Record ``checkpoint.capture`` and ``checkpoint.restart``."""
+    patches.wrap(torch, "save", _around(ai.checkpoint.capture, "f", 1))
+    patches.wrap(torch, "load", _around(ai.checkpoint.restart, "f", 0))
+    if torch.distributed.is_available():
+        from torch.distributed import checkpoint
+
+        for owner in (checkpoint, checkpoint.state_dict_saver):
+            patches.wrap(owner, "save", _around(ai.checkpoint.capture, "checkpoint_id", None))
+            patches.wrap(owner, "async_save", _around(ai.checkpoint.capture, "checkpoint_id", None))
+        for owner in (checkpoint, checkpoint.state_dict_loader):
+            patches.wrap(owner, "load", _around(ai.checkpoint.restart, "checkpoint_id", None))
+
+
+def _around(node: Node, keyword: str, position: int | None) -> Callable[..., Any]:
+    """Return what records a call; ``keyword`` or ``position`` is where it gets its file."""
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not node.recording:
+            return original(*args, **kwargs)
+        given = kwargs.get(keyword)
+        if given is None and position is not None and len(args) > position:
+            given = args[position]
+        path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+        with node(args={} if path is None else {"path": path}) as use:
+            result = original(*args, **kwargs)
+            if path is not None and os.path.isfile(path):
+                use.update(args={"size": os.path.getsize(path)})
+            return result
+
+    return around

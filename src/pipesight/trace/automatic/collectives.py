@@ -1,0 +1,116 @@
+"""Communication of torch.distributed: collectives, point to point, and the waits for them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipesight.trace import _span
+from pipesight.trace.ai import ai
+from pipesight.trace.automatic._patch import Patches
+from pipesight.trace.node import Node
+
+__all__ = ["instrument_collectives"]
+
+_CALLS: dict[str, tuple[str, str]] = {  # the event, and the argument whose size is what is sent or received
+    "all_reduce": ("all_reduce", "tensor"),
+    "all_reduce_coalesced": ("all_reduce", "tensors"),
+    "broadcast": ("bcast", "tensor"),
+    "broadcast_object_list": ("bcast", ""),
+    "reduce": ("reduce", "tensor"),
+    "all_gather": ("all_gather", "tensor_list"),
+    "all_gather_into_tensor": ("all_gather", "output_tensor"),
+    "all_gather_object": ("all_gather", ""),
+    "gather": ("gather", "tensor"),
+    "gather_object": ("gather", ""),
+    "scatter": ("scatter", "tensor"),
+    "scatter_object_list": ("scatter", ""),
+    "reduce_scatter": ("reduce_scatter", "input_list"),
+    "reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "all_to_all": ("all_to_all", "input_tensor_list"),
+    "all_to_all_single": ("all_to_all", "input"),
+    "barrier": ("barrier", ""),
+    "monitored_barrier": ("barrier", ""),
+    "send": ("send", "tensor"),
+    "isend": ("send", "tensor"),
+    "recv": ("receive", "tensor"),
+    "irecv": ("receive", "tensor"),
+}
+_ASYNCHRONOUS = {"isend", "irecv"}
+
+
+def instrument_collectives(patches: Patches) -> None:
+    """Record ``comm.*``, each with its size, group and whether it is asynchronous, and the wait for it."""
+    if not dist.is_available():
+        return
+    for name, (event, measured) in _CALLS.items():
+        for owner in (dist, dist.distributed_c10d):
+            if hasattr(owner, name):
+                patches.wrap(owner, name, _around(name, getattr(ai.comm, event), measured))
+    patches.wrap(dist.Work, "wait", _wait)
+
+
+def _around(name: str, node: Node, measured: str) -> Callable[..., Any]:
+    names: list[str] = []
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if _span.is_compiling() or not node.recording or _is_inside(node):
+            return original(*args, **kwargs)
+        if not names:
+            names.extend(inspect.signature(original).parameters)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        known: dict[str, Any] = {"group": _group(given.get("group"))}
+        known["async"] = name in _ASYNCHRONOUS or bool(given.get("async_op"))
+        if measured:
+            known["size"] = sum(t.nelement() * t.element_size() for t in _tensors(given.get(measured)))
+        for end in ("src", "dst", "group_src", "group_dst"):
+            if isinstance(given.get(end), int):
+                known[end] = given[end]
+        with node(args=known):
+            work = original(*args, **kwargs)
+        if known["async"] and work is not None:
+            if len(_waits) > 10_000:  # works that nobody waits for
+                _waits.clear()
+            _waits[id(work)] = node.name
+        return work
+
+    return around
+
+
+_waits: dict[int, str] = {}  # what the works that nobody has waited for yet are
+
+
+def _wait(original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
+    what = _waits.pop(id(work), None)
+    if what is None or not ai.comm.recording:
+        return original(work, *args, **kwargs)
+    with getattr(ai.comm, what).derive("wait"):
+        return original(work, *args, **kwargs)
+
+
+def _is_inside(node: Node) -> bool:
+    """Tell whether this call comes from another of these: the wrappers of objects use those of tensors."""
+    around = _span.current()[0]
+    return around is not None and getattr(around, "category", None) == "comm" and node.category == "comm"
+
+
+def _group(group: Any) -> str:
+    if group is None or group is dist.group.WORLD:
+        return "world"
+    try:
+        return ",".join(map(str, dist.get_process_group_ranks(group)))
+    except Exception:
+        return str(getattr(group, "group_name", group))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

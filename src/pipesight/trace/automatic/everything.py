@@ -1,0 +1,68 @@
+"""`instrument`: all of it, at once, and back."""
+
+from __future__ import annotations
+
+from pipesight.trace.automatic._patch import Patches
+from pipesight.trace.automatic.checkpoints import instrument_checkpoints
+from pipesight.trace.automatic.collectives import instrument_collectives
+from pipesight.trace.automatic.loading import instrument_loading
+from pipesight.trace.automatic.modules import instrument_modules
+from pipesight.trace.automatic.optimizers import instrument_optimizers
+from pipesight.trace.automatic.transfers import instrument_transfers
+
+__all__ = ["Instrumentation", "instrument"]
+
+
+class Instrumentation:
+    """What `instrument` did; `remove` undoes it."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._patches = Patches()
+        instrument_loading(self._patches)
+        instrument_modules(self._patches, depth)
+        instrument_optimizers(self._patches)
+        instrument_transfers(self._patches)
+        instrument_collectives(self._patches)
+        instrument_checkpoints(self._patches)
+
+    def remove(self) -> None:
+        """Put PyTorch back as it was."""
+        global _instrumentation
+        if _instrumentation is self:
+            _instrumentation = None
+        self._patches.undo()
+
+    def __enter__(self) -> Instrumentation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+_instrumentation: Instrumentation | None = None
+
+
+def instrument(*, depth: int = 1) -> Instrumentation:
+    """Record what PyTorch does, under the names of the ``ai`` conventions, whenever a trace is being written.
+
+    DataLoader fetches and epochs, the forward and backward of modules, optimizer steps, copies between devices,
+    communication of ``torch.distributed``, checkpoints. Calling it again changes nothing but ``depth``.
+
+    Example::
+
+        with pipesight.trace.start("trace.pfw.gz"), pipesight.trace.instrument():
+            train()
+
+    Args:
+        depth: how deep modules are looked into: 1 for those that the program calls, 2 for their children as well, and
+            so on; 0 for none.
+    """
+    global _instrumentation
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
+        raise ValueError(f"depth must be an integer of 0 or more (depth: {depth!r})")
+    if _instrumentation is not None and _instrumentation.depth != depth:
+        _instrumentation.remove()
+    if _instrumentation is None:
+        _instrumentation = Instrumentation(depth)
+    return _instrumentation

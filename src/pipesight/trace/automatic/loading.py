@@ -1,0 +1,85 @@
+"""DataLoaders: each fetch of a batch, in the main process and in the workers, and each epoch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import _utils, dataloader, get_worker_info
+
+from pipesight.trace._span import begin, end, now, past, remove
+from pipesight.trace.ai import ai
+from pipesight.trace.automatic._patch import Patches
+
+__all__ = ["instrument_loading"]
+
+_begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def instrument_loading(patches: Patches) -> None:
+    """Record ``dataloader.fetch``, and ``pipeline.epoch`` where a loader is exhausted."""
+    patches.wrap(dataloader._BaseDataLoaderIter, "__next__", _next)
+    patches.wrap(dataloader._MultiProcessingDataLoaderIter, "__init__", _start_workers)
+    for fetcher in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
+        patches.wrap(fetcher, "fetch", _fetch_in_worker)
+
+
+def _next(original: Callable[..., Any], iterator: Any) -> Any:
+    node = ai.dataloader.fetch
+    if iterator not in _begun:
+        _begun[iterator] = now()
+    if not node.recording:
+        return original(iterator)
+    span = begin(node)
+    try:
+        batch = original(iterator)
+    except StopIteration:
+        remove(span)  # there was no batch to wait for
+        epoch = ai.pipeline.epoch
+        if epoch.recording and (start := _begun.pop(iterator, None)) is not None:
+            past(epoch, start, now(), {**epoch.args, "batches": iterator._num_yielded})
+        raise
+    except BaseException:
+        end(span, node.args)
+        raise
+    end(span, {**node.args, "batch": iterator._num_yielded - 1})
+    return batch
+
+
+def _fetch_in_worker(original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
+    node = ai.dataloader.fetch
+    worker = get_worker_info()
+    if worker is None or not node.recording:  # the main process has its own span
+        return original(fetcher, indices)
+    with node(args={"worker": worker.id, "items": len(indices)}):
+        return original(fetcher, indices)
+
+
+def _start_workers(original: Callable[..., Any], iterator: Any, loader: Any) -> None:
+    """Let workers that are started anew, rather than forked, be instrumented too."""
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    if method == "fork" or isinstance(loader.worker_init_fn, _Instrumented):
+        original(iterator, loader)
+        return
+    before = loader.worker_init_fn
+    object.__setattr__(loader, "worker_init_fn", _Instrumented(before))
+    try:
+        original(iterator, loader)
+    finally:
+        object.__setattr__(loader, "worker_init_fn", before)
+
+
+class _Instrumented:
+    """A ``worker_init_fn`` that instruments the worker first. To unpickle it is to import pipesight's tracing."""
+
+    def __init__(self, function: Callable[[int], None] | None) -> None:
+        self._function = function
+
+    def __call__(self, worker: int) -> None:
+        from pipesight.trace.automatic import instrument
+
+        instrument()
+        if self._function is not None:
+            self._function(worker)

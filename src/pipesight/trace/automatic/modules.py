@@ -1,0 +1,153 @@
+"""Modules: their forward, and their backward, down to a chosen depth.
+
+The backward of a module begins where autograd comes to its output, and ends where it comes to the output of another
+module of the same depth, or is through: the gradients of parameters have no end of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from pipesight import context
+from pipesight.trace import _span
+from pipesight.trace._span import Span, begin, end
+from pipesight.trace.ai import ai
+from pipesight.trace.automatic._patch import Patches
+from pipesight.trace.device import DeviceSpan, device_spans
+
+__all__ = ["instrument_modules"]
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.backwards: list[_Call] = []
+
+
+class _Call:
+    """A forward under way, or the backward of one."""
+
+    __slots__ = ("args", "depth", "module", "on_device", "on_gpu", "span")
+
+    def __init__(
+        self,
+        module: Any,
+        depth: int,
+        span: Span | None = None,
+        args: dict[str, Any] | None = None,
+        on_device: DeviceSpan | None = None,
+    ) -> None:
+        self.module, self.depth, self.span, self.args, self.on_device = module, depth, span, args or {}, on_device
+        self.on_gpu = False
+
+    def end(self) -> None:
+        """End its span, if it has one."""
+        if self.on_device is not None:
+            device_spans.end(self.on_device, self.args)
+        if self.span is not None:
+            end(self.span, {**self.span[0].args, **self.args})
+
+
+_here = _PerThread()
+_names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def instrument_modules(patches: Patches, depth: int) -> None:
+    """Record ``compute.forward`` and ``compute.backward`` of modules that are nested less than ``depth`` deep."""
+
+    def started(module: nn.Module, inputs: Any) -> None:
+        # A pipeline records the layers itself, and their modules run in its workers.
+        if _span.is_compiling() or context.current() is not None:
+            return
+        calls = _here.calls
+        node = ai.compute.forward
+        call = _Call(module, len(calls))
+        if len(calls) < depth and node.recording:
+            call.args = _args(module, calls[0].module if calls else module, len(calls))
+            call.on_gpu = next((tensor.is_cuda for tensor in _tensors(inputs)), False)
+            call.span, call.on_device = begin(node), device_spans.begin(node) if call.on_gpu else None
+        calls.append(call)
+
+    def ended(module: nn.Module, inputs: Any, output: Any) -> None:
+        if _span.is_compiling() or context.current() is not None:
+            return
+        calls = _here.calls
+        while calls:  # inner ones may have raised
+            call = calls.pop()
+            call.end()
+            if call.module is module:
+                if call.span is not None and torch.is_grad_enabled() and ai.compute.backward.recording:
+                    _watch_backward(output, call)
+                break
+
+    patches.keep(register_module_forward_pre_hook(started))
+    patches.keep(register_module_forward_hook(ended, always_call=True))
+    patches.wrap(torch.autograd, "backward", _backward)
+    patches.wrap(torch.autograd, "grad", _backward)
+
+
+def _args(module: nn.Module, outermost: nn.Module, depth: int) -> dict[str, Any]:
+    if outermost not in _names:
+        _names[outermost] = {id(inner): name for name, inner in outermost.named_modules()}
+    name = _names[outermost].get(id(module), "")
+    return {"module": type(module).__name__, "depth": depth, **({"layer": name} if name else {})}
+
+
+def _watch_backward(output: Any, call: _Call) -> None:
+    """Have autograd say when it comes to a module's output."""
+    node = next((tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None), None)
+    if node is not None:
+        # The output of a module is often that of its last child, which was here first.
+        kept: Any = node.metadata
+        calls: list[_Call] = kept.setdefault("pipesight", [])
+        if not calls:
+            node.register_prehook(lambda _: _begin_backwards(calls))
+        calls.insert(0, call)
+
+
+def _begin_backwards(calls: list[_Call]) -> None:
+    node = ai.compute.backward
+    backwards = _here.backwards
+    for call in calls:
+        if backwards and node.recording:  # inside of `backward`, in its thread
+            _end_backwards(call.depth)
+            on_device = device_spans.begin(node) if call.on_gpu else None
+            backwards.append(_Call(call.module, call.depth, begin(node), call.args, on_device))
+
+
+def _end_backwards(depth: int) -> None:
+    """End the backward of modules that are nested ``depth`` deep or deeper."""
+    backwards = _here.backwards
+    while len(backwards) > 1 and backwards[-1].depth >= depth:
+        backwards.pop().end()
+
+
+def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    node = ai.compute.backward
+    if _span.is_compiling() or not node.recording or context.current() is not None:
+        return original(*args, **kwargs)
+    span = begin(node)
+    outer, _here.backwards = _here.backwards, [_Call(None, -1)]
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _end_backwards(0)
+        _here.backwards = outer
+        end(span, node.args)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,33 @@
+"""Events without a duration: counters and instants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipesight.trace import node
+from pipesight.trace._args import plain_args
+from pipesight.trace._span import Mark, put
+
+__all__ = ["counter", "instant"]
+
+
+def counter(name: str, /, **values: float) -> None:
+    """Note values that change over time; a viewer draws a curve of each.
+
+    Example::
+
+        counter("memory", allocated=torch.cuda.memory_allocated())
+    """
+    if node.is_recording():
+        put(Mark("C", name, "counter"), plain_args(values))
+
+
+def instant(name: str, /, **args: Any) -> None:
+    """Note that something happened now.
+
+    Example::
+
+        instant("lr dropped", lr=0.01)
+    """
+    if node.is_recording():
+        put(Mark("i", name, "instant"), plain_args(args))

@@ -1,0 +1,346 @@
+"""One name in the tree of events, and every way to record it.
+
+A node is a decorator, a context manager, a wrapper for iterables, a pair of `start` and `stop`, and the parent of other
+nodes. It holds no start time: spans do (`_span`), so one node can be open many times at once.
+
+A node that records nothing is of another class, `SilentNode`. Python looks up both ends of a ``with`` block when it
+begins, so a switch in the middle of a block changes the next one, never half of this one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+from pipesight.trace import _span
+from pipesight.trace._args import plain_args
+from pipesight.trace._loop import Loop
+from pipesight.trace._span import CROWD, EVENTS, NO_ARGS, Args, Mark, begin, end_innermost, next_id, now
+from pipesight.trace._wrap import wrap
+
+__all__ = ["Node", "SilentNode", "Use", "is_recording", "set_recording"]
+
+F = TypeVar("F")
+
+_get, _set, _ident = _span.current, _span.resume, threading.get_ident
+_add = EVENTS.extend
+_changing = threading.RLock()
+_roots: weakref.WeakSet[Node] = weakref.WeakSet()
+_recording = False
+
+
+_METADATA = Mark("M", "CM", "dftracer")
+
+
+class Node:
+    """An event with a name and a category.
+
+    Example::
+
+        @ai.compute.forward
+        def forward(model, x): ...
+
+        with ai.compute.forward(args={"layer": 3}): ...
+
+        for batch in ai.dataloader.fetch.iter(dataloader): ...
+    """
+
+    phase = "X"
+    recording = True  # unlike a SilentNode
+
+    def __init__(self, name: str, category: str, parent: Node | None = None, args: Args = NO_ARGS) -> None:
+        self.name = name
+        self.category = category
+        self.args: Args = args if parent is None else {**parent.args, **args}
+        self.enabled: bool = parent is None or parent.enabled
+        self._parent = parent
+        self._added: dict[str, Node] = {}
+        self._derived: dict[str, Node] = {}
+        if parent is None:
+            with _changing:
+                _roots.add(self)
+        self._choose_class()
+
+    def __repr__(self) -> str:
+        return f"<{self.category}.{self.name}{'' if self.enabled else ', disabled'}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _find, (self._path(),)
+
+    def _path(self) -> tuple[tuple[str, str], ...]:
+        if self._parent is None:
+            return ((self.name, self.category),)
+        names = {id(child): name for name, child in (*self._parent._added.items(), *self._parent._derived.items())}
+        return (*self._parent._path(), (names[id(self)], self.category))
+
+    # A block of code.
+
+    def __enter__(self) -> Node:
+        up = _get()
+        if up[5] != _ident():
+            up = _span._adopt(up)
+        _set((self, next_id(), up, now(), up[4] + 1, up[5]))
+        return self
+
+    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
+        moment = now()
+        span = _get()
+        node, number, up, start, level, thread = span
+        if node is not self:
+            end_innermost(self)  # if it began in this context
+            return
+        _set(up)
+        _add((self, number, up[1], start, moment, level, thread, self.args))
+        if not number & CROWD:
+            _span.call_for_help()
+
+    # A function, or one use with arguments of its own.
+
+    @overload
+    def __call__(self, function: F, /) -> F: ...
+
+    @overload
+    def __call__(
+        self,
+        /,
+        *,
+        args: Args | None = None,
+        epoch: int | None = None,
+        step: int | None = None,
+        image_idx: int | None = None,
+        image_size: int | None = None,
+        enable: bool | None = None,
+    ) -> Use: ...
+
+    def __call__(self, function: Any = None, /, **options: Any) -> Any:
+        """Decorate ``function``, or, given keywords, return a decorator and context manager with these arguments."""
+        if function is not None:
+            if options:
+                raise TypeError(f"pass arguments or a function, not both: @{self!r}({', '.join(options)}=...)")
+            return wrap(function, self)
+        return Use(self, **options)
+
+    # A loop.
+
+    def iter(self, iterable: Any, *, include_iter: bool = True, include_block: bool = True) -> Any:
+        """Iterate, and record each wait for an item as ``.iter`` and each run of the loop's body as ``.block``."""
+        if _span.is_compiling():
+            return iterable
+        wait = self.derive("iter") if include_iter else None
+        return Loop(iterable, wait, self.derive("block") if include_block else None)
+
+    # By hand.
+
+    def start(self, *, metadata: bool = False) -> None:
+        """Begin a span that `stop` ends in the same thread; with ``metadata``, note the moment in the file at once."""
+        if metadata:
+            self._mark("start")
+        elif self.recording and not _span.is_compiling():
+            _span.start(self)
+
+    def stop(self, *, metadata: bool = False) -> None:
+        """End what the last `start` began, in this context or else in this thread, if anything."""
+        if metadata:
+            self._mark("end")
+        elif not _span.is_compiling():
+            _span.stop(self)
+
+    def _mark(self, what: Literal["start", "end"]) -> None:
+        if self.recording and not _span.is_compiling():
+            _span.put(_METADATA, {"name": f"{self.name}.{what}", "value": _span.WHEN})
+
+    # The tree.
+
+    @property
+    def init(self) -> Node:
+        """The event of a constructor, or of any set-up: ``checkpoint.init``."""
+        return self.derive("init")
+
+    def derive(self, name: str) -> Node:
+        """Return a child, named ``self.name.name``; the same one for the same name."""
+        with _changing:
+            if name not in self._derived:
+                self._derived[name] = Node(f"{self.name}.{name}", self.category, self)
+            return self._derived[name]
+
+    def add(self, name: str, *, category: str | None = None) -> Node:
+        """Return a new child, named ``name``, that is an attribute of this node."""
+        if hasattr(self, name):
+            raise ValueError(f"{self!r} has a {name!r} already")
+        with _changing:
+            child = self._added[name] = Node(name, category or self.category, self)
+            setattr(self, name, child)
+        return child
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Node: ...
+
+    def subtree(self) -> Iterator[Node]:
+        """Yield this node and all below."""
+        yield self
+        for child in [*self._added.values(), *self._derived.values()]:
+            yield from child.subtree()
+
+    def update(
+        self,
+        *,
+        epoch: int | None = None,
+        step: int | None = None,
+        image_idx: int | None = None,
+        image_size: int | None = None,
+        args: Args | None = None,
+    ) -> Node:
+        """Add arguments to the spans of this node and of all below that end from now on."""
+        new = _named(epoch, step, image_idx, image_size, args)
+        if new:
+            with _changing:
+                for node in self.subtree():
+                    node.args = {**node.args, **new}
+        return self
+
+    def enable(self) -> None:
+        """Record the events of this node and of all below."""
+        self._switch(True)
+
+    def disable(self) -> None:
+        """Do not record the events of this node and of all below."""
+        self._switch(False)
+
+    def _switch(self, enabled: bool) -> None:
+        with _changing:
+            for node in self.subtree():
+                node.enabled = enabled
+                node._choose_class()
+
+    def _choose_class(self) -> None:
+        self.__class__ = Node if self.enabled and _recording else SilentNode
+
+
+class SilentNode(Node):
+    """A node while it records nothing."""
+
+    recording = False
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
+        return None
+
+
+class Use:
+    """One use of a node: with arguments of its own, or recorded whatever the node's switch says."""
+
+    __slots__ = ("_enable", "_node", "_own", "category", "name")
+
+    phase = "X"
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        args: Args | None = None,
+        epoch: int | None = None,
+        step: int | None = None,
+        image_idx: int | None = None,
+        image_size: int | None = None,
+        enable: bool | None = None,
+    ) -> None:
+        self._node, self._enable = node, enable
+        self._own = _named(epoch, step, image_idx, image_size, args)
+        self.name, self.category = node.name, node.category
+
+    @property
+    def recording(self) -> bool:
+        """Whether a span that begins now is recorded."""
+        return self.switch.recording
+
+    @property
+    def switch(self) -> Node:
+        """The node that says whether this use is recorded."""
+        return self._node if self._enable is None else _ALWAYS if self._enable else _NEVER
+
+    @property
+    def args(self) -> Args:
+        """The node's arguments of now, and its own."""
+        return {**self._node.args, **self._own} if self._own else self._node.args
+
+    def __enter__(self) -> Use:
+        if not _span.is_compiling():
+            if self.recording:
+                begin(self)
+            else:
+                _span.begin_silently(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not _span.is_compiling():
+            end_innermost(self)
+
+    def update(
+        self,
+        *,
+        epoch: int | None = None,
+        step: int | None = None,
+        image_idx: int | None = None,
+        image_size: int | None = None,
+        args: Args | None = None,
+    ) -> Use:
+        """Add arguments to this use alone."""
+        self._own = {**self._own, **_named(epoch, step, image_idx, image_size, args)}
+        return self
+
+    def __call__(self, function: F, /) -> F:
+        """Decorate ``function``."""
+        return wrap(function, self)
+
+    def iter(self, iterable: Any, *, include_iter: bool = True, include_block: bool = True) -> Any:
+        """Iterate as `Node.iter` does, with the arguments and the switch of this use."""
+        if _span.is_compiling():
+            return iterable
+        wait = self._derive("iter") if include_iter else None
+        return Loop(iterable, wait, self._derive("block") if include_block else None)
+
+    def _derive(self, name: str) -> Use:
+        return Use(self._node.derive(name), args=self._own, enable=self._enable)
+
+
+_ALWAYS = Node("always", "switch")
+_NEVER = Node("never", "switch")
+_NEVER.disable()
+
+
+def is_recording() -> bool:
+    """Tell whether there is a trace to record for."""
+    return _recording
+
+
+def set_recording(on: bool) -> None:
+    """Let all nodes record, as far as they are enabled, or none."""
+    global _recording
+    with _changing:
+        _recording = on
+        for root in list(_roots):
+            for node in root.subtree():
+                node._choose_class()
+
+
+def _find(path: tuple[tuple[str, str], ...]) -> Node:
+    """Return the node of another process that was pickled there."""
+    with _changing:
+        (name, category), *rest = path
+        node = next((root for root in _roots if (root.name, root.category) == (name, category)), None)
+        node = node or Node(name, category)
+        for name, _ in rest:
+            node = node._added.get(name) or node.derive(name)
+    return node
+
+
+def _named(
+    epoch: int | None, step: int | None, image_idx: int | None, image_size: int | None, args: Args | None
+) -> dict[str, Any]:
+    named = {"epoch": epoch, "step": step, "image_idx": image_idx, "image_size": image_size}
+    return plain_args({**{name: value for name, value in named.items() if value is not None}, **(args or {})})

@@ -1,0 +1,187 @@
+"""Tracing into a file: `start`, `stop`, and the processes that a traced one starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from pipesight.trace._encode import Encoder
+from pipesight.trace._file import TraceFile
+from pipesight.trace._tracer import tracer
+from pipesight.trace.settings import Settings
+
+__all__ = ["Session", "flush", "start", "start_if_asked", "stop"]
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """A trace that is being written. Leave it, or call `stop`, to end it."""
+
+    def __init__(self, file: TraceFile, *, from_environment: bool = False) -> None:
+        self._file = file
+        self.from_environment = from_environment
+        self._before: dict[str, str | None] = {}
+
+    @property
+    def path(self) -> Path:
+        """The file of this process; it is made when the first event comes."""
+        return self._file.path
+
+    @property
+    def lost(self) -> int:
+        """How many events could not be written."""
+        return self._file.lost
+
+    def flush(self) -> None:
+        """Write all events that have ended."""
+        flush()
+
+    def stop(self) -> None:
+        """Write what is left, and close the file."""
+        global _session
+        if _session is self:
+            _session = None
+            for name, value in self._before.items():
+                _set(name, value)
+        tracer.remove(self._file)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def hand_on(self, values: Mapping[str, object]) -> None:
+        """Let processes that this one starts trace too, each into a file of its own beside this one."""
+        self._before = {name: os.environ.get(name) for name in values}
+        for name, value in values.items():
+            os.environ[name] = str(value)
+
+
+_session: Session | None = None
+
+
+def start(
+    path: str | os.PathLike[str],
+    *,
+    compress: bool = True,
+    include_args: bool = True,
+    interval: float = 0.5,
+    max_bytes: int | None = None,
+) -> Session:
+    """Trace into ``path``, until `stop`, the end of the returned session's block, or that of the process.
+
+    Example::
+
+        with pipesight.trace.start("run/trace.pfw.gz"):
+            train()
+
+    Args:
+        path: the file. The name gets ``.pfw.gz``; under torchrun the rank goes into it, and processes that this one
+            starts write files of their own beside it, named by their process number.
+        compress: write gzip.
+        include_args: write the arguments of events.
+        interval: seconds from the end of an event until it is on disk, at most.
+        max_bytes: begin another file, ``name.part2.pfw.gz``, before one gets larger than that.
+
+    Raises:
+        RuntimeError: a trace is being written already.
+    """
+    if not interval > 0:
+        raise ValueError(f"interval must be more than 0 seconds (interval: {interval})")
+    if max_bytes is not None and max_bytes <= 0:
+        raise ValueError(f"max_bytes must be more than 0, or None for no limit (max_bytes: {max_bytes})")
+    given = Path(path).absolute()
+    if _session is not None and not _session.from_environment:
+        raise RuntimeError(
+            f"a trace is being written already, to {str(_session.path)!r}; end it first: pipesight.trace.stop()"
+        )
+    if _session is not None:  # what the program says is more than what the environment says
+        _session.stop()
+    settings = Settings(
+        log_file=given,
+        inc_metadata=include_args,
+        trace_compression=compress,
+        interval=interval,
+        max_bytes=max_bytes,
+    )
+    return _start(given, settings, child=_inherited("LOG_FILE") == str(given))
+
+
+def _start(given: Path, settings: Settings, *, child: bool, from_environment: bool = False) -> Session:
+    global _session
+    tracer.interval = settings.interval
+    if tracer.is_writing:  # somebody captures events
+        encoder = tracer.encoder
+        encoder.include_args = settings.inc_metadata
+    else:
+        clock, _, host = (_inherited("CLOCK") or "").partition("@")
+        same = host == os.uname().nodename  # only there is it the same clock
+        encoder = Encoder(include_args=settings.inc_metadata, offset=int(clock) if same else None)
+    file = TraceFile(
+        given,
+        encoder=encoder,
+        child=child,
+        compress=settings.trace_compression,
+        max_bytes=settings.max_bytes,
+    )
+    _session = Session(file, from_environment=from_environment)
+    tracer.add(file, encoder)
+    if not child:
+        _session.hand_on(
+            {
+                "PIPESIGHT_ENABLE": 1,
+                "PIPESIGHT_LOG_FILE": given,
+                "PIPESIGHT_INC_METADATA": int(settings.inc_metadata),
+                "PIPESIGHT_TRACE_COMPRESSION": int(settings.trace_compression),
+                "PIPESIGHT_TRACE_INTERVAL": settings.interval,
+                "PIPESIGHT_TRACE_MAX_BYTES": settings.max_bytes or 0,
+                "PIPESIGHT_PARENT": os.getpid(),
+                "PIPESIGHT_CLOCK": f"{encoder.offset}@{os.uname().nodename}",
+            }
+        )
+    return _session
+
+
+def stop() -> None:
+    """End the trace that `start` began, if any."""
+    if _session is not None:
+        _session.stop()
+
+
+def flush() -> None:
+    """Write all events that have ended so far."""
+    tracer.flush()
+
+
+def start_if_asked() -> None:
+    """Trace if the environment says so: a user's, or that of the process that started this one."""
+    settings = Settings.from_environment()
+    if not settings.enable or settings.log_file is None or _session is not None:
+        return
+    try:
+        child = _inherited("PARENT") is not None
+        _start(settings.log_file.absolute(), settings, child=child, from_environment=True)
+    except (OSError, ValueError) as error:
+        logger.warning("no trace is written to %r: %s", str(settings.log_file), error)
+
+
+_inheritance = {name: value for name, value in os.environ.items() if name.startswith("PIPESIGHT_")}
+
+
+def _inherited(name: str) -> str | None:
+    """Return what the process that started this one handed on to it, if that one was traced."""
+    return _inheritance.get(f"PIPESIGHT_{name}") if "PIPESIGHT_PARENT" in _inheritance else None
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

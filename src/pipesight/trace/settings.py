@@ -1,0 +1,79 @@
+"""What the environment says about tracing: ``PIPESIGHT_*``, or else DFTracer's ``DFTRACER_*``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Settings"]
+
+logger = logging.getLogger(__name__)
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off", ""}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to trace; ``None`` where nothing was said."""
+
+    enable: bool | None = None
+    log_file: Path | None = None
+    data_dir: str | None = None
+    inc_metadata: bool = True
+    trace_compression: bool = True
+    log_level: str | None = None
+    interval: float = 0.5
+    max_bytes: int | None = None
+
+    @staticmethod
+    def from_environment() -> Settings:
+        """Read the environment; say what is wrong with it, and go on."""
+        file = _read("LOG_FILE")
+        return Settings(
+            enable=_switch("ENABLE"),
+            log_file=Path(file) if file else None,
+            data_dir=_read("DATA_DIR"),
+            inc_metadata=_switch("INC_METADATA") is not False,
+            trace_compression=_switch("TRACE_COMPRESSION") is not False,
+            log_level=_read("LOG_LEVEL"),
+            interval=_number("TRACE_INTERVAL", 0.5) or 0.5,
+            max_bytes=int(_number("TRACE_MAX_BYTES", 0)) or None,
+        )
+
+
+def _find(name: str) -> tuple[str, str | None]:
+    """Return the variable that speaks of ``name``, ours before DFTracer's, and its value."""
+    for variable in (f"PIPESIGHT_{name}", f"DFTRACER_{name}"):
+        if variable in os.environ:
+            return variable, os.environ[variable]
+    return f"PIPESIGHT_{name}", None
+
+
+def _read(name: str) -> str | None:
+    return _find(name)[1]
+
+
+def _switch(name: str) -> bool | None:
+    variable, value = _find(name)
+    if value is None:
+        return None
+    word = value.strip().lower()
+    if word not in _TRUE | _FALSE:
+        logger.warning("%s must be 0 or 1, but is %r; ignored", variable, value)
+        return None
+    return word in _TRUE
+
+
+def _number(name: str, default: float) -> float:
+    variable, value = _find(name)
+    try:
+        number = float(value) if value else default
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        logger.warning("%s must be a number of 0 or more, but is %r; using %s", variable, value, default)
+        return default
+    return number

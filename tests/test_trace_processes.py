@@ -1,0 +1,499 @@
+"""Traces of many processes, and of processes that end in every way there is."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PREAMBLE = """
+import atexit, os, signal, sys, threading, time
+from pipesight.trace import ai, start, stop, flush
+def record(count, node=ai.compute.step):
+    for _ in range(count):
+        with node: pass
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Run a script, with its trace in ``run`` of the test's directory."""
+
+    def run(body: str, *, wait: bool = True, launcher: tuple[str, ...] = (), **env: object) -> Any:
+        path = tmp_path / "script.py"
+        path.write_text(PREAMBLE + body)
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PIPESIGHT_")}
+        process = subprocess.Popen(
+            [*(launcher or (sys.executable,)), str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**inherited, **{name: str(value) for name, value in env.items()}},
+            cwd=tmp_path,
+        )
+        if wait:
+            process.output, process.errors = process.communicate(timeout=100)  # type: ignore[attr-defined]
+        return process
+
+    return run
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    return _read(path, path.stat().st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, size: int) -> list[dict[str, Any]]:
+    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+    return [json.loads(line) for line in lines if line not in "[]"]
+
+
+def steps(path: Path) -> list[dict[str, Any]]:
+    return [event for event in events_of(path) if event["cat"] != "dftracer"]
+
+
+def is_whole(path: Path) -> bool:
+    end = events_of(path)[-1]
+    return end["name"] == "end" and end["args"] | {"num_events": len(steps(path)), "lost_events": 0} == end["args"]
+
+
+def traces(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return the events of all files in a folder by process, having checked that each has a file of its own."""
+    found = {}
+    for path in folder.glob("*.pfw.gz"):
+        events = steps(path)
+        (pid,) = {event["pid"] for event in events_of(path)}
+        assert is_whole(path), path
+        assert pid not in found
+        assert len({event["id"] for event in events}) == len(events)
+        found[pid] = events
+    return found
+
+
+# Ends.
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("stop()", 0),
+        ("", 0),
+        ("sys.exit(3)", 3),
+        ("raise KeyError('mine')", 1),
+        ("os._exit(4)", 4),
+        ("threading.Thread(target=os._exit, args=(5,)).start(); time.sleep(30)", 5),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)", -signal.SIGTERM),
+        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(30)", -signal.SIGINT),
+        ("atexit.register(record, 0); threading.Thread(target=lambda: (time.sleep(0.2), record(0))).start()", 0),
+    ],
+)
+def test_every_end(script, tmp_path, ending, status):
+    """However a process ends, all its events are in a whole file, and its status is the same as without a trace."""
+    process = script(f"start('run', interval=60)\nrecord(1000)\n{ending}")
+    assert process.returncode == status, process.errors
+    assert len(steps(tmp_path / "run.pfw.gz")) == 1000
+    assert is_whole(tmp_path / "run.pfw.gz")
+
+
+def test_kill(script, tmp_path):
+    """After kill -9, all events that ended more than a second before are there, and plain zcat reads the file."""
+    process = script(
+        "start('run')\nrecord(2000)\nprint('recorded', flush=True)\nwhile True: record(100); time.sleep(0.01)",
+        wait=False,
+    )
+    assert process.stdout.readline() == "recorded\n"
+    time.sleep(1)
+    process.kill()
+    process.communicate()
+    result = subprocess.run(["zcat", str(tmp_path / "run.pfw.gz")], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sum('"step"' in line for line in result.stdout.splitlines()) >= 2000
+    assert not is_whole(tmp_path / "run.pfw.gz")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_own_handler(script, tmp_path, when):
+    """A user's handler of SIGTERM, installed before or after the start, is called, and may go on recording."""
+    install = "signal.signal(signal.SIGTERM, lambda *_: (record(5), print('handled')))\n"
+    begin = "start('run', interval=60)\nrecord(10)\n"
+    both = install + begin if when == "before" else begin + install
+    process = script(both + "os.kill(os.getpid(), signal.SIGTERM)\nrecord(20)")
+    assert (process.returncode, process.output) == (0, "handled\n"), process.errors
+    assert len(steps(tmp_path / "run.pfw.gz")) == 35
+
+
+def test_own_handler_calls_ours(script, tmp_path):
+    """A user's handler that calls the one before it, as is good custom, ends the process with all events written."""
+    body = """
+start('run', interval=60)
+before = signal.getsignal(signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda *args: (print('handled', flush=True), before(*args)))
+record(10)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(30)
+"""
+    process = script(body)
+    assert (process.returncode, process.output) == (-signal.SIGTERM, "handled\n")
+    assert is_whole(tmp_path / "run.pfw.gz")
+
+
+def test_handlers_are_put_back(script):
+    """After stop, SIGTERM and os._exit are what they were."""
+    body = "exit = os._exit\nstart('run')\nrecord(1)\nstop()\n"
+    process = script(body + "print(os._exit is exit, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)")
+    assert process.output == "True True\n"
+
+
+def test_exit_wrapped_by_others(script, tmp_path):
+    """Whoever replaces os._exit after us keeps doing so, through stop and another start."""
+    body = """
+start('run', interval=60)
+ours = os._exit
+def theirs(status):
+    print('theirs', flush=True)
+    ours(status)
+os._exit = theirs
+stop()
+start('run', interval=60)
+record(3)
+os._exit(6)
+"""
+    process = script(body)
+    assert (process.returncode, process.output) == (6, "theirs\n"), process.errors
+    assert len(steps(tmp_path / "run.pfw.gz")) == 3
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGTERM", -15), ("SIGINT", 0)])
+def test_signal_in_the_thick_of_it(script, tmp_path, number, status):
+    """A signal that comes while the recording thread helps the writer loses no event and does not hang."""
+    body = f"""
+start('run', interval=0.05)
+threading.Timer(0.6, os.kill, (os.getpid(), signal.{number})).start()
+count = 0
+try:
+    while True:
+        with ai.compute.step: pass
+        count += 1
+        if count % 500 == 0: flush()
+        if count % 20_000 == 0: print(count, flush=True)
+except KeyboardInterrupt:
+    pass
+"""
+    process = script(body)
+    assert process.returncode == status, process.errors
+    ids = sorted(event["id"] for event in steps(tmp_path / "run.pfw.gz"))
+    assert is_whole(tmp_path / "run.pfw.gz")
+    assert ids == list(range(ids[0], ids[-1] + 1))
+    assert len(ids) >= int((process.output.split() or [0])[-1])
+
+
+def test_daemon_thread(script, tmp_path):
+    """A daemon thread that records while the interpreter shuts down does no harm."""
+    body = """
+start('run')
+threading.Thread(target=lambda: [record(10) for _ in iter(int, 1)], daemon=True).start()
+time.sleep(0.1)
+record(7, ai.compute.forward)
+"""
+    process = script(body)
+    assert (process.returncode, process.errors) == (0, "")
+    assert sum(event["name"] == "forward" for event in steps(tmp_path / "run.pfw.gz")) == 7
+    assert is_whole(tmp_path / "run.pfw.gz")
+
+
+def test_recording_at_exit(script, tmp_path):
+    """What runs at the exit of the interpreter, before the trace ends, is recorded, from a first span on."""
+    process = script("start('run', interval=60)\natexit.register(record, 5)")
+    assert (process.returncode, process.errors) == (0, "")
+    assert len(steps(tmp_path / "run.pfw.gz")) == 5
+
+
+# Families.
+
+
+FORK = """
+start('run', interval=60)
+record(10)
+with ai.compute.forward:
+    ai.compute.backward.start()
+    loop = iter(ai.pipeline.epoch.iter(range(3)))
+    next(loop)
+    if os.fork() == 0:
+        record(20)
+        {inside}
+    os.wait()
+    next(loop)
+    ai.compute.backward.stop()
+{after}
+del loop
+"""
+
+
+@pytest.mark.parametrize("ending", ["os._exit(0)", "sys.exit(0)", "pass", "stop()"])
+def test_fork(script, tmp_path, ending):
+    """A forked process has a file of its own, without what its parent recorded or had begun."""
+    body = FORK.format(inside="pass" if ending == "pass" else ending, after="")
+    if ending in ("pass", "stop()"):  # the child goes on where the parent's spans end
+        body = body.replace("    os.wait()\n", "    else: os.wait()\n", 1)
+    process = script(body)
+    assert process.returncode == 0, process.errors
+    found = traces(tmp_path)
+    parent = found.pop(process.pid)
+    ((child, events),) = found.items()
+    assert (tmp_path / f"run-{child}.pfw.gz").exists()
+    names = [event["name"] for event in parent]
+    assert names.count("step") == 10
+    assert {"forward", "backward", "epoch.iter", "epoch.block"} <= set(names)
+    assert [event["name"] for event in events][:20] == ["step"] * 20
+    assert not {"forward", "backward"} & {event["name"] for event in events}
+    assert all(event["args"]["p_idx"] == 6 for event in events[:20])
+    start = next(event for event in events_of(tmp_path / f"run-{child}.pfw.gz") if event["name"] == "start")
+    assert start["args"]["ppid"] == process.pid
+    assert all(event["ts"] >= start["ts"] for event in events)
+    assert start["ts"] >= min(event["ts"] for event in parent)  # one clock
+
+
+def test_session_of_forked_process(script, tmp_path):
+    """In a forked process the session is that process's: its path, its losses, its end."""
+    body = """
+session = start('run')
+record(1)
+flush()
+if os.fork() == 0:
+    record(2)
+    session.stop()
+    print(session.path, session.lost, flush=True)
+    os._exit(0)
+os.wait()
+record(3)
+"""
+    process = script(body)
+    path, lost = process.output.split()
+    assert lost == "0"
+    assert len(steps(Path(path))) == 2
+    assert len(steps(tmp_path / "run.pfw.gz")) == 4
+
+
+def test_grandchildren(script, tmp_path):
+    """A process that was forked may fork again, in any thread."""
+    body = """
+start('run')
+def fork(depth):
+    record(1)
+    if depth and os.fork() == 0:
+        thread = threading.Thread(target=fork, args=(depth - 1,))
+        thread.start(); thread.join()
+        os._exit(0)
+    elif depth:
+        os.wait()
+fork(3)
+"""
+    process = script(body)
+    assert process.returncode == 0, process.errors
+    assert [len(events) for events in traces(tmp_path).values()] == [1] * 4
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_multiprocessing(script, tmp_path, method):
+    """Processes of multiprocessing are traced, on the clock of their parent, with nothing to configure."""
+    body = f"""
+import multiprocessing
+def work(count):
+    record(count)
+if __name__ == "__main__":
+    real = time.time_ns
+    time.time_ns = lambda: real() - 1000 * 10**9  # somebody sets the clock after the start
+    start('run', compress=True)
+    time.time_ns = real
+    record(5)
+    context = multiprocessing.get_context({method!r})
+    with ai.pipeline.train:
+        processes = [context.Process(target=work, args=(10 * n,)) for n in (1, 2)]
+        for process in processes: process.start()
+        for process in processes: process.join()
+        print([process.exitcode for process in processes])
+"""
+    process = script(body)
+    assert (process.returncode, process.output) == (0, "[0, 0]\n"), process.errors
+    found = traces(tmp_path)
+    train = found.pop(process.pid)[-1]
+    assert sorted(len(events) for events in found.values()) == [10, 20]
+    for event in (event for events in found.values() for event in events):
+        assert train["ts"] <= event["ts"] <= train["ts"] + train["dur"]
+    names = [line["args"]["name"] for path in tmp_path.glob("run-*") for line in events_of(path)
+             if line["name"] == "process_name"]  # fmt: skip
+    assert all("Process-" in name for name in names)
+
+
+def test_start_without_guard(script, tmp_path):
+    """A start at the top of a script that spawned processes import again gives each its own file."""
+    body = """
+import multiprocessing
+start('run', compress=False)
+def work():
+    record(4)
+if __name__ == "__main__":
+    record(2)
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start(); process.join()
+"""
+    process = script(body)
+    assert process.returncode == 0, process.errors
+    counts = sorted(path.read_text().count('"step"') for path in tmp_path.glob("*.pfw"))
+    assert counts == [2, 4]
+
+
+def test_subprocess_with_trace_of_its_own(script, tmp_path):
+    """A program that starts a trace does so too if a traced one runs it; its file is the one it asked for."""
+    (tmp_path / "other.py").write_text(PREAMBLE + "start('other')\nrecord(3)")
+    process = script(
+        "import subprocess\nstart('run')\nrecord(2)\nsubprocess.run([sys.executable, 'other.py'], check=True)"
+    )
+    assert process.returncode == 0, process.errors
+    assert sorted(path.name for path in tmp_path.glob("*.gz")) == ["other.pfw.gz", "run.pfw.gz"]
+
+
+def test_exec(script, tmp_path):
+    """A process that becomes another program does not overwrite what it wrote."""
+    body = """
+if len(sys.argv) == 1:
+    start('run')
+    record(2)
+    flush()
+    os.execv(sys.executable, [sys.executable, *sys.argv, 'again'])
+record(3)
+"""
+    process = script(body)
+    assert process.returncode == 0, process.errors
+    assert len(steps(tmp_path / "run.pfw.gz")) == 2
+    assert len(steps(tmp_path / f"run-{process.pid}.pfw.gz")) == 3
+
+
+def test_same_file_at_once(script, tmp_path):
+    """Two programs that were told to write the same file at once write two."""
+    env = {"PIPESIGHT_ENABLE": 1, "PIPESIGHT_LOG_FILE": tmp_path / "run"}
+    body = "record(3)\nflush()\nprint('ready', flush=True)\nsys.stdin.readline()\ntime.sleep(1)\nrecord(2)"
+    processes = [script(body, wait=False, **env) for _ in range(2)]
+    for process in processes:
+        assert process.wait(30) == 0
+        process.communicate()
+    assert [len(events) for events in traces(tmp_path).values()] == [5, 5]
+
+
+LOADER = """
+import torch
+from torch.utils.data import DataLoader
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    @ai.data.item
+    def __getitem__(self, index): return index
+if __name__ == "__main__":
+    with start('run'):
+        for batch in ai.dataloader.fetch.iter(
+            DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context={method!r})
+        ): pass
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_dataloader(script, tmp_path, method):
+    """All 64 items that the workers of a DataLoader make are there, in a file for each worker."""
+    process = script(LOADER.format(method=method))
+    assert process.returncode == 0, process.errors
+    found = traces(tmp_path)
+    fetches = found.pop(process.pid)
+    assert sum(event["name"] == "fetch.iter" for event in fetches) == 16
+    assert [len(events) for events in found.values()] == [32, 32]
+    assert {event["name"] for events in found.values() for event in events} == {"item"}
+
+
+def test_torchrun(script, tmp_path):
+    """Under torchrun each rank has a file with its rank in the name, and its place in a viewer."""
+    torchrun = str(Path(sys.executable).parent / "torchrun")
+    body = "start('run')\nrecord(10 + int(os.environ['RANK']))\nif os.fork() == 0: record(1); os._exit(0)\nos.wait()"
+    process = script(body, launcher=(torchrun, "--nproc-per-node", "2"), OMP_NUM_THREADS=1)
+    assert process.returncode == 0, process.errors
+    for rank in (0, 1):
+        path = tmp_path / f"run-rank-0000{rank}.pfw.gz"
+        assert len(steps(path)) == 10 + rank
+        order = next(line for line in events_of(path) if line["name"] == "process_sort_index")
+        assert order["args"]["sort_index"] == rank
+    assert len(traces(tmp_path)) == 4
+
+
+def test_restart_keeps_what_was_written(script, tmp_path):
+    """A rank that torchrun restarts does not overwrite the trace of the attempt that failed."""
+    env = {"WORLD_SIZE": 2, "RANK": 1}
+    script("start('run')\nrecord(1)", **env)
+    script("start('run')\nrecord(2)", **env, TORCHELASTIC_RESTART_COUNT=1)
+    assert len(steps(tmp_path / "run-rank-00001.pfw.gz")) == 1
+    assert len(steps(tmp_path / "run-rank-00001-restart-1.pfw.gz")) == 2
+
+
+def test_fork_in_the_thick_of_it(script, tmp_path):
+    """Forks while threads record, update and flush do not hang the children or write an event twice."""
+    body = """
+start('run', interval=0.001)
+over = threading.Event()
+def work():
+    while not over.is_set():
+        record(5, ai.compute.forward)
+        ai.update(step=1)
+        flush()
+threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+for thread in threads: thread.start()
+statuses = []
+for _ in range(60):
+    child = os.fork()
+    if child == 0:
+        record(3)
+        ai.update(step=2)
+        flush()
+        os._exit(7)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+over.set()
+for thread in threads: thread.join()
+print(set(statuses))
+"""
+    process = script(body)
+    assert (process.returncode, process.output) == (0, "{7}\n"), process.errors
+    found = traces(tmp_path)
+    parent = found.pop(process.pid)
+    assert {event["name"] for event in parent} == {"forward"}
+    assert len(found) == 60
+    assert all([event["name"] for event in events] == ["step"] * 3 for events in found.values())
+
+
+def test_fork_while_the_tree_changes(script, tmp_path):
+    """A fork while another thread changes the tree does not leave the child without the tree's lock."""
+    body = """
+from pipesight.trace import node
+start('run')
+held, over = threading.Event(), threading.Event()
+def hold():
+    with node._changing:
+        held.set()
+        over.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(10)
+    ai.update(step=2)
+    record(1)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+over.set()
+"""
+    process = script(body)
+    assert (process.returncode, process.output) == (0, "7\n"), process.errors
+    assert [len(events) for events in traces(tmp_path).values()] == [1]

@@ -1,0 +1,351 @@
+"""What begins a trace: the environment, `start`, and the import of the package."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import pipesight.trace as trace
+from pipesight.testing import capture_events
+from pipesight.trace.settings import Settings
+
+ai = trace.ai
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("PIPESIGHT_", "DFTRACER_")):
+            monkeypatch.delenv(name)
+    yield
+    trace.stop()
+
+
+def text(path: Path) -> str:
+    return gzip.decompress(path.read_bytes()).decode()
+
+
+def names(path: Path) -> list[str]:
+    events = [json.loads(line) for line in text(path).splitlines() if line not in "[]"]
+    return [event["name"] for event in events if event["cat"] != "dftracer"]
+
+
+def run(code: str, **env: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **{name: str(value) for name, value in env.items()}}
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
+
+
+# The environment.
+
+
+@pytest.mark.parametrize("word", ["1", "true", "Yes", " ON "])
+def test_words_for_yes(monkeypatch, word):
+    """A switch is on by any usual word."""
+    monkeypatch.setenv("DFTRACER_ENABLE", word)
+    assert Settings.from_environment().enable is True
+
+
+@pytest.mark.parametrize("word", ["0", "false", "No", "off", ""])
+def test_words_for_no(monkeypatch, word):
+    """A switch is off by any usual word."""
+    monkeypatch.setenv("PIPESIGHT_ENABLE", word)
+    assert Settings.from_environment().enable is False
+
+
+def test_nothing_said():
+    """Without variables, nothing is enabled and the defaults hold."""
+    assert Settings.from_environment() == Settings()
+
+
+def test_ours_before_dftracers(monkeypatch):
+    """A variable of ours wins over DFTracer's of the same name; one that only DFTracer has holds."""
+    monkeypatch.setenv("DFTRACER_LOG_FILE", "theirs")
+    monkeypatch.setenv("PIPESIGHT_LOG_FILE", "ours")
+    monkeypatch.setenv("DFTRACER_INC_METADATA", "0")
+    settings = Settings.from_environment()
+    assert settings.log_file == Path("ours")
+    assert settings.inc_metadata is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DFTRACER_ENABLE", "maybe"),
+        ("PIPESIGHT_TRACE_COMPRESSION", "gzip"),
+        ("PIPESIGHT_TRACE_INTERVAL", "soon"),
+        ("DFTRACER_TRACE_INTERVAL", "-1"),
+        ("PIPESIGHT_TRACE_MAX_BYTES", "inf"),
+        ("PIPESIGHT_TRACE_MAX_BYTES", "nan"),
+    ],
+)
+def test_wrong_value(monkeypatch, caplog, name, value):
+    """A wrong value is named in one warning, with the variable that holds it, and the default is used."""
+    monkeypatch.setenv(name, value)
+    assert Settings.from_environment() == Settings()
+    (record,) = caplog.records
+    assert name in record.getMessage()
+    assert repr(value) in record.getMessage()
+
+
+def test_environment_traces(tmp_path):
+    """PIPESIGHT_ENABLE and PIPESIGHT_LOG_FILE trace a script that never calls start."""
+    code = "from pipesight.trace import ai\nwith ai.compute.forward: pass"
+    run(code, PIPESIGHT_ENABLE=1, PIPESIGHT_LOG_FILE=tmp_path / "run")
+    assert names(tmp_path / "run.pfw.gz") == ["forward"]
+
+
+def test_dftracers_environment_traces(tmp_path):
+    """So do DFTracer's variables."""
+    code = "from pipesight.trace import ai\nwith ai.compute.forward: pass"
+    run(code, DFTRACER_ENABLE=1, DFTRACER_LOG_FILE=tmp_path / "run", DFTRACER_TRACE_COMPRESSION=0)
+    assert '"name":"forward"' in (tmp_path / "run.pfw").read_text()
+
+
+def test_environment_cannot_break_import():
+    """An impossible log file is a warning, not an exception."""
+    result = run("import pipesight.trace", PIPESIGHT_ENABLE=1, PIPESIGHT_LOG_FILE="/")
+    assert "no trace is written to '/'" in result.stderr
+
+
+def test_program_before_environment(tmp_path):
+    """A program that is traced by its environment may still start a trace of its own, which replaces that."""
+    code = f"""if True:
+        from pipesight.trace import ai, start
+        with start({str(tmp_path / "own")!r}), ai.compute.forward: pass
+    """
+    run(code, PIPESIGHT_ENABLE=1, PIPESIGHT_LOG_FILE=tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["own.pfw.gz"]
+
+
+@pytest.mark.parametrize("value", ["x", "", "-1"])
+def test_odd_rank(tmp_path, monkeypatch, value):
+    """A RANK that is no number does no harm."""
+    monkeypatch.setenv("RANK", value)
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with trace.start(tmp_path / "run"), ai.compute.forward:
+        pass
+    assert names(tmp_path / "run.pfw.gz") == ["forward"]
+
+
+# start and stop.
+
+
+def test_start_twice(tmp_path):
+    """A second start raises, names the file of the first and tells how to end it; the first goes on."""
+    with trace.start(tmp_path / "one"):
+        with pytest.raises(RuntimeError, match=r"one\.pfw\.gz'; end it first: pipesight\.trace\.stop"):
+            trace.start(tmp_path / "two")
+        with ai.compute.step:
+            pass
+    assert names(tmp_path / "one.pfw.gz") == ["step"]
+
+
+def test_start_again(tmp_path):
+    """A trace can follow another, at once and often, into another file or the same."""
+    for number in range(20):
+        with trace.start(tmp_path / "same", interval=0.001), ai.compute.derive(f"number-{number}"):
+            pass
+        assert names(tmp_path / "same.pfw.gz") == [f"compute.number-{number}"]
+    with trace.start(tmp_path / "other"), ai.compute.step:
+        pass
+    assert names(tmp_path / "other.pfw.gz") == ["step"]
+
+
+def test_threads_end_with_trace(tmp_path):
+    """After stop no thread of ours is left."""
+    with trace.start(tmp_path / "run"), ai.compute.step:
+        pass
+    for thread in threading.enumerate():
+        if thread.name.startswith("pipesight-trace"):
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def test_stop_without_start():
+    """Stop without start does nothing, also twice."""
+    trace.stop()
+    trace.stop()
+    trace.flush()
+
+
+def test_stop_twice(tmp_path):
+    """A session that was stopped can be stopped again; another one goes on."""
+    first = trace.start(tmp_path / "one")
+    first.stop()
+    with trace.start(tmp_path / "two"):
+        first.stop()
+        with ai.compute.step:
+            pass
+    assert names(tmp_path / "two.pfw.gz") == ["step"]
+
+
+@pytest.mark.parametrize("wrong", [{"interval": 0}, {"interval": -1.0}, {"max_bytes": 0}, {"max_bytes": -5}])
+def test_wrong_options(tmp_path, wrong):
+    """Options that make no sense are refused with their value."""
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=rf"{name} must be more than 0.*\({name}: {value}\)"):
+        trace.start(tmp_path / "run", **wrong)
+
+
+def test_environment_is_restored(tmp_path, monkeypatch):
+    """Start tells the processes to come about the trace by variables; stop puts back what was there."""
+    monkeypatch.setenv("PIPESIGHT_ENABLE", "0")
+    before = dict(os.environ)
+    with trace.start(tmp_path / "run"):
+        assert os.environ["PIPESIGHT_LOG_FILE"] == str(tmp_path / "run")
+        assert os.environ["PIPESIGHT_ENABLE"] == "1"
+    assert dict(os.environ) == before
+
+
+def test_start_in_thread(tmp_path):
+    """A trace may begin and end in a thread that is not the main one."""
+
+    def traced() -> None:
+        with trace.start(tmp_path / "run"), ai.compute.step:
+            pass
+
+    thread = threading.Thread(target=traced)
+    thread.start()
+    thread.join()
+    assert names(tmp_path / "run.pfw.gz") == ["step"]
+
+
+def test_change_of_directory(tmp_path, monkeypatch):
+    """A relative path means the directory of the start, wherever the program goes then."""
+    monkeypatch.chdir(tmp_path)
+    with trace.start("run/trace.pfw"):
+        os.chdir("/")
+        with ai.compute.step:
+            pass
+    assert names(tmp_path / "run" / "trace.pfw.gz") == ["step"]
+
+
+def test_without_args(tmp_path):
+    """With include_args=False events keep their frame and lose their arguments; a later capture has them."""
+    with trace.start(tmp_path / "run", include_args=False), ai.compute.step(args={"lr": 1}):
+        pass
+    assert '"lr"' not in text(tmp_path / "run.pfw.gz")
+    with capture_events() as events, ai.compute.step(args={"lr": 1}):
+        pass
+    assert events[0]["args"]["lr"] == 1
+
+
+def test_nothing_recorded(tmp_path):
+    """A trace without events makes no file."""
+    with trace.start(tmp_path / "run"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+# capture_events.
+
+
+def test_capture():
+    """Capture gives what was recorded in its block, and nothing before or after."""
+    with ai.compute.step:
+        pass
+    with capture_events() as events:
+        with ai.compute.forward(epoch=3):
+            pass
+        trace.counter("memory", used=1.5)
+    with ai.compute.step:
+        pass
+    assert [(event["name"], event["ph"]) for event in events] == [("forward", "X"), ("memory", "C")]
+    assert events[0]["args"]["epoch"] == 3
+
+
+def test_capture_nested(tmp_path):
+    """Captures may be nested, also in a trace; each has the events of its own block."""
+    with trace.start(tmp_path / "run"):
+        with ai.compute.forward:
+            pass
+        with capture_events() as outer:
+            with ai.compute.backward:
+                pass
+            with capture_events() as inner, ai.compute.step:
+                pass
+        with ai.data.item:
+            pass
+    assert [event["name"] for event in inner] == ["step"]
+    assert [event["name"] for event in outer] == ["backward", "step"]
+    assert names(tmp_path / "run.pfw.gz") == ["forward", "backward", "step", "item"]
+
+
+def test_trace_in_capture(tmp_path):
+    """A trace that begins in a capture has the names of threads that recorded before."""
+    with capture_events():
+        thread = threading.Thread(target=ai.compute.step(lambda: None), name="early")
+        thread.start()
+        thread.join()
+        with trace.start(tmp_path / "run"), ai.compute.forward:
+            pass
+    assert names(tmp_path / "run.pfw.gz") == ["forward"]
+    assert '"early"' in text(tmp_path / "run.pfw.gz")
+
+
+def test_capture_in_threads():
+    """Threads that capture at the same time each see all events, of every thread, in order of their ends."""
+    seen: list[int] = []
+
+    def work() -> None:
+        with capture_events() as events:
+            for _ in range(200):
+                with ai.compute.step:
+                    pass
+        mine = [event for event in events if event["tid"] == threading.get_native_id()]
+        seen.append(len(mine))
+        assert all(event["name"] == "step" for event in events)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [200] * 8
+
+
+def test_capture_with_exception():
+    """A capture ends with its block, however that ends."""
+    with pytest.raises(KeyError), capture_events() as events, ai.compute.step:
+        raise KeyError
+    assert [event["name"] for event in events] == ["step"]
+
+
+# The import.
+
+
+def test_import_without_torch():
+    """Importing the package, and tracing with it, does not import torch, numpy or asyncio."""
+    code = """if True:
+        import sys
+        from pipesight.testing import capture_events
+        from pipesight.trace import ai
+        with capture_events(), ai.compute.forward(args={"a": [1]}): pass
+        print(*{"torch", "numpy", "asyncio"} & set(sys.modules))
+    """
+    assert run(code).stdout.split() == []
+
+
+@pytest.mark.alone
+def test_import_is_quick(tmp_path):
+    """Importing the package takes less than 50 ms of the processor's time, once it is compiled."""
+    code = "import time; t = time.process_time(); import pipesight.trace; print(time.process_time() - t)"
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": tmp_path}
+    first, *others = (float(run(code, **compiled).stdout) for _ in range(8))
+    assert min(others) < min(first, 0.05)
+
+
+def test_log_is_quiet(tmp_path, caplog):
+    """A trace that goes well says nothing."""
+    with caplog.at_level(logging.DEBUG), trace.start(tmp_path / "run"), ai.compute.step:
+        pass
+    assert not caplog.records
