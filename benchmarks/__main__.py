@@ -17,14 +17,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cpu_step, empty_task, gpu, soak
+from benchmarks import cpu_step, empty_task, gpu, soak, spans
 from benchmarks.harness import Options
 
 __all__ = ["main"]
 
 BENCHMARKS: dict[str, tuple[Callable[[Options], bool], str]] = {
     module.__name__.rpartition(".")[2]: (module.run, str(module.__doc__).partition("\n")[0])
-    for module in (cpu_step, empty_task, gpu, soak)
+    for module in (cpu_step, empty_task, gpu, soak, spans)
 }
 
 
@@ -37,7 +37,9 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run (default: all)")
-    parser.add_argument("--peers", type=Path, metavar="PYTHON", help="an interpreter that has torchgpipe 0.0.7")
+    parser.add_argument(
+        "--peers", type=Path, metavar="PYTHON", help="an interpreter that has torchgpipe, dftracer and viztracer"
+    )
     parser.add_argument(
         "--torchgpipe-path",
         type=Path,

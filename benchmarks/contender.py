@@ -2,7 +2,7 @@
 
     contender -> harness   {"gradient_norms": [...]} once it is ready
     harness -> contender   the number of steps
-    contender -> harness   {"seconds": ..., "peak_bytes": ...}
+    contender -> harness   {"seconds": ..., "cpu_seconds": ..., "peak_bytes": ...}
 
 It runs on a peer's interpreter too, which has no pipesight: packages are imported where they are used.
 """
@@ -46,6 +46,10 @@ def build(job: Job) -> Runner:
         from benchmarks.ranks import Leader
 
         return Leader(job)
+    if job.engine == "recorder":
+        from benchmarks.recorders import Recorder
+
+        return Recorder(job.workload)
     return Steps(job)
 
 
@@ -55,11 +59,12 @@ def turn(runner: Runner, job: Job, steps: int) -> dict[str, float]:
     runner.run(1)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     runner.run(steps)
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     return {
         "seconds": seconds / steps,
+        "cpu_seconds": cpu_seconds / steps,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
     }
 

@@ -72,6 +72,7 @@ class Turn:
 
     seconds: float
     peak_bytes: int
+    cpu_seconds: float
 
 
 @dataclasses.dataclass(slots=True)
@@ -134,7 +135,7 @@ class Running:
         except OSError:
             raise CrashError(self._last_words()) from None
         answer = self.hear()
-        return Turn(seconds=answer["seconds"], peak_bytes=int(answer["peak_bytes"]))
+        return Turn(seconds=answer["seconds"], peak_bytes=int(answer["peak_bytes"]), cpu_seconds=answer["cpu_seconds"])
 
     def hear(self) -> dict[str, Any]:
         try:
@@ -171,7 +172,7 @@ def measure(contenders: Sequence[Contender], *, rounds: int, turn_seconds: float
     outcomes = [Outcome(contender) for contender in contenders]
     for outcome in outcomes:
         if outcome.contender.python is None:
-            outcome.skipped = "no torchgpipe here; see --peers and --torchgpipe-path"
+            outcome.skipped = "no such package here; see --peers and --torchgpipe-path"
     with contextlib.ExitStack() as stack:
         present = [
             (outcome, stack.enter_context(Running(outcome.contender)))
@@ -220,7 +221,7 @@ def differ(norms: list[float], expected: list[float]) -> str | None:
     """Say which gradient is not within 1% of what is expected, unless both are next to nothing."""
     if len(norms) != len(expected):
         return f"{len(norms)} of them, not {len(expected)}"
-    nothing = 1e-4 * max(expected)
+    nothing = 1e-4 * max(expected, default=0.0)
     for number, (norm, right) in enumerate(zip(norms, expected, strict=True)):
         if not math.isclose(norm, right, rel_tol=0.01, abs_tol=nothing):
             return f"the norm of number {number} is {norm:.6g}, not {right:.6g}"
