@@ -22,8 +22,8 @@ demo: $(VENV)/.installed
 	$(BIN)/pipesight demo
 
 test: lint
-	$(BIN)/pytest -n $(JOBS) -m "not alone"
-	$(BIN)/pytest -m alone
+	$(BIN)/pytest -rs -n $(JOBS) -m "not alone"
+	$(BIN)/pytest -rs -m alone
 
 lint: $(VENV)/.developed
 	$(BIN)/ruff check .
@@ -34,11 +34,12 @@ bench: $(VENV)/.developed $(PEERS)/.installed
 	$(BIN)/python -m benchmarks --peers $(PEERS)/bin/python
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache tests/spec/.ruff_cache .hypothesis
 
 # torch comes first and by itself, so that the package's own `torch>=2.6` finds it there.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch, this may take minutes"
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	touch $@
 
@@ -46,8 +47,9 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 
-$(VENV)/.developed: $(VENV)/.installed shims/torchgpipe/pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]" --editable shims/torchgpipe
+$(VENV)/.developed: $(VENV)/.installed shims/torchgpipe/pyproject.toml shims/dftracer/pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]" \
+		--editable shims/torchgpipe --editable shims/dftracer
 	touch $@
 
 # torchgpipe is sdist-only and builds with the setuptools of its day.
@@ -56,4 +58,5 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check "setuptools<81" wheel numpy
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation torchgpipe==0.0.7
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check dftracer==2.2.0 viztracer==1.1.1
 	touch $@

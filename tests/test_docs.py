@@ -15,19 +15,29 @@ import os
 import re
 import shlex
 import subprocess
-import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import pipesight
 from pipesight.cli import main
+from processes import STRICT_PYTHON
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*DOCUMENTS, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
-PUBLIC = ["pipesight", "pipesight.balance", "pipesight.context", "pipesight.logs", "pipesight.skip"]
+PUBLIC = [
+    "pipesight",
+    "pipesight.balance",
+    "pipesight.context",
+    "pipesight.logs",
+    "pipesight.skip",
+    "pipesight.testing",
+    "pipesight.trace",
+]
 
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 linked = pytest.mark.parametrize("document", LINKED, ids=lambda path: path.name)
@@ -84,7 +94,7 @@ def run(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the script of a document in an empty folder, on the CPU, with warnings as errors."""
     copy = folder / path.name
     copy.write_text(script(path.read_text(encoding="utf-8")), encoding="utf-8")
-    command = [sys.executable, "-u", "-X", "utf8", "-W", "error", copy.name]
+    command = [*STRICT_PYTHON, "-u", "-X", "utf8", copy.name]
     surroundings = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
     return subprocess.run(
         command, cwd=folder, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
@@ -101,7 +111,7 @@ def commands(text: str) -> list[str]:
         for command in line.partition(" # ")[0].split("&&")
     ]
     spans = re.findall(r"`([^`]+)`", "\n".join(prose(text)))
-    return found + [span for span in spans if re.match(r"(pipesight|make) ", span)]
+    return found + [span for span in spans if re.match(r"(\.venv/bin/)?(pipesight|make|pip) ", span)]
 
 
 def anchors(text: str) -> set[str]:
@@ -125,7 +135,7 @@ def test_python_blocks_run_and_print_what_they_show(document, tmp_path):
     text = document.read_text(encoding="utf-8")
     ended = run(document, tmp_path)
     assert ended.returncode == 0, ended.stdout
-    rest, shown = ended.stdout, {}
+    rest, shown = re.sub(r"(?m)^\[Gloo\] .*\n", "", ended.stdout), {}  # torch 2.8 prints such a line itself
     python: Block | None = None
     for block in blocks(text):
         if block.language == "python":
@@ -145,7 +155,11 @@ def test_commands_exist(document, capsys):
     """Every command that a document names is there, with the options it names."""
     for command in commands(document.read_text(encoding="utf-8")):
         program, *arguments = shlex.split(command.replace("<", "'<").replace(">", ">'"))
+        program = program.removeprefix(".venv/bin/")
         if program == "make":
+            settings = {argument.partition("=")[0] for argument in arguments if "=" in argument}
+            assert settings <= set(re.findall(r"^(\w+) *\?=", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+            arguments = [argument for argument in arguments if "=" not in argument]
             targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
             assert set(arguments) <= set(targets), command
         elif program == "pipesight":
@@ -207,6 +221,24 @@ def test_readme_is_short():
 
 
 def test_changelog_tells_of_this_version():
-    """The changelog has a section for what is not yet released, and then one for the version at hand."""
+    """The changelog has a section for what is not yet released; the next one is for the version at hand, or before."""
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
-    assert headings[:2] == ["Unreleased", pipesight.__version__]
+    assert headings[0] == "Unreleased"
+    if Version(pipesight.__version__).is_devrelease:
+        assert Version(headings[1]) < Version(pipesight.__version__)
+    else:
+        assert headings[1] == pipesight.__version__
+
+
+def test_versions_agree():
+    """Package, shim and citation have one version."""
+    shim = tomllib.loads((ROOT / "shims/torchgpipe/pyproject.toml").read_text(encoding="utf-8"))
+    assert shim["project"]["version"] == pipesight.__version__
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.search(r"^version: (.+)$", citation, re.M)[1] == pipesight.__version__
+
+
+def test_numpy_comes_along():
+    """PyTorch warns at every start where there is no NumPy, so installing pipesight installs it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "numpy" in project["dependencies"]

@@ -1,0 +1,3 @@
+"""``dftracer.dbg``, the debug build, for pipesight: there is one build, and this is it."""
+
+__all__: list[str] = []

@@ -1,0 +1,62 @@
+"""``dftracer.python`` of DFTracer 2, for pipesight."""
+
+from .ai import (
+    INIT_NAME,
+    ITER_COUNT_NAME,
+    CheckpointEvent,
+    CommunicationEvent,
+    ComputeEvent,
+    DataEvent,
+    DataLoaderEvent,
+    DeviceEvent,
+    DFTracerAI,
+    PipelineEvent,
+    ProfileCategory,
+    ai,
+    checkpoint,
+    comm,
+    compute,
+    data,
+    dataloader,
+    device,
+    pipeline,
+)
+from .logger import (
+    DFTRACER_ENABLE,
+    DFTRACER_ENABLE_ENV,
+    DFTRACER_LOG_LEVEL,
+    DFTRACER_LOG_LEVEL_ENV,
+    dft_fn,
+    dftracer,
+)
+
+__all__ = [
+    "DFTRACER_ENABLE",
+    "DFTRACER_ENABLE_ENV",
+    "DFTRACER_LOG_LEVEL",
+    "DFTRACER_LOG_LEVEL_ENV",
+    "INIT_NAME",
+    "ITER_COUNT_NAME",
+    "CheckpointEvent",
+    "CommunicationEvent",
+    "ComputeEvent",
+    "DFTracerAI",
+    "DataEvent",
+    "DataLoaderEvent",
+    "DeviceEvent",
+    "PipelineEvent",
+    "ProfileCategory",
+    "__version__",
+    "ai",
+    "checkpoint",
+    "comm",
+    "compute",
+    "data",
+    "dataloader",
+    "device",
+    "dft_fn",
+    "dftracer",
+    "pipeline",
+]
+
+__version__ = "2.0.6+pipesight"

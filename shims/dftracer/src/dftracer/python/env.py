@@ -1,0 +1,8 @@
+"""``dftracer.python.env``, for pipesight."""
+
+from pipesight.trace.dftracer import DFTRACER_ENABLE, DFTRACER_LOG_LEVEL
+
+__all__ = ["DFTRACER_ENABLE", "DFTRACER_ENABLE_ENV", "DFTRACER_LOG_LEVEL", "DFTRACER_LOG_LEVEL_ENV"]
+
+DFTRACER_ENABLE_ENV = "DFTRACER_ENABLE"
+DFTRACER_LOG_LEVEL_ENV = "DFTRACER_LOG_LEVEL"

@@ -1,0 +1,956 @@
+"""The shim gives pipesight the import names of DFTracer, and what DFTracer gets wrong is right here."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gzip
+import importlib
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import dftracer
+import pytest
+from dftracer.logger import dft_fn
+from dftracer.logger import dftracer as tracer
+
+import pipesight.trace
+import pipesight.trace.dftracer
+from pipesight.trace import Node, ai
+from pipesight.trace.ai import CONVENTIONS
+
+OURS = pipesight.trace.dftracer
+ENV = {
+    "DFTRACER_ENABLE": OURS.DFTRACER_ENABLE,
+    "DFTRACER_ENABLE_ENV": "DFTRACER_ENABLE",
+    "DFTRACER_LOG_LEVEL": OURS.DFTRACER_LOG_LEVEL,
+    "DFTRACER_LOG_LEVEL_ENV": "DFTRACER_LOG_LEVEL",
+}
+LOGGER = {**ENV, "dft_fn": OURS.dft_fn, "dftracer": OURS.dftracer}
+EVENTS = {
+    "ComputeEvent": "compute",
+    "DataEvent": "data",
+    "DataLoaderEvent": "dataloader",
+    "CommunicationEvent": "comm",
+    "DeviceEvent": "device",
+    "CheckpointEvent": "checkpoint",
+    "PipelineEvent": "pipeline",
+}
+CONSTANTS = {"INIT_NAME": "init", "ITER_COUNT_NAME": "count", "DFTracerAI": Node, "ProfileCategory": None}
+CONSTANTS |= dict.fromkeys(EVENTS)
+AI = {**CONSTANTS, "ai": ai, **{name: getattr(ai, name) for name in CONVENTIONS}}
+
+# Those names of dftracer 1.0.11, dftracer 2.2.0 and pydftracer 2.0.6 that a program uses; None: see the tests below.
+NAMES = {
+    "dftracer": {"__version__": "2.2.0+pipesight"},
+    "dftracer.logger": {**LOGGER, "ai": ai},
+    "dftracer.dbg": {},
+    "dftracer.dbg.logger": {**LOGGER, "ai": ai},
+    "dftracer.python": {**AI, **LOGGER, "__version__": "2.0.6+pipesight"},
+    "dftracer.python.ai": AI,
+    "dftracer.python.ai_common": CONSTANTS,
+    "dftracer.python.common": {"dft_fn": OURS.dft_fn, "dftracer": OURS.dftracer},
+    "dftracer.python.env": ENV,
+    "dftracer.python.logger": LOGGER,
+    "dftracer.python.dbg": {**AI, **LOGGER},
+    "dftracer.python.dbg.ai": AI,
+    "dftracer.python.dbg.logger": LOGGER,
+}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """Let nothing but the test say how to trace, and end what it began."""
+    for name in [name for name in os.environ if name.startswith(("DFTRACER_", "PIPESIGHT_"))]:
+        monkeypatch.delenv(name)
+    level = logging.getLogger("pipesight.trace").level
+    yield
+    tracer.get_instance().finalize()
+    logging.getLogger("pipesight.trace").setLevel(level)
+
+
+def read(path):
+    """Return the lines of a trace; it is whole."""
+    raw = path.read_bytes()
+    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+    first, *lines, last = text.splitlines()
+    assert (first, last) == ("[", "]")
+    return [json.loads(line) for line in lines]
+
+
+def user(lines):
+    """Return the events of the program."""
+    return [line for line in lines if line["ph"] == "X" and line["cat"] != "dftracer"]
+
+
+def own(event):
+    return {key: value for key, value in event["args"].items() if key not in ("hhash", "p_idx", "level")}
+
+
+@pytest.fixture
+def traced(tmp_path):
+    """Return a function that traces a call, and gives the events in the order they end."""
+
+    def run(function):
+        log = tracer.initialize_log(tmp_path / "run.pfw")
+        try:
+            function()
+        finally:
+            log.finalize()
+        path = tmp_path / "run.pfw.gz"
+        return user(read(path)) if path.exists() else []
+
+    return run
+
+
+def run_script(source, folder, **environment):
+    """Run a script in a new process; return its standard error."""
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(source), encoding="utf-8")
+    surroundings = {**os.environ, **environment}
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", path.name],
+        cwd=folder,
+        env=surroundings,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stderr
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir() if ".pfw" in path.name)
+
+
+# The names.
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names_are_those_of_pipesight(module):
+    """Every name that a program imports from DFTracer is there, and is pipesight's own object."""
+    found = importlib.import_module(module)
+    assert sorted(found.__all__) == sorted(NAMES[module])
+    for name, thing in NAMES[module].items():
+        assert hasattr(found, name)
+        assert thing is None or getattr(found, name) is thing or getattr(found, name) == thing
+
+
+def test_no_module_is_forgotten():
+    """The table of names above covers every module of the shim."""
+    root = Path(dftracer.__file__).parents[1]
+    paths = root.glob("dftracer/**/*.py")
+    assert {".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for p in paths} == set(NAMES)
+
+
+def test_constants_are_the_conventions():
+    """The enumerations have the categories and names of the tree, as strings."""
+    module = importlib.import_module("dftracer.python")
+    assert tuple(module.ProfileCategory) == tuple(CONVENTIONS)
+    for name, category in EVENTS.items():
+        members = getattr(module, name)
+        assert tuple(members) == CONVENTIONS[category]
+        assert [member.name for member in members] == [value.upper() for value in CONVENTIONS[category]]
+
+
+def test_signatures_are_those_of_dftracer():
+    """Arguments have the names, the order and the defaults of DFTracer's."""
+    event = {"cat": inspect.Parameter.empty, "name": None, "epoch": None, "step": None, "image_idx": None}
+    shape = lambda function: {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    assert list(shape(dft_fn).items()) == [*event.items(), ("image_size", None), ("enable", True)]
+    assert list(shape(tracer.initialize_log).items()) == [("logfile", None), ("data_dir", None), ("process_id", -1)]
+    iter_ = [("name", "loop"), ("iter_name", "step"), ("include_yield", True), ("include_iter", True)]
+    assert list(shape(dft_fn.iter).items())[2:] == iter_
+    assert list(shape(dft_fn.update)) == ["self", "epoch", "step", "image_idx", "image_size", "args"]
+    logged = ["self", "name", "cat", "start_time", "duration", "int_args", "float_args", "string_args"]
+    assert list(shape(tracer.log_event)) == logged
+
+
+def test_distribution_needs_pipesight_and_nothing_else():
+    """Installing the shim asks for pipesight only; the package is typed."""
+    assert importlib.metadata.distribution("pipesight-dftracer").requires == ["pipesight>=0.1"]
+    assert (Path(dftracer.__file__).parent / "py.typed").is_file()
+
+
+def test_import_is_light(tmp_path):
+    """Importing takes no torch, works outside of the main thread, and touches neither signals nor loggers."""
+    source = """
+        import logging, signal, sys, threading
+        before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        def load():
+            import dftracer.logger, dftracer.python
+            done.append(True)
+        done = []
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+        assert done
+        assert "torch" not in sys.modules
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+        for name in (None, "pipesight", "DFTRACER", "dftracer_dbg"):
+            assert not logging.getLogger(name).handlers, name
+        import threading as t
+        assert t.active_count() == 1
+    """
+    assert run_script(source, tmp_path) == ""
+    assert files(tmp_path) == []
+
+
+# Beginning and ending.
+
+
+def test_one_instance():
+    """There is one dftracer, whoever asks for it."""
+    assert tracer.get_instance() is tracer.get_instance() is tracer.initialize_log("unused.pfw")
+    tracer.get_instance().finalize()
+
+
+def test_one_event_makes_a_file(traced):
+    """A trace of a single event is a file; DFTracer deletes it below three."""
+    (event,) = traced(lambda: dft_fn("io", name="read").__enter__().__exit__())
+    assert (event["cat"], event["name"]) == ("io", "read")
+    assert event["args"]["level"] == 2
+    assert event["args"]["p_idx"] == 6
+
+
+@pytest.mark.parametrize("logfile", [None, ...])
+def test_file_of_the_environment(logfile, tmp_path, monkeypatch):
+    """Without a logfile, that of DFTRACER_LOG_FILE is written."""
+    monkeypatch.setenv("DFTRACER_LOG_FILE", str(tmp_path / "deep" / "env.pfw"))
+    log = tracer.initialize_log(logfile)
+    with dft_fn("a"):
+        pass
+    log.finalize()
+    assert len(user(read(tmp_path / "deep" / "env.pfw.gz"))) == 1
+
+
+def test_argument_wins_over_the_environment(tmp_path):
+    """A logfile that the program names is used, even if the environment began another trace at the import."""
+    source = """
+        from dftracer.logger import dft_fn, dftracer
+        log = dftracer.initialize_log("asked.pfw", "data", -1)
+        with dft_fn("a"): pass
+        log.finalize()
+        with dft_fn("b"): pass
+    """
+    assert run_script(source, tmp_path, DFTRACER_ENABLE="1", DFTRACER_LOG_FILE="env.pfw") == ""
+    assert files(tmp_path) == ["asked.pfw.gz"]
+    assert [event["cat"] for event in user(read(tmp_path / "asked.pfw.gz"))] == ["a"]
+
+
+def test_trace_of_the_environment_is_taken_over(tmp_path):
+    """Without a logfile, initialize_log goes on with the trace that the environment began; finalize ends it."""
+    source = """
+        from dftracer.python import dft_fn, dftracer
+        with dft_fn("a"): pass
+        log = dftracer.initialize_log()
+        with dft_fn("b"): pass
+        log.finalize()
+        with dft_fn("c"): pass
+    """
+    assert run_script(source, tmp_path, DFTRACER_ENABLE="1", DFTRACER_LOG_FILE="env.pfw") == ""
+    assert files(tmp_path) == ["env.pfw.gz"]
+    assert [event["cat"] for event in user(read(tmp_path / "env.pfw.gz"))] == ["a", "b"]
+
+
+def test_default_file(tmp_path, monkeypatch):
+    """Where nobody names a file, it is trace.pfw.gz in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    log = tracer.initialize_log()
+    with dft_fn("a"):
+        pass
+    log.finalize()
+    assert files(tmp_path) == ["trace.pfw.gz"]
+
+
+@pytest.mark.parametrize(("value", "written"), [("0", False), ("1", True), (None, True)])
+def test_enable(value, written, tmp_path, monkeypatch):
+    """DFTRACER_ENABLE=0 is off; unset, initialize_log is enough."""
+    if value is not None:
+        monkeypatch.setenv("DFTRACER_ENABLE", value)
+    log = tracer.initialize_log(tmp_path / "run.pfw")
+    with dft_fn("a") as event:
+        event.update(step=1).flush()
+    assert list(dft_fn("a").iter([1, 2])) == [1, 2]
+    log.log_event("a", "b", log.get_time(), 1)
+    log.log_metadata_event("a", "b")
+    log.finalize()
+    assert files(tmp_path) == (["run.pfw.gz"] if written else [])
+
+
+@pytest.mark.parametrize(("value", "args"), [("0", {}), ("1", {"epoch": 1}), (None, {"epoch": 1})])
+def test_inc_metadata(value, args, traced, monkeypatch):
+    """DFTRACER_INC_METADATA=0 leaves arguments out; unset, they are written."""
+    if value is not None:
+        monkeypatch.setenv("DFTRACER_INC_METADATA", value)
+    (event,) = traced(lambda: dft_fn("a", epoch=1).log(lambda: None)())
+    assert own(event) == args
+
+
+def test_compression(tmp_path, monkeypatch):
+    """DFTRACER_TRACE_COMPRESSION=0 writes plain text."""
+    monkeypatch.setenv("DFTRACER_TRACE_COMPRESSION", "0")
+    log = tracer.initialize_log(tmp_path / "run.pfw")
+    with dft_fn("a"):
+        pass
+    log.finalize()
+    assert files(tmp_path) == ["run.pfw"]
+    assert len(user(read(tmp_path / "run.pfw"))) == 1
+
+
+@pytest.mark.parametrize(("value", "level"), [("DEBUG", 10), ("INFO", 20), ("WARN", 30), ("error", 40)])
+def test_log_level(value, level, tmp_path, monkeypatch):
+    """DFTRACER_LOG_LEVEL is the level of pipesight's logger for traces, which keeps its name."""
+    monkeypatch.setenv("DFTRACER_LOG_LEVEL", value)
+    tracer.initialize_log(tmp_path / "run.pfw").finalize()
+    assert logging.getLogger("pipesight.trace").level == level
+
+
+def test_bad_log_level(tmp_path, monkeypatch, caplog):
+    """A level that is none is said, and ignored."""
+    monkeypatch.setenv("DFTRACER_LOG_LEVEL", "LOUD")
+    tracer.initialize_log(tmp_path / "run.pfw").finalize()
+    assert "'LOUD'; ignored" in caplog.text
+    assert logging.getLogger("pipesight.trace").level == logging.NOTSET
+
+
+def test_initialize_again_after_finalize(tmp_path):
+    """A second initialize_log after finalize writes again; a second finalize does no harm."""
+    for name in ("one", "two"):
+        log = tracer.initialize_log(tmp_path / f"{name}.pfw", None, -1)
+        with dft_fn(name):
+            pass
+        log.finalize()
+        log.finalize()
+    for name in ("one", "two"):
+        assert [event["cat"] for event in user(read(tmp_path / f"{name}.pfw.gz"))] == [name]
+
+
+def test_initialize_twice(tmp_path, caplog):
+    """Without finalize, a second initialize_log goes on with the first file, and says so if it names another."""
+    log = tracer.initialize_log(tmp_path / "one.pfw")
+    with dft_fn("a"):
+        pass
+    tracer.initialize_log(tmp_path / "one.pfw")
+    tracer.initialize_log()
+    assert caplog.text == ""
+    tracer.initialize_log(tmp_path / "two.pfw")
+    assert "two.pfw is not begun" in caplog.text
+    with dft_fn("b"):
+        pass
+    log.finalize()
+    assert files(tmp_path) == ["one.pfw.gz"]
+    assert [event["cat"] for event in user(read(tmp_path / "one.pfw.gz"))] == ["a", "b"]
+
+
+def test_trace_begun_by_pipesight(tmp_path):
+    """A trace that pipesight.trace.start began outlives initialize_log and finalize."""
+    with pipesight.trace.start(tmp_path / "ours.pfw"):
+        log = tracer.initialize_log()
+        with dft_fn("a"):
+            pass
+        log.finalize()
+        with dft_fn("b"):
+            pass
+    assert [event["cat"] for event in user(read(tmp_path / "ours.pfw.gz"))] == ["a", "b"]
+
+
+def test_process_id_is_in_the_name(tmp_path):
+    """Processes that share a logfile and pass their number write files of their own."""
+    log = tracer.initialize_log(str(tmp_path / "run.pfw"), "/data", process_id=3)
+    with dft_fn("a"):
+        pass
+    log.finalize()
+    assert files(tmp_path) == ["run-3.pfw.gz"]
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import os; os._exit(0)"])
+def test_end_without_finalize(end, tmp_path):
+    """A program that forgets finalize leaves a whole file."""
+    source = f"""
+        from dftracer.logger import dft_fn, dftracer
+        dftracer.initialize_log("run.pfw", None, -1)
+        with dft_fn("a"): pass
+        {end}
+    """
+    run_script(source, tmp_path)
+    assert len(user(read(tmp_path / "run.pfw.gz"))) == 1
+
+
+# dft_fn as a block.
+
+
+def test_block(traced):
+    """A block is an event with the arguments of the constructor and of every update, as what they are."""
+
+    def work():
+        with dft_fn(cat="io", name="read", epoch=1, image_size=2.5) as event:
+            event.update(step=2, args={"file": "x", "big": 2**40, "epoch": 3})
+
+    (event,) = traced(work)
+    assert (event["cat"], event["name"]) == ("io", "read")
+    assert own(event) == {"epoch": 3, "image_size": 2.5, "step": 2, "file": "x", "big": 2**40}
+
+
+def test_default_name(traced):
+    """Without a name, a block is called after the function it is in."""
+
+    def load_images():
+        with dft_fn("io"):
+            pass
+
+    assert [event["name"] for event in traced(load_images)] == ["load_images"]
+
+
+def test_flush_and_reset(traced):
+    """Flush records at once, and only once; reset begins anew; what is between belongs to no event of it."""
+
+    def work():
+        with dft_fn("a", name="step") as event:
+            for step in range(3):
+                with dft_fn("b", name=f"in {step}"):
+                    pass
+                event.update(step=step).flush()
+                event.flush()
+                with dft_fn("b", name="between"):
+                    pass
+                event.reset()
+            with dft_fn("b", name="in last"):
+                pass
+
+    found = traced(work)
+    steps = [event for event in found if event["name"] == "step"]
+    assert [own(event)["step"] for event in steps] == [0, 1, 2, 2]
+    parents = {event["name"]: event["args"]["p_idx"] for event in found if event["cat"] == "b"}
+    names = ["in 0", "in 1", "in 2", "in last"]
+    assert [parents[name] for name in names] == [event["id"] for event in steps]
+    assert parents["between"] == 6
+
+
+def test_flush_without_a_block(traced):
+    """Outside of a block, an event lasts from when it was made, or reset, to its flush."""
+
+    def work():
+        event = dft_fn("a", name="x")
+        time.sleep(0.02)
+        event.flush()
+        event.flush()
+        time.sleep(0.02)
+        event.reset().flush()
+
+    long, short = traced(work)
+    assert long["dur"] > 15_000 > short["dur"]
+
+
+def test_flush_of_an_outer_block(traced):
+    """Flushing within nested uses of one object records the innermost; each is recorded once."""
+
+    def work():
+        event = dft_fn("a", name="x")
+        with event, event:
+            event.flush()
+            time.sleep(0.01)
+
+    inner, outer = traced(work)
+    assert inner["args"]["p_idx"] == outer["id"]
+    assert inner["dur"] < 10_000 <= outer["dur"]
+
+
+def test_nested_in_itself(traced):
+    """One object can be open many times at once; DFTracer records the last only."""
+
+    def work():
+        event = dft_fn("a", name="x")
+        with event, event, event:
+            pass
+
+    found = traced(work)
+    assert [event["args"]["level"] for event in found] == [4, 3, 2]
+
+
+def test_disabled(traced):
+    """With enable=False nothing is recorded, and code in it runs as ever."""
+
+    def work():
+        silent = dft_fn("a", enable=False)
+        with silent as event, dft_fn("b", name="in"):
+            event.update(step=1).flush().reset()
+        assert silent.log(lambda x: x + 1)(1) == 2
+        assert list(silent.iter([1, 2])) == [1, 2]
+        silent.log_metadata("a", "b")
+
+    (event,) = traced(work)
+    assert (event["name"], event["args"]["level"]) == ("in", 2)
+
+
+def test_tracing_that_ends_within_a_block(tmp_path):
+    """A block that is open when the trace ends, or begins, disturbs no later one."""
+    log = tracer.initialize_log(tmp_path / "one.pfw")
+    with dft_fn("a"):
+        log.finalize()
+    with dft_fn("b"):
+        log = tracer.initialize_log(tmp_path / "two.pfw")
+        with dft_fn("c"):
+            pass
+    log.finalize()
+    (event,) = user(read(tmp_path / "two.pfw.gz"))
+    assert (event["cat"], event["args"]["level"], event["args"]["p_idx"]) == ("c", 2, 6)
+
+
+# dft_fn on functions.
+
+
+class Reader:
+    events = dft_fn("reader")
+
+    @events.log_init
+    def __init__(self, epoch, image_size=7):
+        self.epoch, self.image_idx = epoch, None
+
+    def step(self):
+        """As an optimizer's: not a number."""
+
+    @events.log
+    def read(self, step, extra=None):
+        """Read."""
+        return step + 1
+
+    @events.log_static
+    @staticmethod
+    def above(x):
+        return x
+
+    @staticmethod
+    @events.log_static
+    def below(x):
+        return x
+
+    @classmethod
+    @events.log(name="made")
+    def make(cls):
+        return cls.__name__
+
+    @property
+    def image_size(self):
+        raise RuntimeError("not yet")
+
+
+def test_methods(traced):
+    """Methods go by their qualified name; arguments come from the call, or else from the object."""
+
+    def work():
+        reader = Reader(4)
+        assert reader.read(step=1) == 2
+        assert reader.read(1, "x") == 2
+        assert (Reader.above(1), reader.below(2), Reader.make()) == (1, 2, "Reader")
+
+    found = traced(work)
+    expected = [
+        ("Reader.__init__", {"epoch": 4, "image_size": 7}),
+        ("Reader.read", {"epoch": 4, "step": 1}),
+        ("Reader.read", {"epoch": 4, "step": 1}),
+        ("Reader.above", {}),
+        ("Reader.below", {}),
+        ("made", {}),
+    ]
+    assert [(event["name"], own(event)) for event in found] == expected
+    assert {event["cat"] for event in found} == {"reader"}
+    assert (Reader.read.__name__, Reader.read.__doc__) == ("read", "Read.")
+
+
+def test_arguments_of_calls(traced):
+    """A passed argument wins over its default, None is left out, and what was updated stays."""
+    event = dft_fn("a", epoch=9)
+
+    @event.log()
+    def f(x, step=5, *, image_idx=None):
+        pass
+
+    found = traced(lambda: [f(1), f(1, 6), f(1, step=7, image_idx=8)])
+    assert [own(e) for e in found] == [
+        {"epoch": 9, "step": 5},
+        {"epoch": 9, "step": 6},
+        {"epoch": 9, "step": 7, "image_idx": 8},
+    ]
+
+
+def test_exception_in_a_function(traced):
+    """A function that raises is an event too, and so is what is around it; DFTracer has none."""
+
+    @dft_fn("a").log
+    def fail():
+        raise KeyError("x")
+
+    def work():
+        with pytest.raises(KeyError), dft_fn("a", name="around"):
+            fail()
+        with dft_fn("a", name="after"):
+            pass
+
+    found = traced(work)
+    assert [(e["name"].rpartition(".")[2], e["args"]["level"]) for e in found] == [
+        ("fail", 3),
+        ("around", 2),
+        ("after", 2),
+    ]
+
+
+def test_recursion(traced):
+    """Each call of a recursive function is an event inside of the one before; DFTracer records 1 of 4."""
+
+    @dft_fn("a").log(name="down")
+    def down(step):
+        return step and down(step - 1)
+
+    found = traced(lambda: down(3))
+    assert [(own(e)["step"], e["args"]["level"]) for e in found] == [(0, 5), (1, 4), (2, 3), (3, 2)]
+    assert [e["args"]["p_idx"] for e in found] == [*(e["id"] for e in found[1:]), 6]
+
+
+def test_generators_and_coroutines(traced):
+    """The event of a generator or a coroutine lasts for its whole run; DFTracer measures the call alone."""
+    event = dft_fn("a")
+
+    @event.log(name="generator")
+    def generate():
+        yield 1
+        time.sleep(0.02)
+
+    @event.log(name="coroutine")
+    async def wait():
+        await asyncio.sleep(0.02)
+
+    @event.log(name="asynchronous generator")
+    async def stream():
+        yield 1
+        await asyncio.sleep(0.02)
+
+    async def main():
+        await wait()
+        assert [x async for x in stream()] == [1]
+
+    assert inspect.iscoroutinefunction(wait)
+    found = traced(lambda: [list(generate()), asyncio.run(main())])
+    assert [e["name"] for e in found] == ["generator", "coroutine", "asynchronous generator"]
+    assert all(e["dur"] > 15_000 for e in found)
+
+
+def test_other_callables(traced):
+    """Partial functions, properties and callable objects can be decorated; a class cannot, and the error says what."""
+
+    class Callable:
+        def __call__(self):
+            return 1
+
+    class Owner:
+        size = dft_fn("a").log(property(lambda self: 2))
+
+    event = dft_fn("a")
+    calls = [event.log(functools.partial(max, 1)), event.log(Callable(), name="callable")]
+    found = traced(lambda: [calls[0](2), calls[1](), Owner().size])
+    assert [e["name"].rpartition(".")[2] for e in found] == ["max", "callable", "<lambda>"]
+    with pytest.raises(TypeError, match="decorate the method"):
+        event.log(Owner)
+
+
+def test_threads(traced):
+    """Eight threads with one object: every event, each with its own duration and arguments."""
+    event = dft_fn("a")
+
+    @event.log(name="work")
+    def work(step):
+        time.sleep(0.002)
+
+    def many(number):
+        for k in range(20):
+            work(number * 20 + k)
+
+    def start():
+        threads = [threading.Thread(target=many, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    found = traced(start)
+    assert sorted(own(e)["step"] for e in found) == list(range(160))
+    assert all(e["dur"] >= 2000 and e["args"]["level"] == 2 for e in found)
+    assert len({e["tid"] for e in found}) == 8
+    assert {own(e)["step"] // 20 for e in found if e["tid"] == found[0]["tid"]} == {own(found[0])["step"] // 20}
+
+
+def test_decorated_before_the_trace_begins(tmp_path):
+    """What was decorated, and updated, while nothing was traced counts once there is a trace."""
+    source = """
+        from dftracer.logger import dft_fn, dftracer
+        event = dft_fn("a").update(epoch=1)
+        @event.log
+        def f(): pass
+        f()
+        log = dftracer.initialize_log("run.pfw", None, -1)
+        f()
+        log.finalize()
+    """
+    run_script(source, tmp_path)
+    (event,) = user(read(tmp_path / "run.pfw.gz"))
+    assert (event["id"], event["name"], own(event)) == (7, "f", {"epoch": 1})
+
+
+# dft_fn on loops.
+
+
+def test_loop(traced):
+    """A loop gives name.iter and name.yield for each item, with its number; the object's arguments go with them."""
+    event = dft_fn("a", epoch=1)
+    found = traced(lambda: list(event.iter("xy")))
+    expected = [(name, {"epoch": 1, "step": n}) for n in (1, 2) for name in ("loop.iter", "loop.yield")]
+    assert [(e["name"], own(e)) for e in found] == expected
+
+
+def test_loop_by_other_names(traced):
+    """The names of a loop and of its counter can be given, and either event left out."""
+    event = dft_fn("a")
+    found = traced(lambda: [list(event.iter([1], name="x", iter_name="n", include_iter=False))])
+    assert [(e["name"], own(e)) for e in found] == [("x.yield", {"n": 1})]
+    found = traced(lambda: [list(event.iter([1], "x", "n", include_yield=False))])
+    assert [(e["name"], own(e)) for e in found] == [("x.iter", {"n": 1})]
+
+
+def test_loop_that_is_left(traced):
+    """A body that breaks or raises is an event too; DFTracer loses it."""
+    event = dft_fn("a")
+
+    def fail():
+        for item in event.iter([1]):
+            raise KeyError(item)
+
+    def work():
+        for item in event.iter([1, 2, 3]):
+            if item == 2:
+                break
+        with pytest.raises(KeyError):
+            fail()
+
+    found = traced(work)
+    assert [e["name"] for e in found] == ["loop.iter", "loop.yield"] * 3
+
+
+# Events by hand.
+
+
+def test_log_event(traced):
+    """An event has the times that were given, and the arguments, tagged as in DFTracer 2 or not."""
+    log = tracer.get_instance()
+    start = []
+
+    def work():
+        start.append(log.get_time())
+        log.log_event("x", "a", start[0] - 50, 40, string_args={"n": "1"})
+        log.log_event("y", "a", start[0], 0, {"n": (0, 2)}, {"f": (1, 0.5)}, {"s": (2, "z")})
+
+    first, second = traced(work)
+    assert (first["name"], first["cat"], first["ts"], first["dur"]) == ("x", "a", start[0] - 50, 40)
+    assert (own(first), own(second)) == ({"n": "1"}, {"n": 2, "f": 0.5, "s": "z"})
+    assert abs(start[0] / 1e6 - time.time()) < 60
+    assert first["id"] != second["id"]
+
+
+def test_enter_and_exit(traced):
+    """Between enter_event and exit_event, log_event describes what the events in between are nested in."""
+    log = tracer.get_instance()
+
+    def work():
+        log.enter_event()
+        start = log.get_time()
+        with dft_fn("a", name="inner"):
+            pass
+        log.log_event("outer", "a", start, log.get_time() - start)
+        log.log_event("more", "a", start, 0)
+        log.exit_event()
+        log.exit_event()
+        log.log_event("after", "a", start, 0)
+
+    found = {event["name"]: event for event in traced(work)}
+    outer = found["outer"]
+    assert (outer["args"]["level"], outer["args"]["p_idx"]) == (2, 6)
+    assert found["inner"]["args"]["p_idx"] == found["more"]["args"]["p_idx"] == outer["id"]
+    assert len({event["id"] for event in found.values()}) == 4
+    assert found["after"]["args"]["level"] == 2
+
+
+def test_enter_before_the_trace_begins(traced):
+    """An enter_event while nothing was traced has an exit_event of its own."""
+    log = tracer.get_instance()
+    log.enter_event()
+    found = traced(lambda: [log.log_event("x", "a", 0, 0), log.exit_event(), log.log_event("y", "a", 0, 0)])
+    assert [(e["args"]["level"], e["args"]["p_idx"]) for e in found] == [(2, 6), (2, 6)]
+
+
+def test_metadata(tmp_path):
+    """Facts about a run are lines of metadata, their values strings."""
+    log = tracer.initialize_log(tmp_path / "run.pfw")
+    log.log_metadata_event("model", "U-Net")
+    dft_fn("a").log_metadata("layers", 5)
+    log.set_app_metadata_int("ranks", 8)
+    log.set_app_metadata_string("machine", 'the "big" one')
+    log.finalize()
+    lines = [line for line in read(tmp_path / "run.pfw.gz") if line["name"] == "CM"]
+    assert [(line["args"]["name"], line["args"]["value"]) for line in lines] == [
+        ("model", "U-Net"),
+        ("layers", "5"),
+        ("ranks", "8"),
+        ("machine", 'the "big" one'),
+    ]
+    assert {(line["ph"], line["cat"], line["id"]) for line in lines} == {("M", "dftracer", 6)}
+
+
+def test_whatever_the_program_says_is_json(traced):
+    """Quotes, newlines, NaN, large integers, objects and odd keys are written, and training goes on."""
+
+    class Odd:
+        def __repr__(self):
+            raise RuntimeError
+
+    odd = {"quote": '"\n\\', "nan": float("nan"), "big": 2**31, "huge": 2**70, 3: Odd(), "list": [1, {"a": 2}]}
+    odd |= {"control": "\x00\x1f", "half": "\ud800"}
+
+    def work():
+        with dft_fn('cat"\n', name='na"me\\', epoch=2**40) as event:
+            event.update(args=odd)
+        tracer.get_instance().log_event('x"', "a", 0, 0, odd)
+
+    first, second = traced(work)
+    assert (first["cat"], first["name"], second["name"]) == ('cat"\n', 'na"me\\', 'x"')
+    args = own(first)
+    assert args["epoch"] == 2**40
+    assert (args["quote"], args["nan"], args["big"], args["huge"]) == ('"\n\\', "NaN", 2**31, str(2**70))
+    assert (args["3"], args["list"], args["control"]) == ("<Odd: RuntimeError>", [1, {"a": 2}], "\x00\x1f")
+    assert own(second) == {key: value for key, value in args.items() if key != "epoch"}
+
+
+# Processes.
+
+WORKERS = """
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+    from dftracer.logger import dft_fn, dftracer
+
+    events = dft_fn("data")
+
+    class Squares(Dataset):
+        def __len__(self):
+            return 64
+
+        @events.log
+        def __getitem__(self, image_idx):
+            return torch.tensor(image_idx**2)
+
+    log = dftracer.initialize_log("run.pfw", None, -1)  # also run by workers that are spawned
+
+    if __name__ == "__main__":
+        loader = DataLoader(Squares(), batch_size=8, num_workers=2, multiprocessing_context="{method}")
+        assert sum(int(batch.sum()) for batch in events.iter(loader)) == sum(n**2 for n in range(64))
+        log.finalize()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_of_a_data_loader(method, tmp_path):
+    """Each worker writes a file of its own beside the first: all 64 events; DFTracer has none of them."""
+    run_script(WORKERS.replace("{method}", method), tmp_path)
+    assert "run.pfw.gz" in files(tmp_path)
+    assert len(files(tmp_path)) == 3
+    found = [event for name in files(tmp_path) for event in user(read(tmp_path / name))]
+    items = [event for event in found if event["name"] == "Squares.__getitem__"]
+    assert sorted(own(event)["image_idx"] for event in items) == list(range(64))
+    assert len({event["pid"] for event in items}) == 2
+    assert [event["name"] for event in user(read(tmp_path / "run.pfw.gz"))] == ["loop.iter", "loop.yield"] * 8
+
+
+def test_forked_process_with_a_file_of_its_own(tmp_path):
+    """A forked process that calls initialize_log with another name writes there, and leaves its parent's file alone."""
+    source = """
+        import multiprocessing
+        from dftracer.logger import dft_fn, dftracer
+        def work():
+            log = dftracer.initialize_log("child.pfw")
+            with dft_fn("child"): pass
+            log.finalize()
+        log = dftracer.initialize_log("parent.pfw")
+        with dft_fn("parent"): pass
+        process = multiprocessing.get_context("fork").Process(target=work)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        with dft_fn("parent"): pass
+        log.finalize()
+    """
+    run_script(source, tmp_path)
+    assert files(tmp_path) == ["child.pfw.gz", "parent.pfw.gz"]
+    assert [event["cat"] for event in user(read(tmp_path / "child.pfw.gz"))] == ["child"]
+    assert [event["cat"] for event in user(read(tmp_path / "parent.pfw.gz"))] == ["parent"] * 2
+
+
+def test_killed(tmp_path):
+    """After a kill -9, what was recorded before can be read; DFTracer loses all of it."""
+    source = """
+        import os, signal
+        from dftracer.logger import dft_fn, dftracer
+        from pipesight.trace import flush
+        dftracer.initialize_log("run.pfw", None, -1)
+        for step in range(1000):
+            with dft_fn("a", step=step): pass
+        flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(source))
+    ended = subprocess.run([sys.executable, path.name], cwd=tmp_path, timeout=60, capture_output=True)
+    assert ended.returncode == -signal.SIGKILL
+    text = gzip.decompress((tmp_path / "run.pfw.gz").read_bytes()).decode()
+    lines = [json.loads(line) for line in text.splitlines() if line not in "[]"]
+    assert len(user(lines)) == 1000
+
+
+def test_pickle():
+    """A dft_fn can be part of what is sent to another process."""
+    copy = pickle.loads(pickle.dumps(dft_fn("a", name="x", epoch=1)))
+    assert (copy.category, copy.name, copy.args) == ("a", "x", {"epoch": 1})
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled(fullgraph, traced):
+    """Inside of torch.compile, a decorated function breaks no graph, and a block no code."""
+    import torch
+
+    event = dft_fn("a")
+
+    @event.log(name="double")
+    def double(x):
+        return 2 * x
+
+    @functools.partial(torch.compile, backend="eager", fullgraph=fullgraph)
+    def compiled(x):
+        if fullgraph:
+            return double(x) + 1
+        with dft_fn("a", name="block"):
+            return double(x) + 1
+
+    def work():
+        with dft_fn("a", name="around"):
+            assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 3.0))
+
+    found = traced(work)
+    assert [e["args"]["level"] for e in found if e["name"] == "around"] == [2]
