@@ -213,8 +213,8 @@ def test_distributed_checkpoints(instrumented, tmp_path):
 
     state = {"a": torch.ones(3)}
     with capture_events() as events:
-        checkpoint.save(state, checkpoint_id=str(tmp_path / "shards"), no_dist=True)
-        checkpoint.load(state, checkpoint_id=str(tmp_path / "shards"), no_dist=True)
+        checkpoint.save(state, checkpoint_id=str(tmp_path / "shards"))
+        checkpoint.load(state, checkpoint_id=str(tmp_path / "shards"))
     outer = [e for e in events if e["args"]["level"] == 2 and e["cat"] == "checkpoint"]
     assert names(outer) == ["checkpoint.capture", "checkpoint.restart"]
     assert {e["args"]["path"] for e in outer} == {str(tmp_path / "shards")}

@@ -86,7 +86,10 @@ def _register() -> None:
                 return self
 
             def exit(self, tx: Any, *args: Any) -> Any:
-                tx.active_generic_context_managers.pop()
+                if hasattr(tx, "active_generic_context_managers"):
+                    tx.active_generic_context_managers.pop()
+                else:  # torch 2.6 counts them
+                    tx.generic_context_manager_depth -= 1
                 return ConstantVariable.create(None)
 
         def wrap(builder: Any, value: Any) -> Any:
