@@ -30,7 +30,7 @@ def capture_events() -> Iterator[list[dict[str, Any]]]:
         yield events
     finally:
         tracer.remove(capture)
-        lines = "".join(capture.texts).splitlines()
+        lines = b"".join(capture.texts).splitlines()
         events += [json.loads(line) for line in lines if not line.startswith(NAMING)]
 
 
@@ -38,9 +38,9 @@ class _Capture:
     """Keeps the lines in memory."""
 
     def __init__(self) -> None:
-        self.texts: list[str] = []
+        self.texts: list[bytes] = []
 
-    def put(self, text: str, events: int) -> None:
+    def put(self, text: bytes, events: int) -> None:
         self.texts.append(text)
 
     def flush(self) -> None:

@@ -19,7 +19,7 @@ _dumps = JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 _OURS = ("hhash", "p_idx", "level")  # arguments that each event has
 _MOST_NAMES = 1000  # of threads, in the header
-NAMING = '{"id":0,"name":"thread_name","cat":"dftracer",'
+NAMING = b'{"id":0,"name":"thread_name","cat":"dftracer",'
 """How lines begin that are not events, among those that are."""
 
 
@@ -65,7 +65,7 @@ class Encoder:
 
     # The frame.
 
-    def header(self) -> str:
+    def header(self) -> bytes:
         """Return what a file begins with: the names behind the hashes, and the event that is around all others."""
         thread = self.pid  # on Linux, the first thread has the number of its process
         command, executable, folder = " ".join(sys.argv), sys.executable, _folder()
@@ -95,12 +95,12 @@ class Encoder:
         ]
         others = [known for known in list(self._names.items()) if known[0] != self.pid]
         lines += [self._metadata(0, "thread_name", number, name, str(number)) for number, name in others]
-        return "[\n" + "".join(f"{line}\n" for line in lines)
+        return ("[\n" + "".join(f"{line}\n" for line in lines)).encode()
 
-    def footer(self, events: int, lost: int) -> str:
+    def footer(self, events: int, lost: int) -> bytes:
         """Return what a file ends with."""
         counts = {"hhash": self._host[1], "num_events": events, "lost_events": lost, "p_idx": 0, "level": 1}
-        return self._event(0, "end", self.pid, time.perf_counter_ns(), counts) + "\n]\n"
+        return self._event(0, "end", self.pid, time.perf_counter_ns(), counts).encode() + b"\n]\n"
 
     def _metadata(self, number: int, name: str, thread: int, meaning: str, value: str | None = None) -> str:
         args = {"hhash": self._host[1], "name": meaning}
@@ -121,7 +121,7 @@ class Encoder:
 
     # The events.
 
-    def lines(self, events: Sequence[Any]) -> tuple[str, int]:
+    def lines(self, events: Sequence[Any]) -> tuple[bytes, int]:
         """Return the lines of events as `EVENTS` holds them, one after the other, and how many events they are."""
         lines: list[bytes] = []
         add = lines.append
@@ -146,7 +146,7 @@ class Encoder:
                 entry = self._remember(node, thread, args)
             begin = (start + rest) // 1000
             add(entry[1] % (number, begin + micro, (stop + rest) // 1000 - begin, parent, level))
-        return b"".join(lines).decode(), count
+        return b"".join(lines), count
 
     def _remember(self, node: Any, thread: int, args: Args) -> _Entry:
         """Make a line of what is likely to come again, a node with its arguments, and leave out the numbers."""

@@ -103,13 +103,13 @@ class TraceFile:
 
     # For one thread that puts.
 
-    def put(self, text: str, events: int) -> None:
+    def put(self, text: bytes, events: int) -> None:
         """Take a block of lines to write. Never waits for the disk."""
         block = self._pack(text)
         if self._max_bytes and events > 1 and len(block) + _FRAME > self._max_bytes:
             lines = text.splitlines(keepends=True)
             for some in (lines[: len(lines) // 2], lines[len(lines) // 2 :]):
-                self.put("".join(some), sum(not line.startswith(NAMING) for line in some))
+                self.put(b"".join(some), sum(not line.startswith(NAMING) for line in some))
             return
         self._bytes_put += len(block)
         self._jobs.put((block, events))
@@ -133,12 +133,11 @@ class TraceFile:
         self._warn("the disk cannot follow")
         return True
 
-    def _pack(self, text: str) -> bytes:
-        raw = text.encode()
+    def _pack(self, text: bytes) -> bytes:
         if not self._compress:
-            return raw
+            return text
         packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP, _MEMORY, zlib.Z_FILTERED)
-        return packer.compress(raw) + packer.flush()
+        return packer.compress(text) + packer.flush()
 
     # For anyone.
 

@@ -39,7 +39,7 @@ _LAST_WAIT = 5.0  # seconds that the end of a process waits for it
 class Sink(Protocol):
     """Takes the lines of a trace."""
 
-    def put(self, text: str, events: int) -> None:
+    def put(self, text: bytes, events: int) -> None:
         """Take some lines. Must not wait."""
 
     def flush(self) -> None:
