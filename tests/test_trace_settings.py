@@ -111,9 +111,10 @@ def test_dftracers_environment_traces(tmp_path):
 
 
 def test_environment_cannot_break_import():
-    """An impossible log file is a warning, not an exception."""
-    result = run("import pipesight.trace", PIPESIGHT_ENABLE=1, PIPESIGHT_LOG_FILE="/")
-    assert "no trace is written to '/'" in result.stderr
+    """What cannot be is a warning, not an exception."""
+    wrong = {"PIPESIGHT_PARENT": 1, "PIPESIGHT_CLOCK": f"noon@{os.uname().nodename}"}
+    result = run("import pipesight.trace", PIPESIGHT_ENABLE=1, PIPESIGHT_LOG_FILE="trace", **wrong)
+    assert "no trace is written to 'trace'" in result.stderr
 
 
 def test_program_before_environment(tmp_path):
@@ -349,3 +350,21 @@ def test_log_is_quiet(tmp_path, caplog):
     with caplog.at_level(logging.DEBUG), trace.start(tmp_path / "run"), ai.compute.step:
         pass
     assert not caplog.records
+
+
+def test_a_folder_stands_for_a_file_in_it(tmp_path):
+    """Given a folder, the trace is in it, not beside it."""
+    for given in (tmp_path, f"{tmp_path}/new/"):
+        with trace.start(given) as session, ai.compute.step:
+            pass
+        assert session.path == Path(given) / "trace.pfw.gz"
+        assert session.path.exists()
+
+
+def test_empty_path(tmp_path, monkeypatch):
+    """No file is no trace, and nothing is left of the attempt."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the path of a trace must not be empty"):
+        trace.start("")
+    trace.stop()
+    trace.start("another").stop()

@@ -422,3 +422,17 @@ def test_copies_are_the_node_itself(again):
     with capture_events() as events, use:
         pass
     assert args_of(named(events, "forward")) == {"a": 1}
+
+
+def test_unknown_event():
+    """A name that is not in the tree says which are."""
+    with pytest.raises(AttributeError, match=r"no event 'froward' \(its events: forward, backward, step\)"):
+        ai.compute.froward  # noqa: B018
+    assert not hasattr(ai.compute, "froward")
+
+
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_name_of_a_derived_event(name):
+    """It must be one."""
+    with pytest.raises(ValueError, match="must be a string that is not empty"):
+        ai.compute.derive(name)

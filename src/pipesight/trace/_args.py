@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-__all__ = ["plain", "plain_args"]
+__all__ = ["named_args", "plain", "plain_args"]
 
 _LONGEST = 64 * 1024  # characters of a string
 _DEEPEST = 8
@@ -24,6 +24,14 @@ def plain_args(args: Mapping[Any, Any]) -> dict[str, Any]:
     {'lr': 0.1, 'loss': 'NaN', 'where': '/data'}
     """
     return {key if type(key) is str else _key(key): plain(value) for key, value in args.items()}
+
+
+def named_args(
+    epoch: int | None, step: int | None, image_idx: int | None, image_size: Any, args: Mapping[Any, Any] | None
+) -> dict[str, Any]:
+    """Return the arguments that the conventions name, as far as they are given, and others."""
+    named = {"epoch": epoch, "step": step, "image_idx": image_idx, "image_size": image_size}
+    return plain_args({**{name: value for name, value in named.items() if value is not None}, **(args or {})})
 
 
 def plain(value: Any) -> Any:

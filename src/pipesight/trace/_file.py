@@ -294,5 +294,5 @@ def _lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        pass
+        pass  # it has no locks: then names alone have to do
     return True

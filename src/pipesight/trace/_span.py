@@ -25,6 +25,7 @@ __all__ = [
     "CROWD",
     "EVENTS",
     "FIELDS",
+    "METADATA",
     "NO_ARGS",
     "ROOT_ID",
     "WHEN",
@@ -247,6 +248,10 @@ class Mark:
     """Joins the two ends of an arrow."""
 
 
+METADATA = Mark("M", "CM", "dftracer")
+"""A fact about the run: arguments ``name`` and ``value``."""
+
+
 def put(mark: Mark, args: Args, moment: int | None = None) -> None:
     """Record a mark, now or at another ``moment``, in the current span and thread."""
     up = _open.get()
@@ -264,3 +269,5 @@ def past(node: Any, start: int, stop: int, args: Args, *, number: int | None = N
     if thread is None and up[5] != _ident():
         up = _adopt(up)
     EVENTS.extend((node, number or next_id(), up[1], start, stop, up[4] + 1, up[5] if thread is None else thread, args))
+    if not len(EVENTS) & CROWD:
+        call_for_help()

@@ -17,10 +17,10 @@ from types import EllipsisType, FunctionType
 from typing import Any, ClassVar, Literal, TypeVar, overload
 
 from pipesight.trace import _span, session
-from pipesight.trace._args import plain, plain_args
+from pipesight.trace._args import named_args, plain, plain_args
 from pipesight.trace._compile import know
 from pipesight.trace._loop import Loop
-from pipesight.trace._span import EVENTS, NO_ARGS, Args, Mark, Span, begin, begin_silently, end, remove
+from pipesight.trace._span import EVENTS, METADATA, NO_ARGS, Args, Span, begin, begin_silently, end, remove
 from pipesight.trace._tracer import tracer
 from pipesight.trace._wrap import wrap
 from pipesight.trace.node import is_recording
@@ -40,7 +40,6 @@ DFTRACER_LOG_LEVEL = Settings.from_environment().log_level
 
 _DEFAULT_FILE = Path("trace.pfw")
 _PICKED = ("epoch", "step", "image_idx", "image_size")
-_METADATA = Mark("M", "CM", "dftracer")
 
 
 class dftracer:  # noqa: N801
@@ -165,7 +164,7 @@ class dftracer:  # noqa: N801
     def log_metadata_event(self, key: str, value: object) -> None:
         """Note a fact about this run."""
         if is_recording():
-            _span.put(_METADATA, {"name": str(plain(key)), "value": str(plain(value))})
+            _span.put(METADATA, {"name": str(plain(key)), "value": str(plain(value))})
 
     set_app_metadata_int = set_app_metadata_string = log_metadata_event
 
@@ -224,8 +223,7 @@ class dft_fn:  # noqa: N801
         args: Mapping[str, Any] | None = None,
     ) -> dft_fn:
         """Add arguments to its events that end from now on."""
-        named = zip(_PICKED, (epoch, step, image_idx, image_size), strict=True)
-        new = plain_args({**{name: value for name, value in named if value is not None}, **(args or {})})
+        new = named_args(epoch, step, image_idx, image_size, args)
         if new:
             self.args = {**self.args, **new}
         return self

@@ -12,12 +12,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from pipesight.trace import _span
-from pipesight.trace._args import plain_args
+from pipesight.trace._args import named_args
 from pipesight.trace._loop import Loop
-from pipesight.trace._span import CROWD, EVENTS, NO_ARGS, Args, Mark, begin, end_innermost, next_id, now
+from pipesight.trace._span import CROWD, EVENTS, METADATA, NO_ARGS, Args, begin, end_innermost, next_id, now
 from pipesight.trace._wrap import wrap
 
 __all__ = ["Node", "SilentNode", "Use", "is_recording", "set_recording"]
@@ -29,9 +29,6 @@ _add = EVENTS.extend
 _changing = threading.RLock()
 _roots: weakref.WeakSet[Node] = weakref.WeakSet()
 _recording = False
-
-
-_METADATA = Mark("M", "CM", "dftracer")
 
 
 class Node:
@@ -149,7 +146,7 @@ class Node:
 
     def _mark(self, what: Literal["start", "end"]) -> None:
         if self.recording and not _span.is_compiling():
-            _span.put(_METADATA, {"name": f"{self.name}.{what}", "value": _span.WHEN})
+            _span.put(METADATA, {"name": f"{self.name}.{what}", "value": _span.WHEN})
 
     # The tree.
 
@@ -160,6 +157,8 @@ class Node:
 
     def derive(self, name: str) -> Node:
         """Return a child, named ``self.name.name``; the same one for the same name."""
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"the name of a derived event must be a string that is not empty (name: {name!r})")
         with _changing:
             if name not in self._derived:
                 self._derived[name] = Node(f"{self.name}.{name}", self.category, self)
@@ -174,9 +173,13 @@ class Node:
             setattr(self, name, child)
         return child
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Node: ...
+    def __getattr__(self, name: str) -> Node:
+        # Only for what is not there; the annotation is for those who use the tree.
+        names = ", ".join(self.__dict__.get("_added", ())) or "none"
+        raise AttributeError(
+            f"{self.__dict__.get('name', 'a node')!r} has no event {name!r} (its events: {names}); "
+            f"for one of your own, use derive({name!r})"
+        )
 
     def subtree(self) -> Iterator[Node]:
         """Yield this node and all below."""
@@ -194,7 +197,7 @@ class Node:
         args: Args | None = None,
     ) -> Node:
         """Add arguments to the spans of this node and of all below that end from now on."""
-        new = _named(epoch, step, image_idx, image_size, args)
+        new = named_args(epoch, step, image_idx, image_size, args)
         if new:
             with _changing:
                 for node in self.subtree():
@@ -250,7 +253,7 @@ class Use:
         enable: bool | None = None,
     ) -> None:
         self._node, self._enable = node, enable
-        self._own = _named(epoch, step, image_idx, image_size, args)
+        self._own = named_args(epoch, step, image_idx, image_size, args)
         self.name, self.category = node.name, node.category
 
     @property
@@ -290,7 +293,7 @@ class Use:
         args: Args | None = None,
     ) -> Use:
         """Add arguments to this use alone."""
-        self._own = {**self._own, **_named(epoch, step, image_idx, image_size, args)}
+        self._own = {**self._own, **named_args(epoch, step, image_idx, image_size, args)}
         return self
 
     def __call__(self, function: F, /) -> F:
@@ -337,10 +340,3 @@ def _find(path: tuple[tuple[str, str], ...]) -> Node:
         for name, _ in rest:
             node = node._added.get(name) or node.derive(name)
     return node
-
-
-def _named(
-    epoch: int | None, step: int | None, image_idx: int | None, image_size: int | None, args: Args | None
-) -> dict[str, Any]:
-    named = {"epoch": epoch, "step": step, "image_idx": image_idx, "image_size": image_size}
-    return plain_args({**{name: value for name, value in named.items() if value is not None}, **(args or {})})

@@ -83,8 +83,9 @@ def start(
             train()
 
     Args:
-        path: the file. The name gets ``.pfw.gz``; under torchrun the rank goes into it, and processes that this one
-            starts write files of their own beside it, named by their process number.
+        path: the file, or a folder, for ``trace.pfw.gz`` in it. The name gets ``.pfw.gz``; under torchrun the rank
+            goes into it, and processes that this one starts write files of their own beside it, named by their process
+            number.
         compress: write gzip.
         include_args: write the arguments of events.
         interval: seconds from the end of an event until it is on disk, at most.
@@ -97,7 +98,7 @@ def start(
         raise ValueError(f"interval must be more than 0 seconds (interval: {interval})")
     if max_bytes is not None and max_bytes <= 0:
         raise ValueError(f"max_bytes must be more than 0, or None for no limit (max_bytes: {max_bytes})")
-    given = Path(path).absolute()
+    given = _file_in(path)
     if _session is not None and not _session.from_environment:
         raise RuntimeError(
             f"a trace is being written already, to {str(_session.path)!r}; end it first: pipesight.trace.stop()"
@@ -149,6 +150,14 @@ def _start(given: Path, settings: Settings, *, child: bool, from_environment: bo
     return _session
 
 
+def _file_in(path: str | os.PathLike[str]) -> Path:
+    """Return the file that is meant: a folder stands for ``trace`` in it."""
+    if not os.fspath(path):
+        raise ValueError("the path of a trace must not be empty; give it a file: start('trace.pfw.gz')")
+    given = Path(path).absolute()
+    return given / "trace" if given.is_dir() or os.fspath(path).endswith(os.sep) else given
+
+
 def stop() -> None:
     """End the trace that `start` began, if any."""
     if _session is not None:
@@ -167,7 +176,7 @@ def start_if_asked() -> None:
         return
     try:
         child = _inherited("PARENT") is not None
-        _start(settings.log_file.absolute(), settings, child=child, from_environment=True)
+        _start(_file_in(settings.log_file), settings, child=child, from_environment=True)
     except (OSError, ValueError) as error:
         logger.warning("no trace is written to %r: %s", str(settings.log_file), error)
 

@@ -1,21 +1,4 @@
 """``dftracer.dbg.logger`` of DFTracer 1, for pipesight."""
 
-from dftracer.logger import (
-    DFTRACER_ENABLE,
-    DFTRACER_ENABLE_ENV,
-    DFTRACER_LOG_LEVEL,
-    DFTRACER_LOG_LEVEL_ENV,
-    ai,
-    dft_fn,
-    dftracer,
-)
-
-__all__ = [
-    "DFTRACER_ENABLE",
-    "DFTRACER_ENABLE_ENV",
-    "DFTRACER_LOG_LEVEL",
-    "DFTRACER_LOG_LEVEL_ENV",
-    "ai",
-    "dft_fn",
-    "dftracer",
-]
+from dftracer.logger import *  # noqa: F403
+from dftracer.logger import __all__ as __all__

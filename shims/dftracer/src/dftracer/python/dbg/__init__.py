@@ -1,59 +1,6 @@
 """``dftracer.python.dbg``, the debug build, for pipesight: there is one build, and this is it."""
 
-from .ai import (
-    INIT_NAME,
-    ITER_COUNT_NAME,
-    CheckpointEvent,
-    CommunicationEvent,
-    ComputeEvent,
-    DataEvent,
-    DataLoaderEvent,
-    DeviceEvent,
-    DFTracerAI,
-    PipelineEvent,
-    ProfileCategory,
-    ai,
-    checkpoint,
-    comm,
-    compute,
-    data,
-    dataloader,
-    device,
-    pipeline,
-)
-from .logger import (
-    DFTRACER_ENABLE,
-    DFTRACER_ENABLE_ENV,
-    DFTRACER_LOG_LEVEL,
-    DFTRACER_LOG_LEVEL_ENV,
-    dft_fn,
-    dftracer,
-)
+from dftracer.python import *  # noqa: F403
+from dftracer.python import __all__ as _all
 
-__all__ = [
-    "DFTRACER_ENABLE",
-    "DFTRACER_ENABLE_ENV",
-    "DFTRACER_LOG_LEVEL",
-    "DFTRACER_LOG_LEVEL_ENV",
-    "INIT_NAME",
-    "ITER_COUNT_NAME",
-    "CheckpointEvent",
-    "CommunicationEvent",
-    "ComputeEvent",
-    "DFTracerAI",
-    "DataEvent",
-    "DataLoaderEvent",
-    "DeviceEvent",
-    "PipelineEvent",
-    "ProfileCategory",
-    "ai",
-    "checkpoint",
-    "comm",
-    "compute",
-    "data",
-    "dataloader",
-    "device",
-    "dft_fn",
-    "dftracer",
-    "pipeline",
-]
+__all__ = [name for name in _all if name != "__version__"]

@@ -1,45 +1,4 @@
 """``dftracer.python.dbg.ai``, for pipesight."""
 
-from dftracer.python.ai import (
-    INIT_NAME,
-    ITER_COUNT_NAME,
-    CheckpointEvent,
-    CommunicationEvent,
-    ComputeEvent,
-    DataEvent,
-    DataLoaderEvent,
-    DeviceEvent,
-    DFTracerAI,
-    PipelineEvent,
-    ProfileCategory,
-    ai,
-    checkpoint,
-    comm,
-    compute,
-    data,
-    dataloader,
-    device,
-    pipeline,
-)
-
-__all__ = [
-    "INIT_NAME",
-    "ITER_COUNT_NAME",
-    "CheckpointEvent",
-    "CommunicationEvent",
-    "ComputeEvent",
-    "DFTracerAI",
-    "DataEvent",
-    "DataLoaderEvent",
-    "DeviceEvent",
-    "PipelineEvent",
-    "ProfileCategory",
-    "ai",
-    "checkpoint",
-    "comm",
-    "compute",
-    "data",
-    "dataloader",
-    "device",
-    "pipeline",
-]
+from dftracer.python.ai import *  # noqa: F403
+from dftracer.python.ai import __all__ as __all__
