@@ -1,4 +1,4 @@
-"""Recorders of spans, each as a runner: 10,000 spans with two integer arguments are one step.
+"""Recorders of spans, each as a runner: 80,000 spans with two integer arguments are one step.
 
 Run by itself, it tells what a recorder leaves on disk, or how much memory it takes:
 
@@ -18,7 +18,9 @@ from typing import Any
 
 __all__ = ["RECORDERS", "Recorder"]
 
-SPANS = 10_000
+SPANS = 80_000
+PIECE = 1_000  # recorded spans are let go of after so many
+FLUSHED = 10_000  # and written after so many
 
 Loop = Callable[[int], None]
 
@@ -27,13 +29,14 @@ class Recorder:
     """Records spans in a loop, as fast as it can."""
 
     def __init__(self, name: str) -> None:
+        self.piece = FLUSHED if name == "pipesight" else SPANS
         self.folder = tempfile.TemporaryDirectory()
         self.stack = contextlib.ExitStack()
         self.loop: Loop = self.stack.enter_context(RECORDERS[name](Path(self.folder.name)))
 
     def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.loop(SPANS)
+        for _ in range(steps * SPANS // self.piece):
+            self.loop(self.piece)
 
     def gradient_norms(self) -> list[float]:
         return []
@@ -73,8 +76,9 @@ def pipesight_recording(folder: Path) -> Iterator[Loop]:
     inner = loop_of(ai.compute.forward)
 
     def loop(spans: int) -> None:
-        inner(spans)
-        _span.EVENTS.clear()
+        for _ in range(spans // PIECE):
+            inner(PIECE)
+            _span.EVENTS.clear()
 
     yield loop
 
@@ -103,14 +107,21 @@ def pipesight_writing(folder: Path) -> Iterator[Loop]:
         yield loop
 
 
-@contextlib.contextmanager
-def pipesight_threads(folder: Path) -> Iterator[Loop]:
-    with pipesight_recording(folder) as one, ThreadPoolExecutor(8) as pool:
+def in_threads(
+    recorder: Callable[[Path], contextlib.AbstractContextManager[Loop]],
+) -> Callable[[Path], contextlib.AbstractContextManager[Loop]]:
+    """Share the spans out to 8 threads."""
 
-        def loop(spans: int) -> None:
-            list(pool.map(one, [spans // 8] * 8))
+    @contextlib.contextmanager
+    def recorder_in_threads(folder: Path) -> Iterator[Loop]:
+        with recorder(folder) as one, ThreadPoolExecutor(8) as pool:
 
-        yield loop
+            def loop(spans: int) -> None:
+                list(pool.map(one, [spans // 8] * 8))
+
+            yield loop
+
+    return recorder_in_threads
 
 
 @contextlib.contextmanager
@@ -147,7 +158,8 @@ RECORDERS: dict[str, Callable[[Path], contextlib.AbstractContextManager[Loop]]] 
     "nullcontext": nullcontext,
     "pipesight, recording": pipesight_recording,
     "pipesight, disabled": pipesight_disabled,
-    "pipesight, 8 threads": pipesight_threads,
+    "nullcontext, 8 threads": in_threads(nullcontext),
+    "pipesight, 8 threads": in_threads(pipesight_recording),
     "pipesight": pipesight_writing,
     "dftracer": dftracer,
     "viztracer": viztracer,

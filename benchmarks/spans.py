@@ -23,7 +23,8 @@ CPU_NANOSECONDS = Quantity("ns of CPU a span", lambda turn: turn.cpu_seconds * 1
 
 def run(options: Options) -> bool:
     """Measure; return whether no contender crashed."""
-    names = ["nullcontext", "pipesight, recording", "pipesight, disabled", "pipesight, 8 threads", "dftracer"]
+    names = ["nullcontext", "nullcontext, 8 threads", "pipesight, recording", "pipesight, 8 threads"]
+    names += ["pipesight, disabled", "dftracer"]
     outcomes = measure(
         [contender(options, name) for name in names], rounds=options.rounds(15), turn_seconds=options.turn_seconds(0.05)
     )
@@ -33,6 +34,7 @@ def run(options: Options) -> bool:
         Goal("pipesight, recording", "dftracer", "cost", 0.10),
         Goal("pipesight, disabled", "nullcontext", "cost", 1.5),
         Goal("pipesight, 8 threads", "pipesight, recording", "cost", 1.0),
+        Goal("nullcontext, 8 threads", "nullcontext", "cost", 1.0),  # what the interpreter's lock alone costs
     ]
     show_goals(outcomes, goals, NANOSECONDS)
     names = ["nullcontext", "pipesight", "dftracer", "viztracer"]
