@@ -321,6 +321,49 @@ def test_idempotent_and_removable():
     assert events == []
 
 
+def forwards():
+    """Return how many events a forward of two nested modules gives now."""
+    with capture_events() as events:
+        nn.Sequential(nn.Linear(2, 2))(torch.randn(1, 2))
+    return len(events)
+
+
+def test_blocks_in_blocks():
+    """The end of an inner block leaves the outer one as it was, of whatever depth; the last one ends it."""
+    original = torch.save
+    with trace.instrument():
+        with trace.instrument():
+            assert forwards() == 1
+        assert forwards() == 1
+        with trace.instrument(depth=2):
+            with trace.instrument(depth=0):
+                assert forwards() == 0
+            assert forwards() == 2
+        assert forwards() == 1
+    assert forwards() == 0
+    assert torch.save is original
+
+
+def test_block_after_a_call():
+    """What was instrumented for good outlives a block; what a block was given ends with it; remove ends both."""
+    instrumentation = trace.instrument()
+    with trace.instrument():
+        pass
+    with trace.instrument(depth=2):
+        assert forwards() == 2
+    assert forwards() == 1
+    with instrumentation, instrumentation:
+        assert forwards() == 1
+    assert forwards() == 0
+    with trace.instrument() as inner:
+        inner.remove()
+        assert forwards() == 0
+    with trace.instrument(), trace.instrument(depth=2) as inner:
+        inner.remove()
+        assert forwards() == 0
+    assert forwards() == 0
+
+
 @pytest.mark.parametrize("depth", [-1, 1.5, True, "1"])
 def test_wrong_depth(depth):
     """A depth that is none is refused, and nothing is instrumented."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipesight.testing import capture_events
-from pipesight.trace import ai
+from pipesight.trace import ai, counter, instant
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,27 @@ def silent_parts(x):
     return y
 
 
-@pytest.mark.parametrize("function", [decorated, blocks, silent_parts], ids=lambda function: function.__name__)
+def derived_parts(x):
+    with ai.data.init, ai.data.derive("of its own"):
+        return x + 1
+
+
+def loops(x):
+    for n in ai.dataloader.fetch.iter(range(2)):
+        x = x + n
+    return x
+
+
+def marks(x):
+    instant("moment", n=1)
+    counter("curve", n=1)
+    return x + 1
+
+
+FUNCTIONS = [decorated, blocks, silent_parts, derived_parts, loops, marks]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("recording", [False, True])
 def test_one_graph_and_no_event(function, recording):
     """Code with spans compiles as one graph; inside, they are silent."""

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import subprocess
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from pipesight import GPipe, context, trace
 from pipesight.testing import capture_events
 from pipesight.trace import ai
+from processes import STRICT_PYTHON
 
 CHUNKS, PARTITIONS = 4, 2
 
@@ -105,6 +107,27 @@ def test_arrows(events):
     for key, start in starts.items():
         assert start["ts"] <= ends[key]["ts"]
         assert start["tid"] != ends[key]["tid"]
+
+
+STEP = """
+import torch
+from torch import nn
+from pipesight import GPipe
+from pipesight.testing import capture_events
+model = GPipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], devices=["cpu"] * 2, chunks=2)
+with capture_events() as events:
+    model(torch.randn(2, 1)).sum().backward()
+print(*{event["id"] for event in events if event["ph"] == "s"})
+"""
+
+
+def test_arrows_of_two_processes():
+    """Arrows of one process have other numbers than those of the next, so that one page can show both."""
+    outputs = [subprocess.run([*STRICT_PYTHON, "-c", STEP], capture_output=True, timeout=60).stdout for _ in range(2)]
+    one, other = (set(map(int, output.split())) for output in outputs)
+    assert len(one) == len(other) == 4
+    assert one.isdisjoint(other)
+    assert max(one | other) < 2**53
 
 
 def test_a_layer_that_raises():

@@ -92,6 +92,7 @@ def traces(folder: Path) -> dict[int, list[dict[str, Any]]]:
         ("os._exit(4)", 4),
         ("threading.Thread(target=os._exit, args=(5,)).start(); time.sleep(30)", 5),
         ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)", -signal.SIGTERM),
+        ("os.kill(os.getpid(), signal.SIGHUP); time.sleep(30)", -signal.SIGHUP),
         ("os.kill(os.getpid(), signal.SIGINT); time.sleep(30)", -signal.SIGINT),
         ("atexit.register(record, 0); threading.Thread(target=lambda: (time.sleep(0.2), record(0))).start()", 0),
     ],
@@ -147,10 +148,11 @@ time.sleep(30)
 
 
 def test_handlers_are_put_back(script):
-    """After stop, SIGTERM and os._exit are what they were."""
+    """After stop, SIGTERM, SIGHUP and os._exit are what they were."""
     body = "exit = os._exit\nstart('run')\nrecord(1)\nstop()\n"
-    process = script(body + "print(os._exit is exit, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)")
-    assert process.output == "True True\n"
+    handlers = "[signal.getsignal(number) is signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)]"
+    process = script(body + f"print(os._exit is exit, *{handlers})")
+    assert process.output == "True True True\n"
 
 
 def test_exit_wrapped_by_others(script, tmp_path):
@@ -332,6 +334,44 @@ if __name__ == "__main__":
     names = [line["args"]["name"] for path in tmp_path.glob("run-*") for line in events_of(path)
              if line["name"] == "process_name"]  # fmt: skip
     assert all("Process-" in name for name in names)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("late", [False, True])
+def test_traces_one_after_the_other(script, tmp_path, method, late):
+    """Processes belong to the trace that there is when they start, also if a server that is older forks them."""
+    body = f"""
+{"" if late else "import pipesight.trace"}
+def work(count):
+    from pipesight.trace import ai
+    for _ in range(count):
+        with ai.compute.step: pass
+if __name__ == "__main__":
+    import multiprocessing
+    from pipesight.trace import start
+    context = multiprocessing.get_context({method!r})
+    def run(count):
+        process = context.Process(target=work, args=(count,))
+        process.start(); process.join()
+        assert process.exitcode == 0
+    run(1)
+    with start('one'):
+        run(2)
+    run(3)
+    with start('two', compress=False):
+        run(4)
+    run(5)
+"""
+    (tmp_path / "late.py").write_text(body)
+    command = [sys.executable, "-W", "error", "late.py"]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PIPESIGHT_")}
+    ended = subprocess.run(command, cwd=tmp_path, env=inherited, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    (one,) = tmp_path.glob("one-*.pfw.gz")
+    (two,) = tmp_path.glob("two-*.pfw")
+    assert len(steps(one)) == 2
+    assert two.read_text().count('"name":"step"') == 4
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_start_without_guard(script, tmp_path):

@@ -38,10 +38,10 @@ def names(path: Path) -> list[str]:
     return [event["name"] for event in events if event["cat"] != "dftracer"]
 
 
-def run(code: str, **env: object) -> subprocess.CompletedProcess[str]:
+def run(code: str, *, cwd: Path | None = None, **env: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **{name: str(value) for name, value in env.items()}}
     command = [sys.executable, "-W", "error", "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=60, check=True)
 
 
 # The environment.
@@ -101,6 +101,38 @@ def test_environment_traces(tmp_path):
     code = "from pipesight.trace import ai\nwith ai.compute.forward: pass"
     run(code, PIPESIGHT_ENABLE=1, PIPESIGHT_LOG_FILE=tmp_path / "run")
     assert names(tmp_path / "run.pfw.gz") == ["forward"]
+
+
+def test_environment_without_a_file(tmp_path):
+    """PIPESIGHT_ENABLE alone traces into the current folder; DFTRACER_ENABLE waits for initialize_log."""
+    code = "from pipesight.trace import ai\nwith ai.compute.forward: pass"
+    run(code, cwd=tmp_path, DFTRACER_ENABLE=1)
+    assert list(tmp_path.iterdir()) == []
+    run(code, cwd=tmp_path, PIPESIGHT_ENABLE=1)
+    assert names(tmp_path / "trace.pfw.gz") == ["forward"]
+
+
+def test_environment_with_a_folder(tmp_path):
+    """A name that ends in a slash is a folder, there or not, as for start."""
+    code = "from pipesight.trace import ai\nwith ai.compute.forward: pass"
+    run(code, cwd=tmp_path, PIPESIGHT_ENABLE=1, PIPESIGHT_LOG_FILE="run/")
+    assert names(tmp_path / "run" / "trace.pfw.gz") == ["forward"]
+
+
+def test_switches_are_taken_for_true_or_false(tmp_path):
+    """Whatever is given for a switch of start counts as true or false; a trace is not left half begun."""
+    with trace.start(tmp_path / "run", compress="yes", include_args=[]), ai.compute.forward(epoch=1):
+        assert os.environ["PIPESIGHT_INC_METADATA"] == "0"
+    assert names(tmp_path / "run.pfw.gz") == ["forward"]
+
+
+def test_log_level():
+    """PIPESIGHT_LOG_LEVEL is the level of the logger of traces from the import on; one that is none is said."""
+    code = "import logging, pipesight.trace; print(logging.getLogger('pipesight.trace').level)"
+    assert run(code, PIPESIGHT_LOG_LEVEL="info").stdout == "20\n"
+    result = run(code, PIPESIGHT_LOG_LEVEL="LOUD")
+    assert result.stdout == "0\n"
+    assert "PIPESIGHT_LOG_LEVEL must be DEBUG, INFO, WARN or ERROR, but is 'LOUD'; ignored" in result.stderr
 
 
 def test_dftracers_environment_traces(tmp_path):

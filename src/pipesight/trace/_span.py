@@ -39,6 +39,7 @@ __all__ = [
     "current",
     "end",
     "end_innermost",
+    "innermost",
     "is_compiling",
     "next_id",
     "now",
@@ -165,6 +166,14 @@ def end_innermost(node: Any) -> None:
         span = span[2]
     if span is not None:
         end(span, node.args)
+
+
+def innermost(wanted: Callable[[Any], bool]) -> Span | None:
+    """Return the innermost open span of this context whose node is ``wanted``."""
+    span: Span | None = _open.get()
+    while span is not None and not wanted(span[0]):
+        span = span[2]
+    return span
 
 
 def remove(span: Span) -> Span:

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Protocol
 
-from pipesight.trace import _span, node
+from pipesight.trace import _span
 from pipesight.trace._encode import THREAD, Encoder
 from pipesight.trace._span import EVENTS, FIELDS, NO_ARGS, thread_ids
 from pipesight.trace.node import set_recording
@@ -34,6 +34,7 @@ _CROWDED = 200_000 * FIELDS
 _OVERCROWDED = 2 * _CROWDED
 _PATIENCE = 1.0  # seconds that code which records waits for the thread that drains, at most
 _LAST_WAIT = 5.0  # seconds that the end of a process waits for it
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # of which Python would let a process die with nothing done
 
 
 class Sink(Protocol):
@@ -211,8 +212,10 @@ class Tracer:
         if not self._watching_exit:
             self._watching_exit = True
             self._real_exit, os._exit = os._exit, self._flush_and_exit  # type: ignore[assignment]
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._flush_and_terminate)
+        if threading.current_thread() is threading.main_thread():
+            for number in _ENDINGS:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, self._flush_and_terminate)
 
     def _unwatch_exits(self) -> None:
         _span.on_crowd.remove(self.help_out)
@@ -221,9 +224,10 @@ class Tracer:
         if os._exit == self._flush_and_exit:  # nobody put something in front
             os._exit = self._real_exit  # type: ignore[assignment]
             self._watching_exit = False
-        ours = signal.getsignal(signal.SIGTERM) == self._flush_and_terminate
-        if ours and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if threading.current_thread() is threading.main_thread():
+            for number in _ENDINGS:
+                if signal.getsignal(number) == self._flush_and_terminate:
+                    signal.signal(number, signal.SIG_DFL)
 
     def finish(self) -> None:
         """Write everything and close the sinks: the process ends."""
@@ -244,13 +248,12 @@ class Tracer:
         try:
             self.finish()
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def after_fork(self) -> None:
         """Begin anew in a forked process: what was recorded before the fork is the parent's."""
         self._changing, self._requests = threading.RLock(), SimpleQueue()
-        node._changing = threading.RLock()  # a thread that is not here any more may have held it
         self._thread = None
         self._met.clear()
         EVENTS.clear()

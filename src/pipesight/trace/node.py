@@ -9,6 +9,7 @@ begins, so a switch in the middle of a block changes the next one, never half of
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -159,6 +160,8 @@ class Node:
         """Return a child, named ``self.name.name``; the same one for the same name."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"the name of a derived event must be a string that is not empty (name: {name!r})")
+        if _span.is_compiling():
+            return self  # any node will do: it is silent, and a new one would break the graph
         with _changing:
             if name not in self._derived:
                 self._derived[name] = Node(f"{self.name}.{name}", self.category, self)
@@ -340,3 +343,12 @@ def _find(path: tuple[tuple[str, str], ...]) -> Node:
         for name, _ in rest:
             node = node._added.get(name) or node.derive(name)
     return node
+
+
+def _renew_lock() -> None:
+    """Begin anew in a forked process: a thread that is not here any more may have held the lock."""
+    global _changing
+    _changing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

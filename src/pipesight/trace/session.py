@@ -10,10 +10,11 @@ from types import TracebackType
 
 from pipesight.trace._encode import Encoder
 from pipesight.trace._file import TraceFile
+from pipesight.trace._forkserver import keep_up_to_date
 from pipesight.trace._tracer import tracer
 from pipesight.trace.settings import Settings
 
-__all__ = ["Session", "flush", "start", "start_if_asked", "stop"]
+__all__ = ["Session", "flush", "follow_environment", "running", "start", "start_if_asked", "stop"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Session:
             _session = None
             for name, value in self._before.items():
                 _set(name, value)
+            keep_up_to_date()
         tracer.remove(self._file)
 
     def __enter__(self) -> Session:
@@ -65,6 +67,11 @@ class Session:
 
 
 _session: Session | None = None
+
+
+def running() -> Session | None:
+    """Return the trace that is being written."""
+    return _session
 
 
 def start(
@@ -107,8 +114,8 @@ def start(
         _session.stop()
     settings = Settings(
         log_file=given,
-        inc_metadata=include_args,
-        trace_compression=compress,
+        inc_metadata=bool(include_args),
+        trace_compression=bool(compress),
         interval=interval,
         max_bytes=max_bytes,
     )
@@ -134,6 +141,7 @@ def _start(given: Path, settings: Settings, *, child: bool, from_environment: bo
     )
     _session = Session(file, from_environment=from_environment)
     tracer.add(file, encoder)
+    keep_up_to_date()
     if not child:
         _session.hand_on(
             {
@@ -172,6 +180,7 @@ def flush() -> None:
 def start_if_asked() -> None:
     """Trace if the environment says so: a user's, or that of the process that started this one."""
     settings = Settings.from_environment()
+    settings.set_log_level()
     if not settings.enable or settings.log_file is None or _session is not None:
         return
     try:
@@ -181,7 +190,20 @@ def start_if_asked() -> None:
         logger.warning("no trace is written to %r: %s", str(settings.log_file), error)
 
 
-_inheritance = {name: value for name, value in os.environ.items() if name.startswith("PIPESIGHT_")}
+def follow_environment() -> None:
+    """Do as the environment says now that it has been changed: trace elsewhere, or begin to, or end."""
+    global _inheritance
+    _inheritance = _from_outside()
+    if _session is not None and _session.from_environment:
+        _session.stop()
+    start_if_asked()
+
+
+def _from_outside() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("PIPESIGHT_")}
+
+
+_inheritance = _from_outside()
 
 
 def _inherited(name: str) -> str | None:

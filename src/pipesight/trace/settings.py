@@ -31,9 +31,13 @@ class Settings:
     @staticmethod
     def from_environment() -> Settings:
         """Read the environment; say what is wrong with it, and go on."""
-        file = _read("LOG_FILE")
+        enable, file = _switch("ENABLE"), _read("LOG_FILE")
+        if not file and enable and "PIPESIGHT_ENABLE" in os.environ:  # DFTracer's programs name a file themselves
+            file = "trace"
+        if file and file.endswith(os.sep):  # a folder, there or not
+            file += "trace"
         return Settings(
-            enable=_switch("ENABLE"),
+            enable=enable,
             log_file=Path(file) if file else None,
             data_dir=_read("DATA_DIR"),
             inc_metadata=_switch("INC_METADATA") is not False,
@@ -42,6 +46,15 @@ class Settings:
             interval=_number("TRACE_INTERVAL", 0.5) or 0.5,
             max_bytes=int(_number("TRACE_MAX_BYTES", 0)) or None,
         )
+
+    def set_log_level(self) -> None:
+        """Give the logger ``pipesight.trace`` the level that was asked for, if any."""
+        level = (self.log_level or "").strip().upper()
+        if level in logging.getLevelNamesMapping():
+            logging.getLogger("pipesight.trace").setLevel(level)
+        elif level:
+            variable, value = _find("LOG_LEVEL")
+            logger.warning("%s must be DEBUG, INFO, WARN or ERROR, but is %r; ignored", variable, value)
 
 
 def _find(name: str) -> tuple[str, str | None]:

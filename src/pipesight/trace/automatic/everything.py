@@ -14,13 +14,19 @@ __all__ = ["Instrumentation", "instrument"]
 
 
 class Instrumentation:
-    """What `instrument` did; `remove` undoes it."""
+    """What `instrument` did. `remove` undoes it, and so does the end of the last ``with`` block that uses it."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, outer: Instrumentation | None = None) -> None:
         self.depth = depth
+        self._outer = outer
+        self._calls = 0  # of `instrument` that no block has begun with
+        self._blocks = 0
         self._patches = Patches()
+        self._apply()
+
+    def _apply(self) -> None:
         instrument_loading(self._patches)
-        instrument_modules(self._patches, depth)
+        instrument_modules(self._patches, self.depth)
         instrument_optimizers(self._patches)
         instrument_transfers(self._patches)
         instrument_collectives(self._patches)
@@ -31,13 +37,27 @@ class Instrumentation:
         global _instrumentation
         if _instrumentation is self:
             _instrumentation = None
+        self._calls = self._blocks = 0
         self._patches.undo()
 
     def __enter__(self) -> Instrumentation:
+        self._calls = max(0, self._calls - 1)
+        self._blocks += 1
         return self
 
     def __exit__(self, *_: object) -> None:
+        global _instrumentation
+        self._blocks -= 1
+        if self._blocks > 0 or self._calls > 0:
+            return
+        current = _instrumentation is self
         self.remove()
+        outer = self._outer
+        while outer is not None and not (outer._blocks or outer._calls):
+            outer = outer._outer
+        if current and outer is not None:  # of another depth
+            outer._apply()
+            _instrumentation = outer
 
 
 _instrumentation: Instrumentation | None = None
@@ -47,7 +67,8 @@ def instrument(*, depth: int = 1) -> Instrumentation:
     """Record what PyTorch does, under the names of the ``ai`` conventions, whenever a trace is being written.
 
     DataLoader fetches and epochs, the forward and backward of modules, optimizer steps, copies between devices,
-    communication of ``torch.distributed``, checkpoints. Calling it again changes nothing but ``depth``.
+    communication of ``torch.distributed``, checkpoints. Calling it again changes nothing but ``depth``, and a ``with``
+    block inside of another ends for itself alone.
 
     Example::
 
@@ -61,8 +82,10 @@ def instrument(*, depth: int = 1) -> Instrumentation:
     global _instrumentation
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
         raise ValueError(f"depth must be an integer of 0 or more (depth: {depth!r})")
-    if _instrumentation is not None and _instrumentation.depth != depth:
-        _instrumentation.remove()
     if _instrumentation is None:
         _instrumentation = Instrumentation(depth)
+    elif _instrumentation.depth != depth:
+        _instrumentation._patches.undo()
+        _instrumentation = Instrumentation(depth, outer=_instrumentation)
+    _instrumentation._calls += 1
     return _instrumentation

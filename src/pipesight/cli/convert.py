@@ -1,0 +1,179 @@
+"""`pipesight convert`: a trace for viewers that do not open it as it is."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from pipesight.report.reading import NotATraceError, TraceReader, find_traces
+
+__all__ = ["add_to", "run"]
+
+WRONG, FAILED = 2, 1
+"""Exit codes: what was asked cannot be; it could, but reading or writing failed."""
+LEVEL = 4  # of gzip: a seventh smaller than 3, and faster than 6
+STDOUT = Path("-")
+
+
+def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its options."""
+    parser = subcommands.add_parser(
+        "convert",
+        help="make one file of a trace, or of a folder of traces, for other viewers",
+        description="Make one file of a trace and the parts that follow it, or of all traces in a folder. Traces that "
+        "were cut off, or are still being written, are taken as far as they go.",
+    )
+    add = parser.add_argument
+    add("trace", type=Path, metavar="TRACE", help="a .pfw.gz or .pfw file, or a folder of such")
+    add(
+        "--to",
+        choices=["chrome"],
+        default="chrome",
+        help='chrome: a JSON object {"traceEvents": [...]}, for chrome://tracing and Perfetto (chrome)',
+    )
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write, compressed if it ends in .gz; - is the standard output (TRACE with .json for .pfw.gz; of "
+        "a folder, trace.json in it)",
+    )
+    add("--force", action="store_true", help="replace FILE if it is there")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, say what was made of what, and return the exit code."""
+    try:
+        readers = _readers(options.trace)
+        output = options.output or _output_for(options.trace)
+        _check(output, [reader.path for reader in readers], force=options.force)
+    except (FileNotFoundError, NotATraceError, FileExistsError) as error:
+        return _fail(str(error), WRONG)
+    except OSError as error:
+        return _fail(f"{error.filename or options.trace}: {error.strerror or error}", FAILED)
+    try:
+        with _opened(output) as file:
+            _write_chrome(readers, file)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return _fail(f"{error.filename or output}: {error.strerror or error}", FAILED)
+    _report(readers, output)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"pipesight convert: error: {message}", file=sys.stderr)
+    return code
+
+
+# What to read.
+
+
+def _readers(trace: Path) -> list[TraceReader]:
+    """Return the files to read; leave out those in a folder that are no traces, and say so."""
+    readers = []
+    refusal: NotATraceError | None = None
+    for path in find_traces(trace):
+        try:
+            next(iter(TraceReader(path)), None)
+        except NotATraceError as error:
+            if path == trace:
+                raise
+            refusal = error
+            _note(f"left out: {error}")
+        else:
+            readers.append(TraceReader(path))
+    if not readers and refusal is not None:
+        raise refusal
+    return readers
+
+
+# What to write.
+
+
+def _output_for(trace: Path) -> Path:
+    if trace.is_dir():
+        return trace / "trace.json"
+    return trace.with_name(trace.name.removesuffix(".gz").removesuffix(".pfw") + ".json")
+
+
+def _check(output: Path, traces: Sequence[Path], *, force: bool) -> None:
+    if output == STDOUT or not output.exists():
+        if not output.absolute().parent.is_dir():
+            raise FileNotFoundError(f"no such folder: {str(output.parent)!r}")
+        return
+    if output.is_dir():
+        raise FileExistsError(f"the output is a folder: {str(output)!r}; name a file in it: -o {output / 'trace.json'}")
+    if any(output.samefile(trace) for trace in traces):
+        raise FileExistsError(f"the output is the trace itself: {str(output)!r}; name another file with -o")
+    if output.is_file() and not force:
+        raise FileExistsError(f"the output exists: {str(output)!r}; replace it with --force, or name another with -o")
+
+
+@contextlib.contextmanager
+def _opened(output: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    """Open the output; it appears under its name when all of it is there."""
+    if output == STDOUT:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+    elif output.exists() and not output.is_file():  # a pipe, or a device
+        with output.open("wb") as file:
+            yield file
+    else:
+        final = output.resolve()
+        partial = final.with_name(f".{final.name}.{os.getpid()}")
+        try:
+            raw = partial.open("wb")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(output)) from None
+        try:
+            with raw:
+                if output.suffix != ".gz":
+                    yield raw
+                else:
+                    with gzip.GzipFile(final.stem, "wb", LEVEL, raw) as packed:
+                        yield packed
+            partial.replace(final)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _write_chrome(readers: Sequence[TraceReader], file: IO[bytes] | gzip.GzipFile) -> None:
+    between = b'{"traceEvents":[\n'
+    for reader in readers:
+        for line in reader:
+            file.write(between + line)
+            between = b",\n"
+    file.write(b"\n]}\n" if between == b",\n" else between + b"]}\n")
+
+
+# What to say.
+
+
+def _report(readers: Sequence[TraceReader], output: Path) -> None:
+    if skipped := sum(reader.skipped for reader in readers):
+        _note(f"left out: {skipped:,} lines that are no events, of {_files([r for r in readers if r.skipped])}")
+    if cut := [reader for reader in readers if not reader.whole]:
+        _note(f"without an end: {_files(cut)}; a process was killed, or is still writing")
+    events = sum(reader.events for reader in readers)
+    if output == STDOUT:
+        _note(f"{events:,} events of {_files(readers)}")
+    else:
+        print(f"{events:,} events of {_files(readers)}, in {output}")
+
+
+def _files(readers: Sequence[TraceReader]) -> str:
+    return str(readers[0].path) if len(readers) == 1 else f"{len(readers)} files"
+
+
+def _note(message: str) -> None:
+    print(f"pipesight convert: {message}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""What comes after a run: its traces, read."""
