@@ -47,9 +47,9 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 
-$(VENV)/.developed: $(VENV)/.installed shims/torchgpipe/pyproject.toml shims/dftracer/pyproject.toml
+$(VENV)/.developed: $(VENV)/.installed shims/torchgpipe/pyproject.toml shims/dftracer/pyproject.toml shims/nvdlfw_inspect/pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]" \
-		--editable shims/torchgpipe --editable shims/dftracer
+		--editable shims/torchgpipe --editable shims/dftracer --editable shims/nvdlfw_inspect
 	touch $@
 
 # torchgpipe is sdist-only and builds with the setuptools of its day.
@@ -58,5 +58,5 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check "setuptools<81" wheel numpy
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation torchgpipe==0.0.7
-	$(PEERS)/bin/pip install --quiet --disable-pip-version-check dftracer==2.2.0 viztracer==1.1.1
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check dftracer==2.2.0 viztracer==1.1.1 nvdlfw-inspect==0.2.2
 	touch $@

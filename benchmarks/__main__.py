@@ -17,14 +17,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cpu_step, empty_task, gpu, soak, spans
+from benchmarks import cpu_step, empty_task, gpu, soak, spans, statistics
 from benchmarks.harness import Options
 
 __all__ = ["main"]
 
 BENCHMARKS: dict[str, tuple[Callable[[Options], bool], str]] = {
     module.__name__.rpartition(".")[2]: (module.run, str(module.__doc__).partition("\n")[0])
-    for module in (cpu_step, empty_task, gpu, soak, spans)
+    for module in (cpu_step, empty_task, gpu, soak, spans, statistics)
 }
 
 
@@ -38,7 +38,10 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run (default: all)")
     parser.add_argument(
-        "--peers", type=Path, metavar="PYTHON", help="an interpreter that has torchgpipe, dftracer and viztracer"
+        "--peers",
+        type=Path,
+        metavar="PYTHON",
+        help="an interpreter that has the peers; make bench makes it",
     )
     parser.add_argument(
         "--torchgpipe-path",

@@ -50,6 +50,10 @@ def build(job: Job) -> Runner:
         from benchmarks.recorders import Recorder
 
         return Recorder(job.workload)
+    if job.engine == "statistics":
+        from benchmarks.loggers import Logger
+
+        return Logger(job.workload)
     return Steps(job)
 
 

@@ -3,9 +3,14 @@
 A fenced block is one of these, and nothing else is let through:
 
     ```python    runs; the blocks of a file share their names, in order, as one script
-    ```output    is what the Python block above it prints
+    ```yaml      is a configuration of tensor statistics without a mistake
+    ```toml      names entry points of features
     ```console   names commands that exist
+    ```output    is what the Python block above it prints, or what the commands above it do
     ```text      is a drawing
+
+A block whose first line is a comment with the name of a file, such as ``# train.py``, is that file. It lies in the
+folder where everything else runs, and is no part of the script.
 """
 
 from __future__ import annotations
@@ -15,15 +20,20 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
 import pipesight
+import pipesight.stats.features  # registers them
 from pipesight.cli import main
+from pipesight.stats.config import load
+from pipesight.stats.registry import ENTRY_POINTS, default_registry
 from processes import STRICT_PYTHON
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +45,7 @@ PUBLIC = [
     "pipesight.context",
     "pipesight.logs",
     "pipesight.skip",
+    "pipesight.stats",
     "pipesight.testing",
     "pipesight.trace",
 ]
@@ -50,6 +61,12 @@ class Block:
     language: str
     line: int  # of its opening fence, from 1
     code: list[str]
+
+    @property
+    def file(self) -> str | None:
+        """The name of the file that this block is."""
+        named = re.fullmatch(r"# ([\w/]+\.(?:py|yaml|toml))", self.code[0]) if self.code else None
+        return named[1] if named else None
 
 
 def blocks(text: str) -> list[Block]:
@@ -77,27 +94,53 @@ def prose(text: str) -> list[str]:
 
 
 def script(text: str) -> str:
-    """Return the Python blocks of a document as one script, each line in the place it has there.
+    """Return the Python blocks of a document that are no files as one script, each line in the place it has there.
 
     In the place of a closing fence, the script says which block has ended.
     """
     lines = [""] * len(text.splitlines())
     for block in blocks(text):
-        if block.language == "python":
+        if block.language == "python" and not block.file:
             last = block.line + len(block.code)
             lines[block.line : last] = block.code
             lines[last] = f"print({END_OF_BLOCK.format(block.line)!r})"
     return "\n".join(lines)
 
 
+def write_files(text: str, folder: Path) -> None:
+    """Put the files that a document shows into a folder."""
+    for block in blocks(text):
+        if block.file:
+            file = folder / block.file
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("\n".join([*block.code, ""]), encoding="utf-8")
+
+
 def run(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the script of a document in an empty folder, on the CPU, with warnings as errors."""
+    """Run the script of a document in a folder with its files, on the CPU, with warnings as errors."""
+    text = path.read_text(encoding="utf-8")
+    write_files(text, folder)
     copy = folder / path.name
-    copy.write_text(script(path.read_text(encoding="utf-8")), encoding="utf-8")
+    copy.write_text(script(text), encoding="utf-8")
     command = [*STRICT_PYTHON, "-u", "-X", "utf8", copy.name]
     surroundings = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
     return subprocess.run(
         command, cwd=folder, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+    )
+
+
+def execute(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of a console block in a folder, on the CPU."""
+    program, *arguments = shlex.split(command)
+    programs = {
+        "python": [*STRICT_PYTHON, "-X", "utf8"],
+        "pipesight": [*STRICT_PYTHON, "-X", "utf8", "-m", "pipesight"],
+        "torchrun": [sys.executable, "-X", "utf8", "-m", "torch.distributed.run"],
+    }
+    surroundings = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    surroundings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*programs[program], *arguments], cwd=folder, env=surroundings, capture_output=True, text=True, timeout=120
     )
 
 
@@ -114,6 +157,15 @@ def commands(text: str) -> list[str]:
     return found + [span for span in spans if re.match(r"(\.venv/bin/)?(pipesight|make|pip) ", span)]
 
 
+def of_commands(text: str) -> dict[int, Block]:
+    """Return the console blocks whose output a document shows, by the lines where the output begins."""
+    return {
+        below.line: block
+        for block, below in pairwise(blocks(text))
+        if (block.language, below.language) == ("console", "output")
+    }
+
+
 def anchors(text: str) -> set[str]:
     """Return the anchors that GitHub gives to the headings of a document."""
     headings = [line.lstrip("#").strip() for line in prose(text) if re.match(r"#+ ", line)]
@@ -124,7 +176,7 @@ def anchors(text: str) -> set[str]:
 def test_no_code_escapes(document):
     """Every block says what it is, in the first column; no code is indented instead of fenced."""
     text = document.read_text(encoding="utf-8")
-    assert {block.language for block in blocks(text)} <= {"python", "output", "console", "text"}
+    assert {block.language for block in blocks(text)} <= {"python", "yaml", "toml", "output", "console", "text"}
     if document in DOCUMENTS:
         assert [line for line in prose(text) if line.startswith(("    ", "\t"))] == []
 
@@ -138,11 +190,11 @@ def test_python_blocks_run_and_print_what_they_show(document, tmp_path):
     rest, shown = re.sub(r"(?m)^\[Gloo\] .*\n", "", ended.stdout), {}  # torch 2.8 prints such a line itself
     python: Block | None = None
     for block in blocks(text):
-        if block.language == "python":
+        if block.language == "python" and not block.file:
             python = block
             shown[block.line], mark, rest = rest.partition(END_OF_BLOCK.format(block.line) + "\n")
             assert mark, f"the block in line {block.line} did not run"
-        elif block.language == "output":
+        elif block.language == "output" and block.line not in of_commands(text):
             assert python is not None, f"the output in line {block.line} belongs to no block"
             # Partitions run side by side, so their lines come in any order.
             assert sorted(shown.pop(python.line).strip().splitlines()) == sorted(block.code)
@@ -151,8 +203,51 @@ def test_python_blocks_run_and_print_what_they_show(document, tmp_path):
 
 
 @documents
+def test_commands_print_what_they_show(document, tmp_path):
+    """The commands above an output run in a folder with the files of the document, and print it."""
+    text = document.read_text(encoding="utf-8")
+    write_files(text, tmp_path)
+    for block in blocks(text):
+        console = of_commands(text).get(block.line)
+        if console is not None:
+            ended = [execute(command, tmp_path) for command in console.code]
+            assert [process.returncode for process in ended] == [0] * len(ended), [process.stderr for process in ended]
+            printed = re.sub(r"(?m)^\[Gloo\] .*\n", "", "".join(process.stdout for process in ended))
+            # Ranks run side by side, so their lines come in any order.
+            assert sorted(printed.rstrip("\n").splitlines()) == sorted(block.code)
+
+
+@documents
+def test_configurations_are_right(document, tmp_path):
+    """Every configuration of tensor statistics in a document can be read, with the features it shows."""
+    text = document.read_text(encoding="utf-8")
+    write_files(text, tmp_path)
+    registry = default_registry().copy()
+    registry.load_feature_dirs([folder for folder in [tmp_path / "features"] if folder.is_dir()])
+    for block in blocks(text):
+        if block.language == "yaml":
+            file = tmp_path / f"line {block.line}.yaml"
+            file.write_text("\n".join(block.code), encoding="utf-8")
+            assert load(file, registry).sections
+
+
+@documents
+def test_entry_points_lead_to_features(document, tmp_path):
+    """The entry points that a document shows are those that are looked for, and modules it shows."""
+    text = document.read_text(encoding="utf-8")
+    write_files(text, tmp_path)
+    for block in blocks(text):
+        if block.language == "toml":
+            groups = tomllib.loads("\n".join(block.code))["project"]["entry-points"]
+            assert list(groups) == [ENTRY_POINTS]
+            for value in groups[ENTRY_POINTS].values():
+                assert (tmp_path / f"{value.replace('.', '/')}.py").is_file(), value
+
+
+@documents
 def test_commands_exist(document, capsys):
     """Every command that a document names is there, with the options it names."""
+    files = {block.file for block in blocks(document.read_text(encoding="utf-8"))}
     for command in commands(document.read_text(encoding="utf-8")):
         program, *arguments = shlex.split(command.replace("<", "'<").replace(">", ">'"))
         program = program.removeprefix(".venv/bin/")
@@ -163,14 +258,16 @@ def test_commands_exist(document, capsys):
             targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
             assert set(arguments) <= set(targets), command
         elif program == "pipesight":
-            subcommand = [argument for argument in arguments[:1] if not argument.startswith("-")]
+            subcommand = takewhile(lambda argument: not argument.startswith("-"), arguments)
             assert main([*subcommand, "--help"]) == 0, command
-            known = set(re.findall(r"--\w+", capsys.readouterr().out))
+            known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
             assert {argument for argument in arguments if argument.startswith("--")} <= known, command
         elif program == "pip":
             places = [argument for argument in arguments[1:] if argument.startswith(".")]
             assert arguments[0] in ("install", "uninstall")
             assert all((ROOT / place / "pyproject.toml").is_file() for place in places), command
+        elif program in ("python", "torchrun"):
+            assert arguments[-1] in files, command
         else:
             assert program in ("git", "cd"), f"no rule to check: {command}"
 

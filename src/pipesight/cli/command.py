@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from pipesight._version import __version__
-from pipesight.cli import demo
+from pipesight.cli import convert, demo, stats
 
 __all__ = ["main"]
 
@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_to(subcommands)
+    convert.add_to(subcommands)
+    stats.add_to(subcommands)
     try:
         options = parser.parse_args(argv)
     except SystemExit as stop:  # argparse has said why

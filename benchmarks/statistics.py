@@ -1,0 +1,66 @@
+"""The cost of statistics: of a large tensor, of a call, over ranks, and of a training step that is watched."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import Contender, Options, Outcome, measure
+from benchmarks.job import Job
+from benchmarks.loggers import CALLS, MANY, TENSORS
+from benchmarks.tables import Goal, Quantity, show, show_goals
+
+__all__ = ["run"]
+
+MICROSECONDS = Quantity("µs a call", lambda turn: turn.seconds * 1e6 / CALLS)
+
+
+def run(options: Options) -> bool:
+    """Measure; return whether no contender crashed."""
+    sound = True
+    for dtype, limit in (("float32", 5.0), ("bfloat16", 12.0)):
+        outcomes = take(options, [f"{who} {dtype}" for who in ("sum", "pipesight", "nvdlfw")], rounds=11, seconds=0.1)
+        title = f"Six statistics of 16M numbers, {dtype}, one thread"
+        sound &= show(title, outcomes, reference=f"sum {dtype}", kind="cost")
+        show_goals(outcomes, [Goal(f"pipesight {dtype}", f"sum {dtype}", "cost", limit)])
+    for what in ("selected", "unselected", "off"):
+        outcomes = take(options, [f"{who} {what}" for who in ("nvdlfw", "pipesight")], rounds=11, seconds=0.05)
+        title = f"A call for a tensor of 64 x 64: {what}"
+        sound &= show(title, outcomes, reference=f"nvdlfw {what}", kind="cost", quantity=MICROSECONDS)
+    outcomes = take(options, ["nvdlfw ranks", "pipesight ranks"], rounds=9, seconds=0.2)
+    sound &= show("16M numbers on each of two gloo ranks, merged", outcomes, reference="nvdlfw ranks", kind="speed")
+    show_goals(outcomes, [Goal("pipesight ranks", "nvdlfw ranks", "speed", 10.0)])
+    outcomes = take(options, ["train demo", "watched demo", "seldom demo"], rounds=21, seconds=0.5)
+    title = "A training step of the demo's model; all activations watched, at each step and at each tenth"
+    sound &= show(title, outcomes, reference="train demo", kind="cost")
+    show_goals(outcomes, [Goal("watched demo", "train demo", "cost", 1.10)])
+    return sound & (not torch.cuda.is_available() or on_gpu(options))
+
+
+def on_gpu(options: Options) -> bool:
+    sound = True
+    for exponent in (30, 28, 20):
+        for dtype, limit in (("float32", 1.15), ("bfloat16", 1.35)):
+            what = f"{dtype}:{exponent}"
+            outcomes = take(options, [f"{who} {what}" for who in ("sum", "pipesight", "six")], rounds=9, seconds=0.1)
+            sound &= show(
+                f"GPU: all moments of {TENSORS} tensors of 2^{exponent} numbers",
+                outcomes,
+                reference=f"sum {what}",
+                kind="cost",
+            )
+            if exponent > 20:
+                show_goals(outcomes, [Goal(f"pipesight {what}", f"sum {what}", "cost", limit)])
+    outcomes = take(options, [f"{who} many:12" for who in ("sum", "pipesight", "together")], rounds=9, seconds=0.05)
+    sound &= show(f"GPU: {MANY} tensors of 2^12 numbers", outcomes, reference="sum many:12", kind="cost")
+    return sound
+
+
+def job(name: str) -> Job:
+    return Job(engine="statistics", workload=name, device="cuda:0" if ":" in name else "cpu")
+
+
+def take(options: Options, names: list[str], *, rounds: int, seconds: float) -> list[Outcome]:
+    here = Path(sys.executable)
+    contenders = [Contender(name, job(name), options.peers if name.startswith("nvdlfw") else here) for name in names]
+    return measure(contenders, rounds=options.rounds(rounds), turn_seconds=options.turn_seconds(seconds))

@@ -1,0 +1,5 @@
+"""``nvdlfw_inspect.base``, for pipesight."""
+
+from pipesight.stats.extensions import BaseConfigAPIMapper, BaseNamespaceAPI
+
+__all__ = ["BaseConfigAPIMapper", "BaseNamespaceAPI"]

@@ -1,0 +1,1 @@
+"""``nvdlfw_inspect.debug_features``, for pipesight."""

@@ -1,0 +1,109 @@
+"""Statistics of tensors: a configuration chooses layers, tensors and statistics, and training logs them.
+
+Example::
+
+    import pipesight.stats as debug_api
+
+    debug_api.initialize("stats.yaml", log_dir="run")
+    debug_api.log_tensor_stats("fc1", tensor=x, tensor_name="activation")
+    debug_api.step()
+
+or, with no calls in the training loop, `watch`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipesight.stats.api import (
+        end_debug,
+        explain_features,
+        get_tensor_reduction_group,
+        infer_and_assign_layer_names,
+        initialize,
+        initialize_training_step,
+        list_features,
+        log_message,
+        log_tensor_stats,
+        set_tensor_reduction_group,
+        step,
+    )
+    from pipesight.stats.config import ConfigError
+    from pipesight.stats.moments import Moments
+    from pipesight.stats.moments.measuring import measure
+    from pipesight.stats.nonfinite import NonfiniteError
+    from pipesight.stats.ranks import MissingRankError
+    from pipesight.stats.registry import api_method, register_feature
+    from pipesight.stats.sinks import BaseLogger, MlflowSink, Record, Sink, WandbSink
+    from pipesight.stats.watching import Watch, watch
+
+# Reading a configuration needs no torch, which takes seconds to import.
+_HOMES = {
+    "api": (
+        "end_debug",
+        "explain_features",
+        "get_tensor_reduction_group",
+        "infer_and_assign_layer_names",
+        "initialize",
+        "initialize_training_step",
+        "list_features",
+        "log_message",
+        "log_tensor_stats",
+        "set_tensor_reduction_group",
+        "step",
+    ),
+    "config": ("ConfigError",),
+    "moments.measuring": ("measure",),
+    "moments": ("Moments",),
+    "nonfinite": ("NonfiniteError",),
+    "ranks": ("MissingRankError",),
+    "registry": ("api_method", "register_feature"),
+    "sinks": ("BaseLogger", "MlflowSink", "Record", "Sink", "WandbSink"),
+    "watching": ("Watch", "watch"),
+}
+
+__all__ = [
+    "BaseLogger",
+    "ConfigError",
+    "MissingRankError",
+    "MlflowSink",
+    "Moments",
+    "NonfiniteError",
+    "Record",
+    "Sink",
+    "WandbSink",
+    "Watch",
+    "api_method",
+    "end_debug",
+    "explain_features",
+    "get_tensor_reduction_group",
+    "infer_and_assign_layer_names",
+    "initialize",
+    "initialize_training_step",
+    "list_features",
+    "log_message",
+    "log_tensor_stats",
+    "measure",
+    "register_feature",
+    "set_tensor_reduction_group",
+    "step",
+    "watch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(f"pipesight.stats.{home}"), name)
+            return value
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Namespaces, and calls that features of the user serve.
+    return importlib.import_module("pipesight.stats.extensions.namespaces").attribute(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

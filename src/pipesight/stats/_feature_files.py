@@ -1,0 +1,76 @@
+"""Running the files of feature folders, so that what they register goes to the registry that asked."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import zlib
+from collections.abc import Iterable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipesight.stats.registry import Registry
+
+__all__ = ["execute", "python_files", "target_of"]
+
+# The registry that is loading a file, and the name of the module made of it.
+_loading: ContextVar[tuple[Registry, str] | None] = ContextVar("loading", default=None)
+
+
+def target_of() -> tuple[Registry, str] | None:
+    """Return the registry that is loading a file, and that file's module name."""
+    return _loading.get()
+
+
+def python_files(dirs: str | Path | Iterable[str | Path] | None) -> list[Path]:
+    """Return the Python files of folders and of the folders in them, in order of their names.
+
+    Raises:
+        FileNotFoundError: A folder is missing.
+    """
+    folders = [dirs] if isinstance(dirs, str | Path) else list(dirs or ())
+    files: list[Path] = []
+    for folder in folders:
+        if not folder:  # an empty string stands for none
+            continue
+        if not isinstance(folder, str | Path):
+            raise TypeError(f"feature_dirs must be paths of folders (found: {folder!r})")
+        path = Path(folder).resolve()
+        if not path.is_dir():
+            raise FileNotFoundError(f"feature_dirs must name folders (no folder: {folder}); correct the path")
+        files += sorted(file for file in path.rglob("*.py") if file.is_file() and not _hidden(file.relative_to(path)))
+    return list(dict.fromkeys(files))
+
+
+def _hidden(file: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in file.parts)
+
+
+def execute(file: Path, registry: Registry) -> None:
+    """Run a file as a module of its own.
+
+    Raises:
+        ImportError: It cannot be run; the error it raised is the cause.
+    """
+    name = f"pipesight_features_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(name)
+    sys.modules[name] = module  # dataclasses and pickle look it up
+    token = _loading.set((registry, name))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+        raise ImportError(
+            f"cannot load the features in {file} ({type(error).__name__}: {error})", path=str(file)
+        ) from error
+    finally:
+        _loading.reset(token)

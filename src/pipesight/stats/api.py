@@ -1,0 +1,270 @@
+"""The API: one session a process, begun by `initialize` and ended by `end_debug`.
+
+Example::
+
+    import pipesight.stats as debug_api
+
+    debug_api.initialize("stats.yaml", log_dir="run")
+    for batch in loader:
+        ...
+        debug_api.log_tensor_stats("fc1", tensor=x, tensor_name="activation")
+        debug_api.step()
+    debug_api.end_debug()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pipesight.stats.features  # noqa: F401 (registers them)
+from pipesight.stats import current
+from pipesight.stats._environment import LogSettings, process_rank
+from pipesight.stats.config import load
+from pipesight.stats.current import running, running_or_none
+from pipesight.stats.extensions.namespaces import attribute
+from pipesight.stats.layers import named_layers
+from pipesight.stats.messages import MessageLog
+from pipesight.stats.registry import Registry, default_registry
+from pipesight.stats.session import Session
+from pipesight.stats.sinks import BaseLogger, FileSink, JsonlSink, LoggerSink, Sink, Sinks, TensorBoardSink
+
+__all__ = [
+    "end_debug",
+    "explain_features",
+    "get_tensor_reduction_group",
+    "infer_and_assign_layer_names",
+    "initialize",
+    "initialize_training_step",
+    "list_features",
+    "log_message",
+    "log_tensor_stats",
+    "open_session",
+    "set_tensor_reduction_group",
+    "step",
+]
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def initialize(
+    config_file: str | os.PathLike[str] | Mapping[str, Any] = "",
+    feature_dirs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+    statistics_logger: BaseLogger | Sequence[BaseLogger] | None = None,
+    log_dir: str | os.PathLike[str] | None = ".",
+    init_training_step: int = 0,
+    tb_writer: Any = None,
+    default_logging_enabled: bool = False,
+    **kwargs: Any,
+) -> None:
+    """Begin a session.
+
+    Args:
+        config_file: A YAML file, or a dict; ``""`` for no features.
+        feature_dirs: Folders with features of your own.
+        statistics_logger: Takes each value; several may be given.
+        log_dir: Where logs go.
+        init_training_step: The number of the first step, after a checkpoint for example.
+        tb_writer: A TensorBoard writer.
+        default_logging_enabled: Log to the file even if a logger or a writer is given.
+        **kwargs: ``sinks``, further ones such as `WandbSink`; ``reduction_timeout``, the seconds to wait for other
+            ranks (300); ``extensions`` is taken for the sake of callers, and not needed.
+
+    Raises:
+        ConfigError: The configuration has mistakes; the error lists them all.
+        RuntimeError: There is a session.
+    """
+    if current.of_process is not None:
+        raise RuntimeError("statistics are already initialized; call end_debug() first")
+    current.of_process = open_session(
+        config_file,
+        feature_dirs,
+        statistics_logger,
+        log_dir=log_dir,
+        init_training_step=init_training_step,
+        tb_writer=tb_writer,
+        default_logging_enabled=default_logging_enabled,
+        **kwargs,
+    )
+
+
+def open_session(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    feature_dirs: Any = None,
+    statistics_logger: BaseLogger | Sequence[BaseLogger] | None = None,
+    log_dir: str | os.PathLike[str] | None = ".",
+    init_training_step: int = 0,
+    tb_writer: Any = None,
+    default_logging_enabled: bool = False,
+    *,
+    sinks: Iterable[Sink] = (),
+    reduction_timeout: float = 300.0,
+    extensions: object = None,
+    **unknown: Any,
+) -> Session:
+    """Make a session of one's own; see `initialize`. Nothing is left behind if it fails."""
+    if unknown:
+        raise TypeError(f"initialize() takes no argument {', '.join(map(repr, unknown))}; see its documentation")
+    if not isinstance(init_training_step, int) or isinstance(init_training_step, bool) or init_training_step < 0:
+        raise ValueError(
+            f"init_training_step must be an integer from 0 on (init_training_step: {init_training_step!r})"
+        )
+    if isinstance(reduction_timeout, bool) or not 0 < reduction_timeout < float("inf"):
+        raise ValueError(f"reduction_timeout must be seconds, more than 0 (reduction_timeout: {reduction_timeout!r})")
+    registry = default_registry().copy()
+    registry.load_entry_points()
+    registry.load_feature_dirs(feature_dirs)
+    registry.validate_and_init()
+    checked = load(config if isinstance(config, Mapping) else os.fspath(config), registry)
+    folder = Path("." if log_dir is None else log_dir)
+    settings, rank = LogSettings.from_environment(), process_rank()
+    loggers: Any = statistics_logger if isinstance(statistics_logger, list | tuple | set) else [statistics_logger]
+    given: list[Sink] = [LoggerSink(logger) for logger in loggers if logger is not None]
+    if tb_writer is not None:
+        given.append(TensorBoardSink(tb_writer))
+    given += _checked(sinks)
+    if not given or default_logging_enabled:
+        given.append(FileSink(folder, rank=rank, settings=settings))
+    given.append(JsonlSink(folder, rank=rank, overwrite=settings.overwrite))
+    messages = MessageLog(folder, rank=rank, settings=settings)
+    if checked.sections:
+        _begin_files(given)
+    return Session(
+        checked,
+        registry,
+        Sinks(given, warn=messages.warning),
+        messages,
+        folder=folder / "stats" / "nonfinite",
+        rank=rank,
+        step=init_training_step,
+        timeout=reduction_timeout,
+    )
+
+
+def _begin_files(sinks: Iterable[Sink]) -> None:
+    """Make the files of values, so that those of an earlier run are not taken for this one's."""
+    for sink in sinks:
+        if isinstance(sink, FileSink | JsonlSink):
+            with contextlib.suppress(OSError):  # there will be a warning when there is something to write
+                sink.open()
+
+
+def _checked(sinks: Iterable[Sink] | Sink) -> list[Sink]:
+    found = list(sinks) if isinstance(sinks, Iterable) else [sinks]
+    for sink in found:
+        if isinstance(sink, type) or not callable(getattr(sink, "write", None)) or not callable(sink.close):
+            raise TypeError(f"a sink must have write(records) and close() (sinks: {sink!r}); see pipesight.stats.Sink")
+    return found
+
+
+def log_tensor_stats(
+    layer_name: str,
+    tensor: Tensor,
+    tensor_name: str,
+    iteration: int | None = None,
+    skip_reduction: bool = False,
+    reduction_group: dist.ProcessGroup | None = None,
+    gemm: str | None = None,
+) -> Mapping[str, Any]:
+    """Measure a tensor, if the configuration selects it at this step; the values are logged by `step`.
+
+    Calls for one tensor in one iteration are merged into one value. The tensor is neither changed nor kept.
+
+    Args:
+        layer_name: Of the layer.
+        tensor: What to measure.
+        tensor_name: Such as ``"activation"``.
+        iteration: By default the session's own counter, which `step` increases.
+        skip_reduction: Log what this rank has, without the others.
+        reduction_group: Merge over these ranks instead of those of `set_tensor_reduction_group`.
+        gemm: Of which product it is an operand, for ``gemms_struct``.
+
+    Returns:
+        The statistics of this tensor on this rank, worked out when they are looked at; ``{}`` if it is not selected.
+
+    Raises:
+        RuntimeError: There is no session.
+        ConfigError: Two sections select the layer.
+        NonfiniteError: It has NaN or Inf, and the configuration says ``on_nonfinite: raise``.
+    """
+    if _is_compiling():
+        return _log_uncompiled(layer_name, tensor, tensor_name, iteration, skip_reduction, reduction_group, gemm)
+    return running().log_tensor_stats(layer_name, tensor, tensor_name, iteration, skip_reduction, reduction_group, gemm)
+
+
+def _log(*args: Any) -> Mapping[str, Any]:
+    return running().log_tensor_stats(*args)
+
+
+_log_uncompiled: Callable[..., Mapping[str, Any]] = torch.compiler.disable(_log)
+
+
+def step() -> None:
+    """End a training step: log what was measured in it, merged over ranks, and count on. Without a session, nothing."""
+    session = running_or_none()
+    if session is not None:
+        session.step()
+
+
+def initialize_training_step(train_step: int) -> None:
+    """Set the step counter, after a checkpoint was loaded for example."""
+    running().step_count = operator.index(train_step)
+
+
+def set_tensor_reduction_group(group: dist.ProcessGroup | None, layer_name: str | None = None) -> None:
+    """Merge statistics, of one layer or of all, over the ranks of a group; ``None`` for all ranks."""
+    running().merging.set_group(group, layer_name)
+
+
+def get_tensor_reduction_group() -> dist.ProcessGroup | None:
+    """Return the group that was set."""
+    return running().merging.group
+
+
+def log_message(message: str, layer_name: str | None = None, level: int = logging.INFO, **_: Any) -> None:
+    """Write a line to the general log; ``layer_name`` is for callers of nvdlfw_inspect and not needed."""
+    running().messages.log_message(message, level)
+
+
+def list_features() -> list[str]:
+    """Return the names of the features a configuration may use, those of the session if there is one."""
+    return _registry().list_features()
+
+
+def explain_features(features: str | Iterable[str] | None = None) -> str:
+    """Return what features say of themselves: one, several, or all."""
+    return _registry().explain_features("all" if features is None else features)
+
+
+def _registry() -> Registry:
+    session = running_or_none()
+    return default_registry() if session is None else session.registry
+
+
+def infer_and_assign_layer_names(model: nn.Module | Iterable[nn.Module]) -> None:
+    """Give a model, or several, and its layers names, as the attribute ``name``: ``model``, ``model.fc1`` and so on."""
+    for one in [model] if isinstance(model, nn.Module) else model:
+        one.name = "model"  # type: ignore[assignment]
+        for name, layer in named_layers(one):
+            layer.name = f"model.{name}"  # type: ignore[assignment]
+
+
+def end_debug() -> None:
+    """Log what is left and end the session. Without a session, nothing."""
+    session, current.of_process = current.of_process, None
+    if session is not None:
+        session.close()
+
+
+def __getattr__(name: str) -> Any:
+    """Return the API of a namespace, or a call that features of the user's serve."""
+    return attribute(name)

@@ -1,0 +1,202 @@
+"""Reading a YAML file into plain values whose lines are known.
+
+The values are built here, node by node, from what PyYAML composes: so duplicate keys are seen, every mistake gets its
+line, and no tag makes anything but plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+
+from pipesight.stats._mistakes import ConfigError, Mistakes, Path, shown
+
+__all__ = ["DictDocument", "YamlDocument", "read_dict", "read_yaml"]
+
+_MAP, _SEQ, _MERGE = "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:merge"
+_TOO_DEEP = "is nested too deeply, or contains itself"
+
+
+class YamlDocument:
+    """Plain values of a file, and the nodes they come from."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.value: Any = None
+        self.root: yaml.Node | None = None
+        self.keys: dict[int, list[Any]] = {}
+        """The keys of each mapping node, by the node's id."""
+        self.flaws: list[tuple[int, str]] = []
+        """Mistakes that leave values to check: lines, and what is wrong there."""
+
+    def line(self, path: Path) -> int | None:
+        """Return the line of ``path``, or of the nearest thing around it that there is."""
+        node, line = self.root, None
+        for part in path:
+            if isinstance(node, yaml.MappingNode):
+                found = [i for i, key in enumerate(self.keys.get(id(node), [])) if key == part]
+                if not found:
+                    break
+                key, node = node.value[found[-1]]
+                line = key.start_mark.line + 1
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+                node = node.value[part]
+                line = node.start_mark.line + 1
+            else:
+                break
+        return line
+
+
+class DictDocument:
+    """Plain values that never were a file; they are found by their path alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.source = ""
+        self.value = value
+        self.flaws: list[tuple[int, str]] = []
+
+    def line(self, path: Path) -> int | None:
+        """Return ``None``: there are no lines."""
+        return None
+
+
+def read_dict(config: Mapping[Any, Any]) -> DictDocument:
+    """Copy a mapping into dicts and lists of its own, so that later changes to it do not matter."""
+    document = DictDocument(None)
+    try:
+        document.value = _plain(config)
+    except RecursionError:
+        raise ConfigError(document.source, [f"the dict {_TOO_DEEP}"]) from None
+    return document
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(item) for item in value]
+    return value
+
+
+def read_yaml(file: str | FilePath) -> YamlDocument:
+    """Read a file.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ConfigError: It is no text, or no YAML.
+    """
+    document = YamlDocument(str(file))
+    mistakes = Mistakes(document)
+    text = _text(FilePath(file), mistakes)
+    if text is not None:
+        loader = yaml.SafeLoader("")
+        try:
+            loader = yaml.SafeLoader(text)
+            document.root = loader.get_single_node()
+            if document.root is not None:
+                document.value = _Builder(loader, document, mistakes).build(document.root)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            mistakes.at_line(mark.line + 1 if mark else None, f"is not valid YAML: {_reason(error)}")
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            mistakes.at_line(line, f"is not valid YAML: character {chr(error.character)!r} is not allowed")
+        except RecursionError:
+            mistakes.at_line(None, _TOO_DEEP)
+        finally:
+            loader.dispose()
+    if mistakes:
+        for line, flaw in document.flaws:
+            mistakes.at_line(line, flaw)
+        raise mistakes.error()
+    return document
+
+
+def _text(file: FilePath, mistakes: Mistakes) -> str | None:
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            error.errno, "no such configuration; correct the path, or pass config_file='' to log nothing", str(file)
+        ) from None
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        mistakes.at_line(line, f"is not UTF-8 text (byte {content[error.start]:#04x}); save it as UTF-8")
+        return None
+
+
+def _reason(error: yaml.MarkedYAMLError) -> str:
+    reason = error.problem or error.context or "unknown error"
+    if "\\t" in reason:
+        reason += "; indent with spaces"
+    if error.problem and error.context:
+        at = error.context_mark
+        reason += f" ({error.context}{f', line {at.line + 1}' if at else ''})"
+    return reason
+
+
+class _Builder:
+    """Makes plain values of nodes; a node that aliases repeat is made once."""
+
+    def __init__(self, loader: yaml.SafeLoader, document: YamlDocument, mistakes: Mistakes) -> None:
+        self._loader = loader
+        self._document = document
+        self._mistakes = mistakes
+        self._made: dict[int, Any] = {}
+        self._making: set[int] = set()
+
+    def build(self, node: yaml.Node) -> Any:
+        key = id(node)
+        if key in self._making:
+            self._wrong(node, "contains itself")
+            return None
+        if key not in self._made:
+            self._making.add(key)
+            self._made[key] = self._make(node)
+            self._making.discard(key)
+        return self._made[key]
+
+    def _make(self, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.MappingNode) and node.tag == _MAP:
+            return self._mapping(node)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _SEQ:
+            return [self.build(item) for item in node.value]
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        self._wrong(node, f"tag {shown(node.tag)} is not allowed; write plain values")
+        return None
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        try:
+            return self._loader.construct_object(node)
+        except yaml.constructor.ConstructorError:
+            self._wrong(node, f"tag {shown(node.tag)} is not allowed; write plain values")
+        except (ValueError, ArithmeticError, LookupError) as error:  # such as a date with a 13th month
+            self._wrong(node, f"is not valid YAML: {shown(node.value)} is no {node.tag.rpartition(':')[2]} ({error})")
+        return None
+
+    def _mapping(self, node: yaml.MappingNode) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key_node, _ in node.value:  # before those that << brings in, which may be given again
+            key, line = self._key(key_node), key_node.start_mark.line + 1
+            if key in lines:
+                flaw = f"key {shown(key)} is already given in line {lines[key]}; remove one"
+                self._document.flaws.append((line, flaw))
+            lines[key] = line
+        self._loader.flatten_mapping(node)
+        keys = self._document.keys[id(node)] = [self._key(key_node) for key_node, _ in node.value]
+        return {key: self.build(value) for key, (_, value) in zip(keys, node.value, strict=True)}
+
+    def _key(self, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.ScalarNode):
+            return node.value if node.tag == _MERGE else self._scalar(node)
+        self._wrong(node, "a key must be a word")
+        return str(id(node))
+
+    def _wrong(self, node: yaml.Node, text: str) -> None:
+        self._mistakes.at_line(node.start_mark.line + 1, text)

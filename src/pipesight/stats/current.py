@@ -1,0 +1,45 @@
+"""The session that calls belong to: that of the process, or the one that is calling a feature."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipesight.stats.session import Session
+
+__all__ = ["running", "running_or_none", "serving"]
+
+of_process: Session | None = None
+"""Set by `initialize`, and by `end_debug`."""
+
+_calling: ContextVar[Session | None] = ContextVar("calling", default=None)
+
+
+def running_or_none() -> Session | None:
+    """Return the session, or ``None``."""
+    return _calling.get() or of_process
+
+
+def running() -> Session:
+    """Return the session.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    session = running_or_none()
+    if session is None:
+        raise RuntimeError("statistics are not initialized; call initialize(config_file, ...) first")
+    return session
+
+
+@contextlib.contextmanager
+def serving(session: Session) -> Iterator[None]:
+    """Make it the session of what a feature calls: a watched model has one of its own."""
+    token = _calling.set(session)
+    try:
+        yield
+    finally:
+        _calling.reset(token)

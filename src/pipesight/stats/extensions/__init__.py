@@ -1,0 +1,34 @@
+"""What extensions derive from and call: classes with their own API, features and settings."""
+
+from pipesight.stats.extensions.calls import (
+    APICacheIdentifier,
+    append_parent_docstring,
+    gather_along_first_dim,
+    import_and_exec_module,
+)
+from pipesight.stats.extensions.loggers import MetricLogger, get_logger, print_rank_0, wrap_tensorboard_writer
+from pipesight.stats.extensions.mapping import BaseConfigAPIMapper, GenericConfigAPIMapper, GenericFrameworkAPI
+from pipesight.stats.extensions.registration import Registry
+from pipesight.stats.extensions.routing import BaseNamespaceAPI
+from pipesight.stats.extensions.sections import ConfigManager, ConfigSpec, is_layer_in_cfg
+from pipesight.stats.extensions.statistics_feature import LogTensorStats
+
+__all__ = [
+    "APICacheIdentifier",
+    "BaseConfigAPIMapper",
+    "BaseNamespaceAPI",
+    "ConfigManager",
+    "ConfigSpec",
+    "GenericConfigAPIMapper",
+    "GenericFrameworkAPI",
+    "LogTensorStats",
+    "MetricLogger",
+    "Registry",
+    "append_parent_docstring",
+    "gather_along_first_dim",
+    "get_logger",
+    "import_and_exec_module",
+    "is_layer_in_cfg",
+    "print_rank_0",
+    "wrap_tensorboard_writer",
+]

@@ -1,0 +1,43 @@
+"""Is this forward the second one of a checkpoint? What it computes was measured the first time.
+
+GPipe says so itself. ``torch.utils.checkpoint`` does not, but runs both forwards: its frames are on the stack::
+
+    backward() > engine > checkpoint.py > layer          recomputed: the engine is further out
+    layer > checkpoint.py > layer                        the first time
+    backward() > engine > checkpoint.py > backward() > engine > hook      a gradient, inside of a checkpoint
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.autograd.graph
+import torch.utils.checkpoint
+
+from pipesight import context
+
+__all__ = ["in_checkpoint", "is_recomputing"]
+
+CHECKPOINT = torch.utils.checkpoint.__file__
+ENGINE = torch.autograd.graph.__file__
+
+_task = torch._C._current_graph_task_id
+
+
+def is_recomputing() -> bool:
+    """Whether a checkpointed forward runs for the second time, in GPipe or in ``torch.utils.checkpoint``."""
+    return context.is_recomputing() or (_task() != -1 and in_checkpoint())
+
+
+def in_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` called this code, with no backward in between."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == CHECKPOINT:
+            return True
+        if file == ENGINE:
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,275 @@
+"""A session: a configuration, its features, where values go, and the step counter."""
+
+from __future__ import annotations
+
+import atexit
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipesight.stats.config import Config
+from pipesight.stats.config.rules import StatisticRequest, TensorRule
+from pipesight.stats.current import serving
+from pipesight.stats.extensions.namespaces import end_namespaces, step_namespaces
+from pipesight.stats.merging import Merging
+from pipesight.stats.messages import MessageLog
+from pipesight.stats.moments.device import DeviceRow, has_kernels
+from pipesight.stats.moments.shards import local_part
+from pipesight.stats.nonfinite import Place, Watchman
+from pipesight.stats.pending import Pending
+from pipesight.stats.plan import Action, Plan, action_for, plan_for
+from pipesight.stats.recomputing import is_recomputing
+from pipesight.stats.registry import Registry
+from pipesight.stats.sinks import Sinks
+from pipesight.stats.tally import Statistics
+
+__all__ = ["Session"]
+
+PLAIN = (Tensor, torch.nn.Parameter)
+MOST_PLANS = 100_000
+
+PlanKey = tuple[str, str, str | None]
+
+
+class Session:
+    """Measures what the configuration selects, and logs it. Made by ``initialize`` and ``watch``.
+
+    Args:
+        config: What to log.
+        registry: The features.
+        sinks: Where values go.
+        messages: The general log.
+        folder: Where bad tensors are dumped.
+        rank: Of this process.
+        step: The number of the first step.
+        timeout: Seconds to wait for other ranks.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        registry: Registry,
+        sinks: Sinks,
+        messages: MessageLog,
+        *,
+        folder: Path,
+        rank: int = 0,
+        step: int = 0,
+        timeout: float = 300.0,
+    ) -> None:
+        self.config, self.registry, self.sinks, self.messages = config, registry, sinks, messages
+        self.step_count = step
+        self.merging = Merging(config, timeout=timeout)
+        self.before_step: list[Callable[[], None]] = []
+        """Called before the values of a step are logged."""
+        self._watchman = Watchman(messages.warning, folder, rank)
+        self._pending = Pending(self.merging, sinks, messages, self._watchman)
+        self._plans: dict[PlanKey, Plan | None] = {}
+        self._actions: dict[TensorRule | tuple[Any, ...], Action] = {}
+        self._process = os.getpid()
+        atexit.register(self._close_at_exit)
+
+    def plan(self, layer: str, tensor: str, gemm: str | None = None) -> Plan | None:
+        """Return what the configuration says of a tensor."""
+        key = (layer, tensor, gemm)
+        try:
+            return self._plans[key]
+        except KeyError:
+            if len(self._plans) >= MOST_PLANS:  # names that are made up anew in each step
+                self._plans.clear()
+            plan = self._plans[key] = plan_for(self.config, self.registry, "log_tensor_stats", *key)
+            return plan
+
+    def log_tensor_stats(
+        self,
+        layer_name: str,
+        tensor: Tensor,
+        tensor_name: str,
+        iteration: int | None = None,
+        skip_reduction: bool = False,
+        reduction_group: dist.ProcessGroup | None = None,
+        gemm: str | None = None,
+    ) -> Mapping[str, Any]:
+        """Measure a tensor, if the configuration says so; see `pipesight.stats.log_tensor_stats`."""
+        try:
+            plan = self._plans[layer_name, tensor_name, gemm]
+        except KeyError:
+            plan = self.plan(layer_name, tensor_name, gemm)
+        step = self.step_count if iteration is None else self._turn_to(iteration)
+        if plan is None:
+            return {}
+        action = plan.at(step)
+        if action is None or is_recomputing():
+            return {}
+        results: dict[str, Any] = {}
+        for serve, rule in action.custom:
+            with serving(self):
+                served = serve(
+                    rule.options,
+                    layer_name,
+                    tensor=tensor,
+                    tensor_name=tensor_name,
+                    iteration=step,
+                    skip_reduction=skip_reduction,
+                    reduction_group=reduction_group,
+                )
+            results.update(served if isinstance(served, Mapping) else {})
+        if not action.sources:
+            return results
+        name = tensor_name if gemm is None else f"{gemm}_{tensor_name}"
+        records = self._collect(layer_name, name, tensor, step, action, skip_reduction, reduction_group)
+        statistics = Statistics(action, records)
+        return {**results, **statistics} if results else statistics
+
+    def _turn_to(self, iteration: int) -> int:
+        """Log what there is if the iteration is a new one; on all ranks, whatever their layers are."""
+        iteration = operator.index(iteration)
+        if iteration != self._pending.iteration:
+            self._pending.turn_to(iteration)
+        return iteration
+
+    def log_many(self, tensors: Sequence[tuple[str, str, Tensor]], *, skip_reduction: bool = False) -> None:
+        """Measure tensors, given as layer, name and tensor, as `log_tensor_stats` does; those of a device at once."""
+        together: dict[tuple[torch.device, bool], list[tuple[str, str, Tensor, Action]]] = {}
+        for layer, name, tensor in tensors:
+            plan = self.plan(layer, name)
+            action = plan.at(self.step_count) if plan else None
+            if action is None:
+                continue
+            if tensor.is_cuda and has_kernels(tensor.device) and not action.custom and type(tensor) in PLAIN:
+                key = (tensor.device, action.sources[0].powers)
+                together.setdefault(key, []).append((layer, name, tensor, action))
+            else:
+                self.log_tensor_stats(layer, tensor, name, skip_reduction=skip_reduction)
+        for (device, powers), members in together.items():
+            rows = self._pending.rows(device).measure([tensor for _, _, tensor, _ in members], powers=powers)
+            for (layer, name, tensor, action), row in zip(members, rows, strict=True):
+                if action.on_nonfinite:
+                    self._look(row, Place.here(layer, name, self.step_count), action, tensor)
+                records = [row, *(source.measure(tensor) for source in action.sources[1:])]
+                group = self.merging.group_for(None, layer, skip=skip_reduction)
+                self._pending.keep(layer, name, self.step_count, action, group, records)
+
+    def collect_by(
+        self,
+        config: Mapping[str, Any],
+        layer_name: str,
+        *,
+        tensor: Tensor,
+        tensor_name: str,
+        iteration: int | None = None,
+        skip_reduction: bool = False,
+        reduction_group: dist.ProcessGroup | None = None,
+        **_: Any,
+    ) -> Mapping[str, Any]:
+        """Measure a tensor by the settings of a feature, whatever the step."""
+        requests = tuple(_request(entry) for entry in config.get("stats", ()))
+        key = (requests, config.get("on_nonfinite"))
+        action = self._actions.get(key)
+        if action is None:
+            action = action_for([(TensorRule(requests, on_nonfinite=config.get("on_nonfinite")), None)])
+            self._actions[key] = action
+        step = self.step_count if iteration is None else self._turn_to(iteration)
+        records = self._collect(layer_name, tensor_name, tensor, step, action, skip_reduction, reduction_group)
+        return Statistics(action, records)
+
+    def _collect(
+        self,
+        layer: str,
+        name: str,
+        tensor: Tensor,
+        step: int,
+        action: Action,
+        skip_reduction: bool,
+        reduction_group: dist.ProcessGroup | None,
+    ) -> list[Any]:
+        """Measure a tensor, and keep what was measured until the step ends; return a record a source."""
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"statistics are of tensors (got {type(tensor).__name__}); pass torch.as_tensor(x)")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise TypeError("statistics cannot be logged inside of a torch.func transform; log them outside of it")
+        group = self.merging.group_for(reduction_group, layer, skip=skip_reduction)
+        part = local_part(tensor, None if group is None else dist.get_process_group_ranks(group))
+        sources = action.sources
+        if part.tensor.is_cuda and has_kernels(part.tensor.device):
+            first: Any = self._pending.rows(part.tensor.device).measure([part.tensor], powers=sources[0].powers)[0]
+        else:
+            first = sources[0].measure(part.tensor)
+        if action.on_nonfinite:
+            self._look(first, Place.here(layer, name, step), action, part.tensor)
+        records = [first, *(source.measure(part.tensor) for source in sources[1:])]
+        self._pending.keep(layer, name, step, action, group, records if part.counts or group is None else None)
+        return records
+
+    def _look(self, record: Any, place: Place, action: Action, tensor: Tensor) -> None:
+        """Look for NaN and Inf: at once, unless a warning can wait until the moments are read back."""
+        if isinstance(record, DeviceRow):
+            if action.on_nonfinite == {"warn"}:
+                record.place = place
+                return
+            record = record.moments()
+        self._watchman.look(record, place, action.on_nonfinite, tensor)
+
+    def step(self) -> None:
+        """End a step: merge what was measured, log it, and count on."""
+        if self.closed:
+            return
+        try:
+            for before in list(self.before_step):
+                before()
+            self._pending.end(self.step_count)
+        finally:
+            self.step_count += 1
+        step_namespaces(self.registry)
+
+    def flush(self) -> None:
+        """Log what was measured so far, and wait for it."""
+        self._pending.flush()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the session has ended."""
+        return isinstance(self._plans, _NoPlans)
+
+    def close(self, *, alone: bool = False) -> None:
+        """Log what is left and close everything. A closed session measures nothing more.
+
+        Args:
+            alone: Whether other ranks may be gone, so that nothing can be merged with them.
+        """
+        if self.closed:
+            return
+        atexit.unregister(self._close_at_exit)
+        self._plans = _NoPlans()
+        try:
+            try:
+                end_namespaces(self.registry)
+            finally:
+                (self._pending.flush_alone if alone else self._pending.flush)()
+        finally:
+            self.merging.close()
+            self.sinks.close()
+            self.messages.close()
+
+    def _close_at_exit(self) -> None:
+        """Save what a script that never closed the session has measured; a forked child leaves that to its parent."""
+        if os.getpid() == self._process:
+            self.close(alone=True)
+
+
+class _NoPlans(dict[PlanKey, Plan | None]):
+    def __missing__(self, key: PlanKey) -> None:
+        return None
+
+
+def _request(entry: str | Mapping[str, Any]) -> StatisticRequest:
+    if isinstance(entry, str):
+        return StatisticRequest(entry)
+    ((name, options),) = entry.items()
+    return StatisticRequest(name, tuple(options.items()))

@@ -1,0 +1,85 @@
+r"""Statistics as lines of a log file, one for each value.
+
+A line is ``2026-01-31 12:00:00,000 - INFO - fc1_activation_max \t\t\t\t iteration=000003 \t\t\t\t value=7.0000``, and
+ends in ``\t\t\t\t excluded=3 nan, 1 inf`` where a value leaves elements out. A value has at least nine significant
+digits, so that a float32 can be read back as it was, and at least four decimals, unless it has an exponent: below 1e-4
+and from 1e16. ``float`` reads all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from pipesight.stats._environment import LogSettings, log_file, process_rank
+from pipesight.stats.sinks._clock import Clock
+from pipesight.stats.sinks._lines import LineFile
+from pipesight.stats.sinks.record import Record
+
+__all__ = ["FileSink", "format_value"]
+
+_GAP = " \t\t\t\t "
+
+
+class FileSink:
+    """Writes ``{log_dir}/nvdlfw_inspect_statistics_logs/nvdlfw_inspect[_TIMESTAMP]_globalrank-R.log``."""
+
+    forgives = (OSError,)
+
+    def __init__(
+        self, log_dir: str | os.PathLike[str], *, rank: int | None = None, settings: LogSettings | None = None
+    ) -> None:
+        settings = LogSettings.from_environment() if settings is None else settings
+        rank = process_rank() if rank is None else rank
+        path = log_file(log_dir, "nvdlfw_inspect_statistics_logs", rank=rank, settings=settings)
+        self.path = path
+        self._lines = LineFile(path, overwrite=settings.overwrite)
+        self._clock = Clock()
+
+    def open(self) -> None:
+        """Make the file now, not with the first value."""
+        self._lines.open()
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Add a line for each record."""
+        start = f"{self._clock.now()} - INFO - "
+        self._lines.write("".join([f"{start}{_line(record)}\n" for record in records]).encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+def _line(record: Record) -> str:
+    name = record.name
+    if not name.isprintable():
+        name = _on_one_line(name)
+    line = f"{name}{_GAP}iteration={record.iteration:06d}{_GAP}value={format_value(record.value)}"
+    return line if not (record.nans or record.infs) else f"{line}{_GAP}excluded={_excluded(record)}"
+
+
+def _excluded(record: Record) -> str:
+    counts = ((record.nans, "nan"), (record.infs, "inf"))
+    return ", ".join(f"{int(count)} {kind}" for count, kind in counts if count)
+
+
+def _on_one_line(name: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+
+
+def format_value(value: float) -> str:
+    """Return a value as in the log file.
+
+    Example::
+
+        >>> [format_value(x) for x in (7.0, 1 / 3, 1e-5, 3e9, 1e25)]
+        ['7.0000', '0.333333333', '1e-05', '3000000000.0000', '1e+25']
+    """
+    size = abs(value)
+    if size < 1e16:
+        fixed = f"{value:.4f}"
+        if size >= 1e4 or float(fixed) == value:
+            return fixed
+        if size >= 1e-4:
+            return f"{value:#.9g}"
+    return f"{value:.9g}"

@@ -1,0 +1,47 @@
+"""Statistics for a logger that the user wrote."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from pipesight.stats.sinks.record import Record
+
+__all__ = ["BaseLogger", "LoggerSink"]
+
+
+class BaseLogger(ABC):
+    """What a user's logger inherits from.
+
+    Example::
+
+        class Prints(BaseLogger):
+            def log_scalar(self, name, value, iteration, **kwargs):
+                print(name, value, iteration)
+    """
+
+    @abstractmethod
+    def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
+        """Log one value; the name is ``layer_tensor_statistic``."""
+
+
+class LoggerSink:
+    """Calls ``logger.log_scalar(name, value, iteration)`` for each value. What that raises is raised."""
+
+    def __init__(self, logger: BaseLogger) -> None:
+        if not callable(getattr(logger, "log_scalar", None)) or isinstance(logger, type):
+            kind = f"the class {logger.__name__}" if isinstance(logger, type) else type(logger).__name__
+            raise TypeError(
+                f"a statistics logger must have log_scalar(name, value, iteration) (statistics_logger: {kind}); "
+                "give it an instance of a subclass of BaseLogger"
+            )
+        self._logger = logger
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Log a scalar for each record."""
+        for record in records:
+            self._logger.log_scalar(record.name, record.value, record.iteration)
+
+    def close(self) -> None:
+        """Do nothing: the logger is the user's."""

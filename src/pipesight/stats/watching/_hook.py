@@ -1,0 +1,39 @@
+"""Hooks that a layer can be copied and pickled with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+__all__ = ["Hook"]
+
+
+class Hook:
+    """Calls a function, outside of what is compiled, traced or transformed. In a copy of the layer it does nothing.
+
+    Args:
+        function: Is given what the hook is given; what it returns is left out.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    @_disable_dynamo  # all of it: dynamo would compile this frame by itself
+    def __call__(self, *args: Any) -> None:
+        """Is called by the layer."""
+        if not torch._C._is_tracing() and torch._C._functorch.peek_interpreter_stack() is None:
+            self._function(*args)
+
+    def stop(self) -> None:
+        """Do nothing from now on: a compiled model calls hooks that it has no more."""
+        self._function = nothing
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[Callable[..., None]]]:
+        return Hook, (nothing,)
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing."""

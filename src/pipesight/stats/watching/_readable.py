@@ -1,0 +1,41 @@
+"""The tensors in the arguments and results of a layer, and which of them have numbers to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesight.stats.moments._kinds import is_instance
+
+__all__ = ["has_values", "numbers"]
+
+
+def numbers(value: Any) -> list[Tensor]:
+    """Return the tensors in an argument or a result; masks and indices only where there is nothing else."""
+    tensors = list(_tensors(value))
+    return [t for t in tensors if t.is_floating_point() or t.is_complex()] or tensors
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there are real numbers to be read; complex ones, sums not done and those of a trace are none."""
+    return not (
+        tensor.is_complex()
+        or tensor.is_meta
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or is_instance(tensor, "torch._subclasses.fake_tensor", "FakeTensor")
+        or is_instance(tensor, "torch.nn.parameter", "UninitializedTensorMixin")
+        or any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))

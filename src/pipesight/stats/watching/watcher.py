@@ -1,0 +1,275 @@
+"""Watch a model: its selected layers log their tensors, with no calls in user code.
+
+input ──▶ layer ──▶ output = activation
+             │          ▲
+          weight     gradient (of the output)
+          wgrad (of the weight)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pipesight import context
+from pipesight.stats import api
+from pipesight.stats.current import running
+from pipesight.stats.layers import named_layers
+from pipesight.stats.recomputing import in_checkpoint, is_recomputing
+from pipesight.stats.session import Session
+from pipesight.stats.watching._hook import Hook
+from pipesight.stats.watching._readable import has_values, numbers
+from pipesight.stats.watching._weights import Weights
+
+__all__ = ["TENSORS", "Watch", "watch"]
+
+OUTPUTS = ("activation", "output")
+TENSORS = ("input", *OUTPUTS, "gradient", "weight", "wgrad")
+
+
+def watch(
+    model: nn.Module,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    auto_step: bool = True,
+    **kwargs: Any,
+) -> Watch:
+    """Log the tensors of a model's layers as a configuration says.
+
+    Micro-batches of a step are merged into one value, and recomputation is not counted. ::
+
+        with pipesight.stats.watch(model, "stats.yaml", log_dir="run"):
+            train(model)
+
+    Args:
+        model: A plain module or a `GPipe`, before or after it is wrapped by ``DistributedDataParallel`` or
+            ``torch.compile``.
+        config: A YAML file or a dict. Without one, the session that ``initialize`` began is used.
+        auto_step: Let a step end where, after an optimizer's step, the model is called again; a model in eval mode or
+            under ``torch.no_grad()`` is not watched then. Otherwise call ``step()`` of the session or of what this
+            returns.
+        **kwargs: As for ``initialize``: ``log_dir``, ``tb_writer``, ``statistics_logger`` and so on.
+
+    Returns:
+        What watches; its ``remove()``, or the end of its ``with`` block, ends that.
+
+    Raises:
+        ConfigError: The configuration has mistakes, or two of its sections select one layer.
+    """
+    if config is None:
+        if kwargs:
+            raise TypeError(f"{', '.join(kwargs)} belong to a configuration; pass one, or pass them to initialize()")
+        return Watch(running(), model, auto_step=auto_step, own=False)
+    session = api.open_session(config, **kwargs)
+    try:
+        return Watch(session, model, auto_step=auto_step, own=True)
+    except BaseException:
+        session.close()
+        raise
+
+
+class Watch:
+    """A model under watch. Made by `watch`.
+
+    Attributes:
+        layers: The names of the layers that the configuration selects, and the tensors of each that it may log.
+    """
+
+    def __init__(self, session: Session, model: nn.Module, *, auto_step: bool, own: bool) -> None:
+        self._session, self._own, self._auto = session, own, auto_step
+        self._wrapped, self._model = model, _unwrapped(model)
+        model = self._model
+        self.layers: dict[str, tuple[str, ...]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._leaves: list[RemovableHandle] = []  # hooks of tensors that outlive the step
+        self._hooks: list[Hook] = []
+        self._skipped: set[tuple[str, str]] = set()
+        self._stepped = False
+        self._inside: bool | None = None  # a call of the model is under way, and is it counted
+        self._weights = Weights(model, self._log_weights, begins=self._begin, ended=self._after_optimizer)
+        names = {plain: layer for name, layer in named_layers(model) if (plain := _plain_name(name))}
+        selected = session.config.select(names)
+        try:
+            for name in selected:
+                tensors = tuple(t for t in TENSORS if session.plan(name, t) is not None)
+                if tensors:
+                    self.layers[name] = tensors
+                    self._attach(name, names[name], tensors)
+            self._attach_to_model()
+        except BaseException:
+            self._detach()
+            raise
+        if not self.layers:
+            session.messages.warning(f"the configuration selects no layer of this {type(model).__name__}")
+        session.before_step.append(self._before_step)
+
+    def step(self) -> None:
+        """End a step; for ``auto_step=False``."""
+        if self._auto:
+            raise RuntimeError("steps end with the optimizer's here; to end them yourself: watch(..., auto_step=False)")
+        self._session.step()
+
+    def flush(self) -> None:
+        """Log what was measured so far."""
+        self._session.flush()
+
+    def remove(self) -> None:
+        """End the watch: log what is left, and leave the model as it was."""
+        self._remove(failed=False)
+
+    def _remove(self, *, failed: bool) -> None:
+        """End the watch; if the training failed, do not wait for other ranks, which may be gone."""
+        if not self._handles:
+            return
+        self._detach()
+        try:
+            if self._auto and not failed and (self._stepped or self._own):
+                self._session.step()
+        finally:
+            self._session.before_step.remove(self._before_step)
+            if self._own:
+                self._session.close(alone=failed)
+
+    def _detach(self) -> None:
+        for handle in (*self._handles, *self._leaves):
+            handle.remove()
+        for hook in self._hooks:
+            hook.stop()
+        self._handles.clear()
+        self._leaves.clear()
+        self._hooks.clear()
+        _forget_compiled(self._wrapped)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._remove(failed=kind is not None)
+
+    def _attach(self, name: str, layer: nn.Module, tensors: tuple[str, ...]) -> None:
+        if "input" in tensors:
+            hook = self._hook(partial(self._before_layer, name))
+            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        outputs = tuple(t for t in OUTPUTS if t in tensors)
+        if outputs or "gradient" in tensors:
+            hook = self._hook(partial(self._after_layer, name, outputs, "gradient" in tensors))
+            self._handles.append(layer.register_forward_hook(hook))
+        if "weight" in tensors or "wgrad" in tensors:
+            self._weights.add(name, layer, tensors)
+
+    def _attach_to_model(self) -> None:
+        self._handles += self._weights.attach()
+        if self._auto:
+            self._handles += [
+                self._model.register_forward_pre_hook(self._hook(self._before_model), prepend=True),
+                self._model.register_forward_hook(self._hook(self._after_model)),
+            ]
+        _forget_compiled(self._wrapped)
+
+    def _hook(self, function: Callable[..., object]) -> Hook:
+        self._hooks.append(Hook(function))
+        return self._hooks[-1]
+
+    def _before_model(self, *_: object) -> None:
+        self._inside = self._counts()
+        if self._inside:
+            self._begin()
+
+    def _after_model(self, *_: object) -> None:
+        self._inside = None
+
+    def _counts(self) -> bool:
+        """Whether a forward that begins is one of training, and the first of it: one that keeps a graph, or will."""
+        if is_recomputing() or (self._auto and not self._model.training):
+            return False
+        return not self._auto or torch.is_grad_enabled() or context.is_checkpointing() or in_checkpoint()
+
+    def _begin(self) -> None:
+        """End the last step, if an optimizer has."""
+        if self._stepped and self._auto:
+            self._stepped = False
+            self._session.step()
+
+    def _counted(self) -> bool:
+        """Whether a layer's forward is logged: the model's call decides, or the layer's where there is none."""
+        if self._inside is not None:
+            return self._inside and not is_recomputing()
+        if not self._counts():
+            return False
+        self._begin()
+        return True
+
+    def _before_layer(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._counted():
+            self._log(name, "input", (args, kwargs))
+
+    def _after_layer(
+        self, name: str, outputs: tuple[str, ...], gradient: bool, _: nn.Module, args: Any, output: Any
+    ) -> None:
+        if outputs and self._counted():
+            for tensor_name in outputs:
+                self._log(name, tensor_name, output)
+        if gradient and torch.is_grad_enabled() and (self._model.training or not self._auto):
+            for tensor in numbers(output):
+                if tensor.requires_grad:
+                    handle = tensor.register_hook(partial(self._after_backward, name))
+                    if tensor.is_leaf:
+                        self._leaves.append(handle)
+
+    def _after_backward(self, name: str, gradient: Tensor) -> None:
+        if self._handles:
+            self._log(name, "gradient", gradient)
+
+    def _log(self, layer: str, name: str, value: Any) -> None:
+        for tensor in numbers(value):
+            if has_values(tensor):
+                self._session.log_tensor_stats(layer, tensor, name)
+            elif (layer, name) not in self._skipped:
+                self._skipped.add((layer, name))
+                self._session.messages.warning(
+                    f"{name!r} of layer {layer!r} is left out: it holds no real numbers that can be read here "
+                    f"({type(tensor).__name__}, {tensor.dtype})"
+                )
+
+    def _log_weights(self, weights: list[tuple[str, str, Tensor]]) -> None:
+        # Every rank of a DistributedDataParallel has all of them, and they are the same.
+        alike = isinstance(self._wrapped, nn.parallel.DistributedDataParallel)
+        self._session.log_many([entry for entry in weights if has_values(entry[2])], skip_reduction=alike)
+
+    def _after_optimizer(self) -> None:
+        self._stepped = True
+
+    def _before_step(self) -> None:
+        self._weights.end_step()
+        self._stepped = False
+        for handle in self._leaves:
+            handle.remove()
+        self._leaves.clear()
+
+
+def _forget_compiled(model: nn.Module) -> None:
+    """Have a compiled model compiled again: what was compiled knows nothing of hooks that came or went later."""
+    if any("_orig_mod" in vars(m).get("_modules", ()) or m._compiled_call_impl is not None for m in model.modules()):
+        torch.compiler.reset()
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _plain_name(name: str) -> str:
+    """Leave out what wrappers put into the names of layers."""
+    wrappers = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+    return ".".join(part for part in name.split(".") if part not in wrappers)

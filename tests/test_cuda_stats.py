@@ -1,0 +1,259 @@
+"""Statistics on a GPU: the kernels against float64, reading back, batches, streams, and a watched pipeline."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from pipesight import GPipe
+from pipesight.stats import watch
+from pipesight.stats.moments import FIELDS, Moments
+from pipesight.stats.moments.measuring import measure
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+SIZES = (1, 31, 1000, 8192, 8193, 100_000, (1 << 22) + 5)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8)
+
+
+def on_gpu(tensor: torch.Tensor, **options: bool) -> Moments:
+    from pipesight.stats.moments.device import DeviceRows
+
+    return DeviceRows(torch.device("cuda", 0)).measure([tensor], **options)[0].moments()
+
+
+def check(tensor: torch.Tensor, *, powers: bool = False) -> None:
+    """Compare with float64 on the CPU."""
+    found = on_gpu(tensor, powers=powers)
+    x = tensor.detach().cpu().double().reshape(-1)
+    finite = x[x.isfinite()]
+    assert found.count == finite.numel()
+    assert found.nans == x.isnan().sum().item()
+    assert found.infs == x.isinf().sum().item()
+    if not finite.numel():
+        return
+    assert found.zeros == (finite == 0).sum().item()
+    assert found.min == finite.min().item()
+    assert found.max == finite.max().item()
+    nonzero = finite[finite != 0].abs()
+    assert found.smallest == (nonzero.min().item() if nonzero.numel() else math.inf)
+    centred = finite - finite.mean()
+    spread = centred.square().sum().item()
+    scale = max(abs(finite.mean().item()), math.sqrt(spread / finite.numel()))
+    assert found.mean == pytest.approx(finite.mean().item(), rel=1e-6, abs=1e-7 * scale)
+    assert found.m2 == pytest.approx(spread, rel=2e-6, abs=1e-300)
+    assert found.l1 == pytest.approx(finite.abs().sum().item(), rel=1e-6)
+    if powers:
+        assert found.m4 == pytest.approx(centred.pow(4).sum().item(), rel=1e-9)
+    else:
+        assert math.isnan(found.m4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_and_dtypes(size: int, dtype: torch.dtype) -> None:
+    """Every size and dtype is right to 1e-6, ragged ends included."""
+    torch.manual_seed(size)
+    check((torch.randn(size, device="cuda") * 50).to(dtype))
+
+
+HARD = {
+    "constant": lambda n: torch.full((n,), 0.1, device="cuda"),
+    "alternating": lambda n: 0.1 * (torch.arange(n, device="cuda") % 2 * 2 - 1),
+    "far from zero": lambda n: torch.randn(n, device="cuda") + 1e6,
+    "outlier first": lambda n: torch.cat([torch.full((1,), 1e6, device="cuda"), torch.randn(n - 1, device="cuda")]),
+    "huge": lambda n: torch.randn(n, device="cuda") * 1e25,
+    "tiny": lambda n: torch.randn(n, device="cuda") * 1e-25,
+    "huge and tiny": lambda n: torch.randn(n, device="cuda") * torch.tensor([1e25, 1e-25], device="cuda").repeat(n)[:n],
+    "sorted": lambda n: torch.randn(n, device="cuda").sort().values,
+    "relu": lambda n: torch.randn(n, device="cuda").relu(),
+    "zeros": lambda n: torch.zeros(n, device="cuda"),
+    "nan": lambda n: torch.where(torch.rand(n, device="cuda") > 0.999, torch.nan, torch.randn(n, device="cuda")),
+    "inf": lambda n: torch.where(torch.rand(n, device="cuda") > 0.999, torch.inf, torch.randn(n, device="cuda")),
+    "only nan": lambda n: torch.full((n,), torch.nan, device="cuda"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hard_numbers(name: str, dtype: torch.dtype) -> None:
+    """Numbers that other tools get wrong."""
+    torch.manual_seed(0)
+    check(HARD[name](1_000_003).to(dtype))
+
+
+def test_powers() -> None:
+    """The fourth moment is there when it is asked for."""
+    check(torch.randn(100_001, device="cuda"), powers=True)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, ::2],
+        lambda x: x[1:, 1:],
+        lambda x: x.reshape(-1)[1:],
+        lambda x: x[:1].expand(64, -1),
+        lambda x: x[:0],
+        lambda x: x[0, 0],
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layouts(shape, dtype: torch.dtype) -> None:
+    """Views, whatever their strides and their address."""
+    check(shape(torch.randn(300, 301, device="cuda").to(dtype)))
+
+
+def test_same_as_on_the_cpu() -> None:
+    """Both ways to measure agree in every field."""
+    x = torch.randn(100_000)
+    x[:7] = torch.tensor([0.0, torch.nan, torch.inf, -torch.inf, 1e25, 1e-25, 0.0])
+    ours, theirs = on_gpu(x.cuda()).row(), measure(x).row()
+    for field, a, b in zip(FIELDS, ours, theirs, strict=True):
+        assert a == pytest.approx(b, rel=1e-6, nan_ok=True), field
+
+
+def test_many_at_once() -> None:
+    """Many tensors are measured by two kernels a dtype, each to its own row."""
+    from pipesight.stats.moments.device import DeviceRows
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(n, device="cuda") + n for n in (1, 5, 8192, 100_000, 3, 70_000, *range(10, 300))]
+    tensors += [t.bfloat16() for t in tensors[:20]]
+    rows = DeviceRows(torch.device("cuda", 0))
+    rows.measure(tensors)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        found = rows.measure(tensors)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if "kernel" in event.name]
+    assert len(kernels) == 4
+    rows.send()
+    for row, tensor in zip(found, tensors, strict=True):
+        assert row.moments().mean == pytest.approx(tensor.double().mean().item(), rel=1e-5)
+        assert row.moments().count == tensor.numel()
+
+
+def test_two_launches_for_one() -> None:
+    """One tensor takes two kernels."""
+    from pipesight.stats.moments.device import DeviceRows
+
+    rows, x = DeviceRows(torch.device("cuda", 0)), torch.randn(1 << 20, device="cuda")
+    rows.measure([x])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        rows.measure([x])
+        torch.cuda.synchronize()
+    launched = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launched) == 2
+
+
+def test_nothing_waits() -> None:
+    """Neither measuring nor sending waits for the device."""
+    from pipesight.stats.moments.device import DeviceRows
+
+    rows, x = DeviceRows(torch.device("cuda", 0)), torch.randn(1 << 20, device="cuda")
+    rows.measure([x])
+    rows.send()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    row = rows.measure([x])[0]
+    rows.send()
+    assert not row.ready
+    assert row.moments().count == x.numel()
+    assert row.ready
+
+
+def test_streams() -> None:
+    """Rows written on several streams are all read."""
+    from pipesight.stats.moments.device import DeviceRows
+
+    rows = DeviceRows(torch.device("cuda", 0))
+    x = torch.randn(1 << 16, device="cuda")
+    torch.cuda.synchronize()
+    found = []
+    for number in range(20):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(10_000_000)
+            y = x + number
+            found.append(rows.measure([y])[0])
+    rows.send()
+    for number, row in enumerate(found):
+        assert row.moments().mean == pytest.approx((x.double() + number).mean().item(), abs=1e-5)
+
+
+def test_memory_is_flat() -> None:
+    """Steps leave nothing on the device."""
+    from pipesight.stats.moments.device import DeviceRows
+
+    rows, x = DeviceRows(torch.device("cuda", 0)), torch.randn(1 << 16, device="cuda")
+    for number in range(60):
+        if number == 10:
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+        for _ in range(300):
+            rows.measure([x])
+        rows.send()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+CONFIG = {
+    "all": {
+        "enabled": True,
+        "layers": {"layer_name_regex_pattern": ".*"},
+        "LogTensorStats": {
+            "enabled": True,
+            "tensors": ["activation", "gradient", "weight", "wgrad", "input"],
+            "stats": ["min", "max", "mean", "std", "l1_norm", "l2_norm", "zeros%", "numel"],
+        },
+        "transformer_engine": {
+            "LogFp8TensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["underflows%", "mxfp8_mse"]}
+        },
+    }
+}
+
+
+def train(folder, wrap, device: str) -> dict[tuple[int, str, str, str], float]:
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, CONFIG, log_dir=folder):
+        for number in range(4):
+            x = torch.randn(24, 32, generator=torch.Generator().manual_seed(number)).to(device)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    lines = (folder / "stats" / "rank-00000.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {(r["iteration"], r["layer"], r["tensor"], r["statistic"]): r["value"] for r in records}
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cpu", "cuda:0"]], ids=str)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_watched_pipeline(tmp_path, devices: list[str], checkpoint: str) -> None:
+    """A pipeline on a GPU logs what the plain model on the CPU logs."""
+    plain = train(tmp_path / "plain", lambda model: model, "cpu")
+
+    def wrap(model):
+        return GPipe(model, [2, 2], devices=devices, chunks=3, checkpoint=checkpoint)
+
+    piped = train(tmp_path / "piped", wrap, devices[0])
+    assert piped.keys() == plain.keys()
+    for key, value in plain.items():
+        tolerance = 1e-2 if "mse" in key[3] or "flow" in key[3] else 1e-3
+        assert piped[key] == pytest.approx(value, rel=tolerance, abs=1e-5), key
+
+
+def test_first_bad_tensor(tmp_path, capfd) -> None:
+    """A NaN on the device is reported when it is read back."""
+    config = {**CONFIG, "all": {**CONFIG["all"]}}
+    config["all"]["LogTensorStats"] = {**CONFIG["all"]["LogTensorStats"], "on_nonfinite": "warn"}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).cuda()
+    with watch(model, config, log_dir=tmp_path, auto_step=False) as watching:
+        x = torch.randn(2, 4, device="cuda")
+        x[0, 0] = torch.nan
+        model(x)
+        watching.step()
+    assert "first bad tensor: 'input' of layer '0'" in capfd.readouterr().err

@@ -1,0 +1,163 @@
+"""Statistics and ``torch.compile``."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import nn
+
+import pipesight.stats as debug_api
+from logged import assert_six, config, values
+from pipesight.stats import watch
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    debug_api.end_debug()
+    torch.compiler.reset()
+
+
+def layer(x, w):
+    x = x @ w
+    debug_api.log_tensor_stats("fc1", tensor=x, tensor_name="activation")
+    x = x.relu() * 2
+    debug_api.log_tensor_stats("fc2", tensor=x, tensor_name="activation")
+    return x.sum(-1)
+
+
+def test_values(tmp_path):
+    """A compiled function logs what it logs uncompiled, and computes the same."""
+    debug_api.initialize(config(), log_dir=tmp_path)
+    x, w = torch.randn(4, 3), torch.randn(3, 2)
+    expected = (x @ w).relu().mul(2).sum(-1)
+    compiled = torch.compile(layer, backend="aot_eager")
+    for _ in range(3):
+        assert torch.allclose(compiled(x, w), expected)
+        debug_api.step()
+    found = values(tmp_path)
+    for i in range(3):
+        assert_six(found, i, "fc1", "activation", x @ w)
+        assert_six(found, i, "fc2", "activation", (x @ w).relu() * 2)
+
+
+@pytest.mark.parametrize("freq", [1, 1000])
+def test_one_graph_break_a_call(freq, tmp_path):
+    """Each call breaks the graph once, on and off: two calls leave three graphs."""
+    debug_api.initialize(config(freq=freq), log_dir=tmp_path, init_training_step=1)
+    explained = torch._dynamo.explain(layer)(torch.randn(4, 3), torch.randn(3, 2))
+    assert explained.graph_break_count == 2
+    assert explained.graph_count == 3
+
+
+def test_nothing_recompiles(tmp_path):
+    """Neither steps that are on, nor off, nor the change between them compile anything again."""
+    debug_api.initialize(config(freq=3), log_dir=tmp_path)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(layer, backend=counter)
+    x, w = torch.randn(4, 3), torch.randn(3, 2)
+    compiled(x, w)
+    debug_api.step()
+    frames = counter.frame_count
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(6):
+            compiled(x, w)
+            debug_api.step()
+    assert counter.frame_count == frames
+    assert sorted({key[0] for key in values(tmp_path)}) == [0, 3, 6]
+
+
+def test_the_result_of_a_call_in_a_compiled_function(tmp_path):
+    """What a call returns can be used there."""
+    debug_api.initialize(config(stats=["max"]), log_dir=tmp_path)
+
+    @torch.compile(backend="eager")
+    def scaled(x):
+        statistics = debug_api.log_tensor_stats("fc1", tensor=x, tensor_name="activation")
+        return x / statistics["max"].item()
+
+    assert torch.equal(scaled(torch.tensor([1.0, 4.0])), torch.tensor([0.25, 1.0]))
+
+
+def test_fullgraph_says_why(tmp_path):
+    """With fullgraph=True torch's own error names the call."""
+    debug_api.initialize(config(), log_dir=tmp_path)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?s)torch\.compiler\.disable.*log_tensor_stats"):
+        compiled(torch.randn(4, 3), torch.randn(3, 2))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch.compile asks for at a graph break
+def test_gradients(tmp_path):
+    """Gradients of a compiled function are those of the plain one."""
+    debug_api.initialize(config(), log_dir=tmp_path)
+    x, w = torch.randn(4, 3), torch.randn(3, 2)
+    results = []
+    for function in (layer, torch.compile(layer, backend="aot_eager")):
+        weight = w.clone().requires_grad_()
+        function(x, weight).sum().backward()
+        results.append(weight.grad)
+    assert torch.allclose(*results)
+
+
+def test_without_a_session():
+    """A compiled function that was never meant to log gives the same error as a plain one."""
+    compiled = torch.compile(layer, backend="eager")
+    with pytest.raises(RuntimeError, match="not initialized"):
+        compiled(torch.randn(4, 3), torch.randn(3, 2))
+
+
+def test_a_new_session(tmp_path):
+    """A function compiled in one session logs to the next one too."""
+    compiled = torch.compile(layer, backend="eager")
+    x, w = torch.randn(4, 3), torch.randn(3, 2)
+    for folder in "ab":
+        debug_api.initialize(config(stats=["mean"]), log_dir=tmp_path / folder)
+        compiled(x, w)
+        debug_api.end_debug()
+        assert len(values(tmp_path / folder)) == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("first", [True, False])
+def test_a_watched_model(first, tmp_path):
+    """A model may be compiled before or after it is watched; nothing is compiled again from the third step on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    expected = [model[:1](x).detach(), model(x).detach()]
+    chosen = config(("activation", "gradient"), freq=2)
+    counter = torch._dynamo.testing.CompileCounter()
+    if first:
+        compiled = torch.compile(model, backend=counter)
+        watched = watch(compiled, chosen, log_dir=tmp_path)
+    else:
+        watched = watch(model, chosen, log_dir=tmp_path)
+        compiled = torch.compile(model, backend=counter)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for i in range(6):
+        if i == 2:
+            frames = counter.frame_count
+        compiled(x).sum().backward()
+        optimizer.step()
+    assert counter.frame_count == frames
+    watched.remove()
+    found = values(tmp_path)
+    assert sorted({key[0] for key in found}) == [0, 2, 4]
+    for i in (0, 2, 4):
+        assert_six(found, i, "0", "activation", expected[0])
+        assert_six(found, i, "2", "activation", expected[1])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_watching_a_model_that_has_run_compiled(tmp_path):
+    """A watch that begins after the model was compiled and called sees it, and so does its end."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    compiled = torch.compile(model, backend="eager")
+    x = torch.randn(5, 3)
+    compiled(x)
+    with watch(compiled, config(("activation",), ["numel"]), log_dir=tmp_path):
+        compiled(x).sum().backward()
+    compiled(x)
+    assert values(tmp_path) == {(0, "0", "activation", "numel"): 20, (0, "1", "activation", "numel"): 20}
