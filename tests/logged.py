@@ -78,7 +78,6 @@ if os.environ.get("INIT", "1") == "1":
 # Without that, torch may abort at exit: so it does if a thread of gloo's lets go of a tensor when Python is ending.
 END = """
 import time
-debug_api.end_debug()
 if dist.is_initialized():
     time.sleep(0.2)
     dist.destroy_process_group()
