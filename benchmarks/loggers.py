@@ -1,7 +1,7 @@
 """Loggers of statistics, each as a runner. The name of a workload says which, and of what.
 
 sum | pipesight | nvdlfw            six statistics of 16M numbers, beside one sum    "pipesight bfloat16"
-pipesight | nvdlfw                  1,000 calls for a small tensor                   "nvdlfw selected"
+pipesight | nvdlfw                  1,000 calls for small tensors of 100 layers      "nvdlfw selected"
 pipesight | nvdlfw                  16M numbers on each of two processes             "pipesight ranks"
 train | watched | seldom            steps of the demo's model, activations watched   "watched demo"
 sum | six | pipesight               on a GPU, of 10 tensors of 2^n numbers           "six float32:30"
@@ -26,7 +26,7 @@ __all__ = ["CALLS", "MANY", "TENSORS", "Logger"]
 SIX = ["min", "max", "mean", "std", "l1_norm", "l2_norm"]
 LARGE = 1 << 24
 SMALL = (64, 64)
-CALLS = 1_000
+CALLS, LAYERS = 1_000, 100
 MANY = 200
 TENSORS = 10
 
@@ -146,16 +146,17 @@ def measure(debug_api: Any, x: torch.Tensor, *, skip_reduction: bool) -> None:
 @contextlib.contextmanager
 def calls(who: str, what: str, folder: Path) -> Iterator[Step]:
     x = torch.randn(SMALL)
-    layer = "other" if what == "unselected" else "fc1"
+    names = [f"{'other' if what == 'unselected' else 'fc'}{i}" for i in range(LAYERS)]
     with session(who, folder, **({"start_step": 1 << 40} if what == "off" else {})) as debug_api:
         log = debug_api.log_tensor_stats
         count = 0
 
         def step() -> None:
             nonlocal count
-            for _ in range(CALLS):
+            for _ in range(CALLS // LAYERS):
                 count += 1
-                log(layer, tensor=x, tensor_name="activation", iteration=count, skip_reduction=True)
+                for name in names:
+                    log(name, tensor=x, tensor_name="activation", iteration=count, skip_reduction=True)
             debug_api.step()
 
         yield step

@@ -25,7 +25,7 @@ def run(options: Options) -> bool:
         show_goals(outcomes, [Goal(f"pipesight {dtype}", f"sum {dtype}", "cost", limit)])
     for what in ("selected", "unselected", "off"):
         outcomes = take(options, [f"{who} {what}" for who in ("nvdlfw", "pipesight")], rounds=11, seconds=0.05)
-        title = f"A call for a tensor of 64 x 64: {what}"
+        title = f"A call for a tensor of 64 x 64, one of 100 layers: {what}"
         sound &= show(title, outcomes, reference=f"nvdlfw {what}", kind="cost", quantity=MICROSECONDS)
     outcomes = take(options, ["nvdlfw ranks", "pipesight ranks"], rounds=9, seconds=0.2)
     sound &= show("16M numbers on each of two gloo ranks, merged", outcomes, reference="nvdlfw ranks", kind="speed")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("anywhere", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("anywhere")
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipesight.stats.moments._scratch import take
@@ -35,8 +37,8 @@ def _chunk(source: Tensor, powers: bool, smallest: bool) -> Moments:
     if not count:
         return Moments.EMPTY
     x = take("exact", count, CPU, torch.float64).copy_(source)
-    least, greatest = torch.aminmax(x)
-    low, high = least.item(), greatest.item()
+    numbers: NDArray[np.float64] = x.numpy()  # whose calls cost half of torch's
+    low, high = float(np.minimum.reduce(numbers)), float(np.maximum.reduce(numbers))
     if not (low > -math.inf and high < math.inf):
         nans, infs = int(x.isnan().sum()), int(x.isinf().sum())
         return _chunk(x[x.isfinite()], powers, smallest).merge(Moments(nans=nans, infs=infs))
@@ -48,16 +50,18 @@ def _chunk(source: Tensor, powers: bool, smallest: bool) -> Moments:
         zeros, tiny = smallest_nonzero(x, low, high, work)
     if not LEAST < max(-low, high) < GREATEST:
         return _scaled(x, low, high, zeros, tiny)
-    total = x.sum().item()
-    l1 = abs(total) if low >= 0 or high <= 0 else torch.abs(x, out=work).sum().item()
+    total = float(np.add.reduce(numbers))
+    l1 = abs(total) if low >= 0 or high <= 0 else float(np.add.reduce(np.abs(numbers, out=work.numpy())))
     mean = total / count
-    torch.sub(x, mean, out=x)
-    off = x.sum().item() / count if source.dtype == torch.float64 else 0.0  # what rounding left of the mean
+    np.subtract(numbers, mean, out=numbers)
+    # What rounding left of the mean.
+    off = float(np.add.reduce(numbers)) / count if source.dtype == torch.float64 else 0.0
     if not powers:
-        m2 = torch.dot(x, x).item() - count * off * off
+        m2 = float(np.dot(numbers, numbers)) - count * off * off
     else:
-        s2 = torch.mul(x, x, out=work).sum().item()
-        s3, s4 = torch.dot(work, x).item(), torch.dot(work, work).item()
+        squares = np.multiply(numbers, numbers, out=work.numpy())
+        s2 = float(np.add.reduce(squares))
+        s3, s4 = float(np.dot(squares, numbers)), float(np.dot(squares, squares))
         m2 = s2 - count * off * off
         m3 = s3 - off * (3 * s2 - 2 * count * off * off)
         m4 = s4 - off * (4 * s3 - off * (6 * s2 - 3 * count * off * off))
