@@ -10,6 +10,7 @@ sum | pipesight | together          on a GPU, of many tensors of 2^n numbers    
 
 import contextlib
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -164,9 +165,12 @@ def calls(who: str, what: str, folder: Path) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def ranks(who: str, what: str, folder: Path) -> Iterator[Step]:
-    worker = mp.get_context("spawn").Process(target=follow, args=(who, folder))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    worker = mp.get_context("spawn").Process(target=follow, args=(who, folder, port))
     worker.start()
-    join(0, folder)
+    join(0, port)
     with session(who, folder) as debug_api:
         x = torch.randn(LARGE)
 
@@ -180,15 +184,15 @@ def ranks(who: str, what: str, folder: Path) -> Iterator[Step]:
     worker.join()
 
 
-def join(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def join(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
 
-def follow(who: str, folder: Path) -> None:
+def follow(who: str, folder: Path, port: int) -> None:
     """Be the second rank until the first says 0."""
     torch.set_num_threads(1)
     os.dup2(2, 1)
-    join(1, folder)
+    join(1, port)
     with session(who, folder) as debug_api:
         x, more = torch.randn(LARGE), torch.ones(1)
         while True:

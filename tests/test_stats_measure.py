@@ -459,4 +459,4 @@ def test_dtensor(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=150, check=False)
-    assert process.stdout.split() == ["right"] * 4, process.stderr
+    assert process.stdout.count("right") == 4, process.stderr

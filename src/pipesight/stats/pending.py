@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipesight.stats.merging import Merging
 from pipesight.stats.messages import MessageLog
-from pipesight.stats.moments.device import DeviceRow, DeviceRows
-from pipesight.stats.moments.quantity import MOMENTS
+from pipesight.stats.moments.device import DeviceRows
+from pipesight.stats.moments.quantity import MOMENTS, Source
+from pipesight.stats.moments.record import LaterMoments
+from pipesight.stats.moments.small import SmallRows
 from pipesight.stats.nonfinite import Watchman
 from pipesight.stats.plan import Action
 from pipesight.stats.sinks import Record, Sinks
@@ -46,6 +49,7 @@ class Pending:
         self._tallies: dict[Key, Tally] = {}
         self._unread: deque[list[Tally]] = deque()
         self._devices: dict[torch.device, DeviceRows] = {}
+        self._small = SmallRows()
         self._told: set[tuple[str, str]] = set()
 
     def turn_to(self, iteration: int) -> None:
@@ -83,6 +87,10 @@ class Pending:
             with self._lock:
                 rows = self._devices.setdefault(device, DeviceRows(device))
         return rows
+
+    def small(self, tensor: Tensor, source: Source) -> LaterMoments | None:
+        """Put a small tensor aside, to be measured with others; None if it is not small."""
+        return self._small.add(tensor, powers=source.powers, smallest=source.smallest)
 
     def end(self, iteration: int) -> None:
         """End the iteration under way, or this one if there is none: merge and log.
@@ -138,6 +146,7 @@ class Pending:
         tallies, self._tallies, self.iteration = self._tallies, {}, None
         for rows in self._devices.values():
             rows.send()
+        self._small.measure_all()
         return tallies
 
     def _write_read(self, *, wait: bool) -> None:
@@ -153,7 +162,7 @@ class Pending:
         """Look for NaN and Inf in what has come from a device."""
         for tally in tallies:
             for first, *_ in tally.calls:
-                if isinstance(first, DeviceRow) and first.place is not None:
+                if isinstance(first, LaterMoments) and first.place is not None:
                     self._watchman.look(first.moments(), first.place, ("warn",), None)
 
     def _log(self, tallies: Iterable[Tally], merged: Iterable[dict[str, Any]]) -> None:

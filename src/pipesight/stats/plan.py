@@ -55,7 +55,11 @@ class Plan:
         known, action = self._now
         if known == step:
             return action
-        on = tuple(i for i, (rule, _) in enumerate(self._rules) if rule.steps.includes(step))
+        on: tuple[int, ...]
+        if len(self._rules) == 1:
+            on = (0,) if self._rules[0][0].steps.includes(step) else ()
+        else:
+            on = tuple(i for i, (rule, _) in enumerate(self._rules) if rule.steps.includes(step))
         action = None
         if on:
             if on not in self._built:

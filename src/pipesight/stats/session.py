@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipesight import context
 from pipesight.stats.config import Config
 from pipesight.stats.config.rules import StatisticRequest, TensorRule
 from pipesight.stats.current import serving
 from pipesight.stats.extensions.namespaces import end_namespaces, step_namespaces
 from pipesight.stats.merging import Merging
 from pipesight.stats.messages import MessageLog
-from pipesight.stats.moments.device import DeviceRow, has_kernels
+from pipesight.stats.moments.device import has_kernels
+from pipesight.stats.moments.record import LaterMoments
 from pipesight.stats.moments.shards import local_part
 from pipesight.stats.nonfinite import Place, Watchman
 from pipesight.stats.pending import Pending
@@ -200,7 +202,10 @@ class Session:
         if part.tensor.is_cuda and has_kernels(part.tensor.device):
             first: Any = self._pending.rows(part.tensor.device).measure([part.tensor], powers=sources[0].powers)[0]
         else:
-            first = sources[0].measure(part.tensor)
+            busy = context.current() is not None  # a worker of a pipeline, beside others
+            first = self._pending.small(part.tensor, sources[0]) if busy and action.on_nonfinite <= {"warn"} else None
+            if first is None:
+                first = sources[0].measure(part.tensor)
         if action.on_nonfinite:
             self._look(first, Place.here(layer, name, step), action, part.tensor)
         records = [first, *(source.measure(part.tensor) for source in sources[1:])]
@@ -209,7 +214,7 @@ class Session:
 
     def _look(self, record: Any, place: Place, action: Action, tensor: Tensor) -> None:
         """Look for NaN and Inf: at once, unless a warning can wait until the moments are read back."""
-        if isinstance(record, DeviceRow):
+        if isinstance(record, LaterMoments):
             if action.on_nonfinite == {"warn"}:
                 record.place = place
                 return

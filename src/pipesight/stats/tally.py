@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesight.stats.moments.device import DeviceRow
 from pipesight.stats.moments.quantity import MOMENTS
+from pipesight.stats.moments.record import LaterMoments
 from pipesight.stats.plan import Action
 from pipesight.stats.sinks import Record
 
@@ -33,7 +33,7 @@ class Tally:
     @property
     def ready(self) -> bool:
         """Whether :meth:`merged` does not wait for a device."""
-        return all(not isinstance(call[0], DeviceRow) or call[0].ready for call in self.calls)
+        return all(not isinstance(call[0], LaterMoments) or call[0].ready for call in self.calls)
 
     def merged(self) -> dict[str, Any]:
         """Return one record a source, none if there was no call that counts."""
@@ -92,4 +92,4 @@ class Statistics(Mapping[str, Tensor]):
 
 
 def _resolve(record: Any) -> Any:
-    return record.moments() if isinstance(record, DeviceRow) else record
+    return record.moments() if isinstance(record, LaterMoments) else record

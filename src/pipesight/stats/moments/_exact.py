@@ -37,7 +37,8 @@ def _chunk(source: Tensor, powers: bool, smallest: bool) -> Moments:
     if not count:
         return Moments.EMPTY
     x = take("exact", count, CPU, torch.float64).copy_(source)
-    numbers: NDArray[np.float64] = x.numpy()  # whose calls cost half of torch's
+    # Calls of numpy cost half of torch's; but np.dot would start threads of its own, which take the cores from others.
+    numbers: NDArray[np.float64] = x.numpy()
     low, high = float(np.minimum.reduce(numbers)), float(np.maximum.reduce(numbers))
     if not (low > -math.inf and high < math.inf):
         nans, infs = int(x.isnan().sum()), int(x.isinf().sum())
@@ -57,11 +58,11 @@ def _chunk(source: Tensor, powers: bool, smallest: bool) -> Moments:
     # What rounding left of the mean.
     off = float(np.add.reduce(numbers)) / count if source.dtype == torch.float64 else 0.0
     if not powers:
-        m2 = float(np.dot(numbers, numbers)) - count * off * off
+        m2 = torch.dot(x, x).item() - count * off * off
     else:
         squares = np.multiply(numbers, numbers, out=work.numpy())
         s2 = float(np.add.reduce(squares))
-        s3, s4 = float(np.dot(squares, numbers)), float(np.dot(squares, squares))
+        s3, s4 = torch.dot(work, x).item(), torch.dot(work, work).item()
         m2 = s2 - count * off * off
         m3 = s3 - off * (3 * s2 - 2 * count * off * off)
         m4 = s4 - off * (4 * s3 - off * (6 * s2 - 3 * count * off * off))

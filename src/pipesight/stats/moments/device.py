@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipesight.stats.moments._kinds import flat_pieces, plain
 from pipesight.stats.moments.measuring import measure_on_device
-from pipesight.stats.moments.record import FIELDS, Moments
+from pipesight.stats.moments.record import FIELDS, LaterMoments, Moments
 
 __all__ = ["DeviceRow", "DeviceRows", "has_kernels"]
 
@@ -56,17 +56,16 @@ class _Readback:
         return self._read[index]
 
 
-class DeviceRow:
+class DeviceRow(LaterMoments):
     """The moments of one tensor, on a device or on their way from it."""
 
-    __slots__ = ("_index", "_readback", "_rows", "place")
+    __slots__ = ("_index", "_readback", "_rows")
 
     def __init__(self, rows: Tensor, index: int) -> None:
+        super().__init__()
         self._rows: Tensor | None = rows
         self._index = index
         self._readback: _Readback | None = None
-        self.place: Any = None
-        """Where it was measured, if someone is to be told of NaN and Inf."""
 
     @property
     def ready(self) -> bool:

@@ -17,11 +17,23 @@ from pipesight.stats.moments._rows import FLOAT32, in_rows
 from pipesight.stats.moments.record import Moments
 from pipesight.stats.moments.shards import LocalPart, local_part
 
-__all__ = ["LocalPart", "local_part", "measure", "measure_on_device"]
+__all__ = ["LocalPart", "is_ordinary", "local_part", "measure", "measure_on_device"]
 
 SMALL = 1 << 15  # elements; below, an operation costs its call and float64 costs nothing
 ORDINARY = (Tensor, torch.nn.Parameter)
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but numbers in main memory, in rows and columns."""
+    return (
+        type(tensor) in ORDINARY
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not _is_wrapped(tensor)
+        and bool(tensor.data_ptr())
+    )
 
 
 def measure(tensor: Tensor, *, powers: bool = False, smallest: bool = True) -> Moments:
@@ -45,13 +57,8 @@ def measure(tensor: Tensor, *, powers: bool = False, smallest: bool = True) -> M
         TypeError: for complex tensors, and for those that hold no numbers (meta, fake, inside of ``torch.func``).
     """
     if (
-        type(tensor) in ORDINARY
-        and tensor.is_cpu
-        and tensor.dtype in FLOAT32
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not _is_wrapped(tensor)
-        and tensor.data_ptr()
+        tensor.dtype in FLOAT32
+        and is_ordinary(tensor)
         and (tensor.is_contiguous() or 0 < tensor.numel() <= SMALL)
         and not tensor.is_neg()
     ):  # nothing below would find anything else to do

@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FIELDS", "Moments", "merge_rows"]
+__all__ = ["FIELDS", "LaterMoments", "Moments", "merge_rows"]
 
 FIELDS = ("count", "nans", "infs", "zeros", "min", "max", "mean", "m2", "l1", "smallest", "m3", "m4")
 TINY = 1e-280  # a sum of squares below it may have lost digits, or all of them
@@ -153,6 +153,28 @@ class Moments:
 
 
 Moments.EMPTY = Moments()
+
+
+class LaterMoments:
+    """Moments that are not at hand yet: on a device, or not worked out.
+
+    Attributes:
+        place: Where the tensor was measured, if someone is to be told of NaN and Inf.
+    """
+
+    __slots__ = ("place",)
+
+    def __init__(self) -> None:
+        self.place: Any = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`moments` does not wait for a device."""
+        raise NotImplementedError
+
+    def moments(self) -> Moments:
+        """Return the moments; waits for them."""
+        raise NotImplementedError
 
 
 def _least(a: float, b: float) -> float:

@@ -1,0 +1,98 @@
+"""Small tensors that are put aside have the moments that measuring them at once gives."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipesight.stats.moments import Moments
+from pipesight.stats.moments.measuring import measure
+from pipesight.stats.moments.small import MOST, ROOM, SmallRows
+
+
+def same(found: Moments, tensor: torch.Tensor, **flags: bool) -> bool:
+    return found.row() == pytest.approx(measure(tensor, **flags).row(), rel=1e-6, abs=1e-12, nan_ok=True)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.booleans(), st.booleans()), max_size=30),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8]),
+)
+def test_many(entries, dtype):
+    """Each row is that of its own tensor, whatever lies beside it."""
+    torch.manual_seed(len(entries))
+    rows, kept = SmallRows(), []
+    for size, powers, smallest in entries:
+        tensor = (torch.randn(size) * 20).to(dtype)
+        kept.append((rows.add(tensor, powers=powers, smallest=smallest), tensor, powers, smallest))
+    for row, tensor, powers, smallest in kept:
+        assert same(row.moments(), tensor, powers=powers, smallest=smallest)
+
+
+def test_changed_afterwards():
+    """What counts is the tensor as it was."""
+    rows, tensor = SmallRows(), torch.arange(10.0)
+    row = rows.add(tensor, powers=False, smallest=True)
+    tensor.zero_()
+    assert row.moments().mean == 4.5
+
+
+def test_full():
+    """A full buffer is measured, and goes on."""
+    rows, size = SmallRows(), MOST
+    tensors = [torch.full((size,), float(i)) + torch.arange(size) for i in range(2 * ROOM // size + 3)]
+    found = [rows.add(tensor, powers=False, smallest=True) for tensor in tensors]
+    assert all(same(row.moments(), tensor) for row, tensor in zip(found, tensors, strict=True))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.empty(0), torch.zeros(MOST + 1), torch.zeros(2, dtype=torch.float64), torch.zeros(2, device="meta")],
+    ids=["empty", "large", "float64", "meta"],
+)
+def test_not_small(tensor):
+    """What is not small, or holds what float32 does not, is left to others."""
+    assert SmallRows().add(tensor, powers=False, smallest=True) is None
+
+
+def test_layouts_and_graphs():
+    """Views are copied as they are seen; no graph is kept."""
+    rows = SmallRows()
+    x = torch.randn(20, 30, requires_grad=True)
+    views = [x.t(), x[:, ::3], x[1:, 1:], x.sin()]
+    found = [rows.add(view, powers=False, smallest=True) for view in views]
+    assert all(same(row.moments(), view) for row, view in zip(found, views, strict=True))
+    assert not rows._buffer.requires_grad
+
+
+def test_not_finite():
+    """NaN and infinities are counted, beside others that have none."""
+    rows = SmallRows()
+    tensors = [torch.ones(3), torch.tensor([torch.nan, 2.0, torch.inf]), torch.tensor([1e38, -1e38])]
+    found = [rows.add(tensor, powers=False, smallest=True).moments() for tensor in tensors]
+    assert [(m.nans, m.infs) for m in found] == [(0, 0), (1, 1), (0, 0)]
+    assert all(same(m, tensor) for m, tensor in zip(found, tensors, strict=True))
+
+
+def test_threads():
+    """Threads add at once, and each gets its own."""
+    rows, wrong = SmallRows(), []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(200):
+            tensor = torch.randn(700, generator=generator)
+            row = rows.add(tensor, powers=False, smallest=False)
+            if seed % 2 and not same(row.moments(), tensor, smallest=False):
+                wrong.append(tensor)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
