@@ -57,8 +57,8 @@ def measure(tensor: Tensor, *, powers: bool = False, smallest: bool = True) -> M
         TypeError: for complex tensors, and for those that hold no numbers (meta, fake, inside of ``torch.func``).
     """
     if (
-        tensor.dtype in FLOAT32
-        and is_ordinary(tensor)
+        is_ordinary(tensor)
+        and tensor.dtype in FLOAT32
         and (tensor.is_contiguous() or 0 < tensor.numel() <= SMALL)
         and not tensor.is_neg()
     ):  # nothing below would find anything else to do
