@@ -27,7 +27,7 @@ def run(options: Options) -> bool:
         outcomes = take(options, [f"{who} {what}" for who in ("nvdlfw", "pipesight")], rounds=11, seconds=0.05)
         title = f"A call for a tensor of 64 x 64, one of 100 layers: {what}"
         sound &= show(title, outcomes, reference=f"nvdlfw {what}", kind="cost", quantity=MICROSECONDS)
-    outcomes = take(options, ["nvdlfw ranks", "pipesight ranks"], rounds=9, seconds=0.2)
+    outcomes = take(options, ["nvdlfw ranks", "pipesight ranks"], rounds=9, seconds=2.0)
     sound &= show("16M numbers on each of two gloo ranks, merged", outcomes, reference="nvdlfw ranks", kind="speed")
     show_goals(outcomes, [Goal("pipesight ranks", "nvdlfw ranks", "speed", 10.0)])
     outcomes = take(options, ["train demo", "watched demo", "seldom demo"], rounds=21, seconds=0.5)
