@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipesight.stats.moments._exact import exact
@@ -64,6 +66,7 @@ class SmallRows:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._buffer: Tensor | None = None
+        self._array: NDArray[np.float32]  # the same memory
         self._used = 0
         self._waiting: list[tuple[SmallRow, int, bool, bool]] = []
 
@@ -77,12 +80,21 @@ class SmallRows:
             if self._buffer is None:
                 with torch.inference_mode(False):
                     self._buffer = torch.empty(ROOM, dtype=torch.float32, device="cpu")
+                    self._array = self._buffer.numpy()
             if self._used + size > ROOM:
                 self._measure_all()
-            self._buffer[self._used : self._used + size].view(tensor.shape).copy_(tensor.detach())
+            self._copy(tensor.detach() if tensor.requires_grad else tensor, size)
             self._used += size
             self._waiting.append((row, size, powers, smallest))
         return row
+
+    def _copy(self, tensor: Tensor, size: int) -> None:
+        assert self._buffer is not None
+        if tensor.dtype is torch.float32 and not tensor.is_neg():  # numpy asks for the interpreter less often
+            room = self._array[self._used : self._used + size]
+            np.copyto(room.reshape(tensor.shape), tensor.numpy())
+        else:
+            self._buffer[self._used : self._used + size].view(tensor.shape).copy_(tensor)
 
     def measure_all(self) -> None:
         """Measure all that are waiting."""

@@ -205,14 +205,19 @@ class Watch:
         self._begin()
         return True
 
+    def _wanted(self, layer: str, tensors: tuple[str, ...]) -> bool:
+        """Whether anything of a layer is logged in this step."""
+        plans = (self._session.plan(layer, tensor) for tensor in tensors)
+        return any(plan is not None and plan.at(self._session.step_count) is not None for plan in plans)
+
     def _before_layer(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._counted():
+        if (self._inside is None or self._wanted(name, ("input",))) and self._counted():
             self._log(name, "input", (args, kwargs))
 
     def _after_layer(
         self, name: str, outputs: tuple[str, ...], gradient: bool, _: nn.Module, args: Any, output: Any
     ) -> None:
-        if outputs and self._counted():
+        if outputs and (self._inside is None or self._wanted(name, outputs)) and self._counted():
             for tensor_name in outputs:
                 self._log(name, tensor_name, output)
         if gradient and torch.is_grad_enabled() and (self._model.training or not self._auto):
