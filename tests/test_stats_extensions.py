@@ -504,3 +504,16 @@ def test_gather_over_ranks(tmp_path):
     ranks = [subprocess.Popen([*command, rank, store], stderr=subprocess.PIPE) for rank in "01"]
     errors = [process.communicate(timeout=100)[1].decode() for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], errors
+
+
+def test_two_built_in_features_of_a_namespace(tmp_path):
+    """A call of a namespace is served by all its features, and their statistics are joined."""
+    both = {name: {"enabled": True, "tensors": "all"} for name in ("LogTensorStats", "LogFp8TensorStats")}
+    both["LogTensorStats"]["stats"], both["LogFp8TensorStats"]["stats"] = ["max"], ["mse"]
+    section = {"enabled": True, "layers": {"layer_types": "all"}, "transformer_engine": both}
+    debug_api.initialize({"s": section}, log_dir=tmp_path)
+    try:
+        found = debug_api.transformer_engine.log_tensor_stats("fc1", tensor=torch.ones(4), tensor_name="activation")
+        assert sorted(found) == ["max", "mse"]
+    finally:
+        debug_api.end_debug()

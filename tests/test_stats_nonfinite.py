@@ -225,3 +225,15 @@ def test_ranks_report_their_own(tmp_path):
         "iteration-000000-rank-00001-fc1-activation.pt"
     ]
     assert list(values(tmp_path, 0).values()) == [1]
+
+
+def test_raises_each_time(tmp_path):
+    """A loop that skips bad batches is told of every one, not only of the first of an iteration."""
+    model = nn.Sequential(nn.Linear(2, 1))
+    layers = {"enabled": True, "layers": {"layer_types": "all"}}
+    section = {**layers, "LogTensorStats": {"enabled": True, "tensors": ["input"], "on_nonfinite": "raise"}}
+    bad = torch.full((1, 2), torch.nan)
+    with watch(model, {"s": section}, log_dir=tmp_path):
+        for _ in range(3):
+            with pytest.raises(NonfiniteError, match="2 NaN"):
+                model(bad)

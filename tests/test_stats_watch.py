@@ -826,3 +826,17 @@ def test_fsdp(order, tmp_path):
             assert found[i, "0", "wgrad", "mean"] == pytest.approx(truth["0", "wgrad"][0].mean().item() / 2, rel=1e-4)
             assert found[i, "0", "weight", "numel"] == 24  # the copies of other ranks do not count
             assert found[i, "0", "weight", "l2_norm"] == pytest.approx(model[0].weight.norm().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layers", "tensors", "message"),
+    [
+        (".*", ["activation", "wgrads"], "no tensor 'wgrads'; did you mean 'wgrad'?"),
+        (".*", ["activations"], "logs no tensor of this Sequential"),
+        ("fc.*", ["activation"], "selects no layer of this Sequential; layers go by names, such as ['0']"),
+    ],
+)
+def test_what_a_model_does_not_have(layers, tensors, message, tmp_path, capsys):
+    """Names that the configuration has and the model has not are told when the watch begins."""
+    watch(nn.Sequential(nn.ReLU()), config(tensors, layers=layers), log_dir=tmp_path).remove()
+    assert message in capsys.readouterr().err

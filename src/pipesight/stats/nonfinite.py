@@ -62,7 +62,7 @@ class Watchman:
         self._reported = -1
 
     def look(self, moments: Moments, place: Place, actions: Collection[str], tensor: Tensor | None) -> None:
-        """Report a tensor whose moments count NaN or Inf, if it is the first of its iteration.
+        """Report a tensor whose moments count NaN or Inf, if it is the first of its iteration; raise for each.
 
         Raises:
             NonfiniteError: The actions include ``"raise"``.
@@ -70,16 +70,15 @@ class Watchman:
         if not moments.nans and not moments.infs:
             return
         with self._lock:
-            if self._reported == place.iteration:
-                return
+            first = self._reported != place.iteration
             self._reported = place.iteration
         numel = moments.count + moments.nans + moments.infs
-        report = (
-            f"first bad tensor: {place} has {moments.nans:.0f} NaN and {moments.infs:.0f} Inf of {numel:.0f} numbers"
-        )
-        if "dump" in actions and tensor is not None:
-            report += self._dump(tensor, place)
-        self._warn(report)
+        report = f"{place} has {moments.nans:.0f} NaN and {moments.infs:.0f} Inf of {numel:.0f} numbers"
+        if first:
+            report = f"first bad tensor: {report}"
+            if "dump" in actions and tensor is not None:
+                report += self._dump(tensor, place)
+            self._warn(report)
         if "raise" in actions:
             raise NonfiniteError(f"{report}; to go on instead, set on_nonfinite: warn")
 

@@ -158,7 +158,8 @@ class FeatureCheck:
 
     def _stats(self, value: Any, path: Path) -> tuple[StatisticRequest, ...]:
         if isinstance(value, str):
-            self._mistakes.add(path, f"must be a list of statistics (stats: {shown(value)}); write stats: [{value}]")
+            listed = value if value != ALL else "mean, std"  # there is no word for all of them
+            self._mistakes.add(path, f"must be a list of statistics (stats: {shown(value)}); write stats: [{listed}]")
             return ()
         if not isinstance(value, list) or not value:
             self._mistakes.add(path, f"must be a list of statistics (stats: {shown(value)})")

@@ -91,7 +91,7 @@ class GenericFrameworkAPI(BaseNamespaceAPI):
     def handle_multi_feature_output(
         self, api_name: str, multi_feature_outputs: list[Any], features_to_invoke: Mapping[str, Settings], **kwargs: Any
     ) -> Any:
-        """Join dictionaries, the later over the earlier; anything else must be the same."""
-        if all(isinstance(output, dict) for output in multi_feature_outputs):
+        """Join mappings, the later over the earlier; anything else must be the same."""
+        if all(isinstance(output, Mapping) for output in multi_feature_outputs):
             return {key: value for output in multi_feature_outputs for key, value in output.items()}
         return super().handle_multi_feature_output(api_name, multi_feature_outputs, features_to_invoke, **kwargs)

@@ -9,7 +9,7 @@ input ──▶ layer ──▶ output = activation
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight.stats import api
+from pipesight.stats._mistakes import nearest
 from pipesight.stats.current import running
 from pipesight.stats.layers import named_layers
 from pipesight.stats.recomputing import in_checkpoint, is_recomputing
@@ -64,7 +65,10 @@ def watch(
     """
     if config is None:
         if kwargs:
-            raise TypeError(f"{', '.join(kwargs)} belong to a configuration; pass one, or pass them to initialize()")
+            raise TypeError(
+                f"watch() takes {', '.join(kwargs)} with a configuration, watch(model, config, ...); without one it "
+                "uses the session of initialize(), which takes them"
+            )
         return Watch(running(), model, auto_step=auto_step, own=False)
     session = api.open_session(config, **kwargs)
     try:
@@ -105,9 +109,26 @@ class Watch:
         except BaseException:
             self._detach()
             raise
-        if not self.layers:
-            session.messages.warning(f"the configuration selects no layer of this {type(model).__name__}")
+        self._warn_of_mistakes(names, list(selected))
         session.before_step.append(self._before_step)
+
+    def _warn_of_mistakes(self, names: Iterable[str], selected: Sequence[str]) -> None:
+        """Say what the configuration names and a model does not have."""
+        warn, what = self._session.messages.warning, f"this {type(self._model).__name__}"
+        if not selected:
+            warn(f"the configuration selects no layer of {what}; layers go by names, such as {list(names)[:3]}")
+        elif not self.layers:
+            warn(f"the configuration logs no tensor of {what}; those of a layer are {', '.join(TENSORS)}")
+        unknown = {
+            tensor
+            for section in self._session.config.select(selected).values()
+            for feature in section.features
+            if feature.enabled
+            for tensor in feature.table.tensors
+            if tensor not in TENSORS
+        }
+        for tensor in sorted(unknown):
+            warn(f"watch() has no tensor {tensor!r}{nearest(tensor, TENSORS)}; it is logged if you log it yourself")
 
     def step(self) -> None:
         """End a step; for ``auto_step=False``."""
