@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipesight._nested import tensors_in
 from pipesight.stats.moments._kinds import is_instance
 
 __all__ = ["has_values", "numbers"]
@@ -15,7 +15,7 @@ __all__ = ["has_values", "numbers"]
 
 def numbers(value: Any) -> list[Tensor]:
     """Return the tensors in an argument or a result; masks and indices only where there is nothing else."""
-    tensors = list(_tensors(value))
+    tensors = list(tensors_in(value))
     return [t for t in tensors if t.is_floating_point() or t.is_complex()] or tensors
 
 
@@ -29,13 +29,3 @@ def has_values(tensor: Tensor) -> bool:
         or is_instance(tensor, "torch.nn.parameter", "UninitializedTensorMixin")
         or any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
     )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from pipesight._nested import tensors_in
 from pipesight.trace import _span
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._patch import Patches
@@ -67,7 +66,7 @@ def _around(name: str, node: Node, measured: str) -> Callable[..., Any]:
         known: dict[str, Any] = {"group": _group(given.get("group"))}
         known["async"] = name in _ASYNCHRONOUS or bool(given.get("async_op"))
         if measured:
-            known["size"] = sum(t.nelement() * t.element_size() for t in _tensors(given.get(measured)))
+            known["size"] = sum(t.nelement() * t.element_size() for t in tensors_in(given.get(measured)))
         for end in ("src", "dst", "group_src", "group_dst"):
             if isinstance(given.get(end), int):
                 known[end] = given[end]
@@ -106,11 +105,3 @@ def _group(group: Any) -> str:
         return ",".join(map(str, dist.get_process_group_ranks(group)))
     except Exception:
         return str(getattr(group, "group_name", group))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

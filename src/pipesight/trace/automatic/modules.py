@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pipesight import context
+from pipesight._nested import tensors_in
 from pipesight.trace import _span
 from pipesight.trace._span import Span, begin, end
 from pipesight.trace.ai import ai
@@ -71,7 +72,7 @@ def instrument_modules(patches: Patches, depth: int) -> None:
         call = _Call(module, len(calls))
         if len(calls) < depth and node.recording:
             call.args = _args(module, calls[0].module if calls else module, len(calls))
-            call.on_gpu = next((tensor.is_cuda for tensor in _tensors(inputs)), False)
+            call.on_gpu = next((tensor.is_cuda for tensor in tensors_in(inputs)), False)
             call.span, call.on_device = begin(node), device_spans.begin(node) if call.on_gpu else None
         calls.append(call)
 
@@ -102,7 +103,7 @@ def _args(module: nn.Module, outermost: nn.Module, depth: int) -> dict[str, Any]
 
 def _watch_backward(output: Any, call: _Call) -> None:
     """Have autograd say when it comes to a module's output."""
-    node = next((tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None), None)
+    node = next((tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
     if node is not None:
         # The output of a module is often that of its last child, which was here first.
         kept: Any = node.metadata
@@ -141,13 +142,3 @@ def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _end_backwards(0)
         _here.backwards = outer
         end(span, node.args)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
