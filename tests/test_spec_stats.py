@@ -156,6 +156,7 @@ def test_step_counter(tmp_path):
 def test_configuration(tmp_path):
     """The features that the text lists are there, with the statistics that it lists."""
     (text,) = re.findall(r"^```yaml\n(.*?)^```$", SPEC, re.M | re.S)
+    listed = []
     for line in text.splitlines():
         if match := re.search(r"(\w+): # .*?\[(.*?)\]", line):
             feature, stats = match[1], match[2].split(", ")
@@ -164,6 +165,8 @@ def test_configuration(tmp_path):
             section = {"enabled": True, "layers": {"layer_types": ["fc"]}, **placed}
             debug_api.initialize(yaml.safe_load(yaml.safe_dump({"section": section})), log_dir=tmp_path)
             debug_api.end_debug()
+            listed.append(feature)
+    assert listed == ["LogTensorStats", "LogTensorStats", "LogFp8TensorStats"]
 
 
 # What the text takes for granted: Megatron-LM's names, on two ranks that are the stages of a pipeline.

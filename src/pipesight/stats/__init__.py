@@ -42,28 +42,21 @@ if TYPE_CHECKING:
 
 # Reading a configuration needs no torch, which takes seconds to import.
 _HOMES = {
-    "api": (
-        "end_debug",
-        "explain_features",
-        "get_tensor_reduction_group",
-        "infer_and_assign_layer_names",
-        "initialize",
-        "initialize_training_step",
-        "list_features",
-        "log_message",
-        "log_tensor_stats",
-        "set_tensor_reduction_group",
-        "step",
-    ),
-    "config": ("ConfigError",),
-    "moments.measuring": ("measure",),
-    "moments": ("Moments",),
-    "nonfinite": ("NonfiniteError",),
-    "ranks": ("MissingRankError",),
-    "registry": ("api_method", "register_feature"),
-    "sinks": ("BaseLogger", "MlflowSink", "Record", "Sink", "WandbSink"),
-    "watching": ("Watch", "watch"),
-}
+    "BaseLogger": "sinks",
+    "ConfigError": "config",
+    "MissingRankError": "ranks",
+    "MlflowSink": "sinks",
+    "Moments": "moments",
+    "NonfiniteError": "nonfinite",
+    "Record": "sinks",
+    "Sink": "sinks",
+    "WandbSink": "sinks",
+    "Watch": "watching",
+    "api_method": "registry",
+    "measure": "moments.measuring",
+    "register_feature": "registry",
+    "watch": "watching",
+}  # the others are in api
 
 __all__ = [
     "BaseLogger",
@@ -95,10 +88,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            value = globals()[name] = getattr(importlib.import_module(f"pipesight.stats.{home}"), name)
-            return value
+    if name in __all__:
+        home = importlib.import_module(f"{__name__}.{_HOMES.get(name, 'api')}")
+        value = globals()[name] = getattr(home, name)
+        return value
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is not None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Namespaces, and calls that features of the user serve.

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from pipesight.stats.config import GEMM_KEYS, STEP_KEYS, TENSOR_KEYS
-from pipesight.stats.extensions.mapping import GenericConfigAPIMapper
+from pipesight.stats.extensions.statistics_feature import MeasuringFeature
 from pipesight.stats.moments.fp8 import FP8_STATISTICS
 from pipesight.stats.moments.statistics import STATISTICS
-from pipesight.stats.registry import api_method, register_feature
+from pipesight.stats.registry import register_feature
 
-__all__ = ["LogFp8TensorStats", "LogTensorStats", "MeasuringFeature", "TransformerEngineLogTensorStats"]
+__all__ = ["LogFp8TensorStats", "LogTensorStats", "TransformerEngineLogTensorStats"]
 
 TRANSFORMER_ENGINE = "transformer_engine"
 
 
-class MeasuringFeature(GenericConfigAPIMapper):
-    """A feature whose statistics the session measures, so that several of them read a tensor once."""
-
-    keys = TENSOR_KEYS | GEMM_KEYS | STEP_KEYS | {"stats", "on_nonfinite"}
-
-    @property
-    def overrides(self) -> bool:
-        """Whether a derived class has its own way to log, so that it must be called."""
-        return type(self).log_tensor_stats is not MeasuringFeature.log_tensor_stats
-
-    @api_method
-    def log_tensor_stats(self, config: Mapping[str, Any], layer_name: str, **kwargs: Any) -> Mapping[str, Any]:
-        """Measure a tensor as ``config``, the settings of this feature, says."""
-        from pipesight.stats.current import running
-
-        return running().collect_by(config, layer_name, **kwargs)
+KEYS = TENSOR_KEYS | GEMM_KEYS | STEP_KEYS | {"stats", "on_nonfinite"}
 
 
 @register_feature()
@@ -49,6 +31,7 @@ class LogTensorStats(MeasuringFeature):
           on_nonfinite: warn
     """
 
+    keys = KEYS
     statistics = frozenset(STATISTICS) | {"max_blockwise_dynamic_range"}
 
 
@@ -71,4 +54,5 @@ class LogFp8TensorStats(MeasuringFeature):
             stats: [underflows%, mxfp8_mse]
     """
 
+    keys = KEYS
     statistics = frozenset(FP8_STATISTICS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipesight.stats.config import Config, TensorRule
-from pipesight.stats.features import MeasuringFeature
+from pipesight.stats.extensions.statistics_feature import MeasuringFeature
 from pipesight.stats.moments.quantity import Quantity, Source, combine, quantity
 from pipesight.stats.registry import Registry
 

@@ -20,6 +20,7 @@ from pipesight.stats.current import serving
 from pipesight.stats.extensions.namespaces import end_namespaces, step_namespaces
 from pipesight.stats.merging import Merging
 from pipesight.stats.messages import MessageLog
+from pipesight.stats.moments._kinds import ORDINARY
 from pipesight.stats.moments.device import has_kernels
 from pipesight.stats.moments.record import LaterMoments
 from pipesight.stats.moments.shards import local_part
@@ -33,7 +34,6 @@ from pipesight.stats.tally import Statistics
 
 __all__ = ["Session"]
 
-PLAIN = (Tensor, torch.nn.Parameter)
 MOST_PLANS = 100_000
 
 PlanKey = tuple[str, str, str | None]
@@ -73,7 +73,7 @@ class Session:
         self._watchman = Watchman(messages.warning, folder, rank)
         self._pending = Pending(self.merging, sinks, messages, self._watchman)
         self._plans: dict[PlanKey, Plan | None] = {}
-        self._actions: dict[TensorRule | tuple[Any, ...], Action] = {}
+        self._actions: dict[tuple[Any, ...], Action] = {}
         self._process = os.getpid()
         atexit.register(self._close_at_exit)
 
@@ -144,7 +144,7 @@ class Session:
             action = plan.at(self.step_count) if plan else None
             if action is None:
                 continue
-            if tensor.is_cuda and has_kernels(tensor.device) and not action.custom and type(tensor) in PLAIN:
+            if tensor.is_cuda and has_kernels(tensor.device) and not action.custom and type(tensor) in ORDINARY:
                 key = (tensor.device, action.sources[0].powers)
                 together.setdefault(key, []).append((layer, name, tensor, action))
             else:

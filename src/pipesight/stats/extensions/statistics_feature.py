@@ -1,4 +1,4 @@
-"""``LogTensorStats`` for extensions to derive their own from."""
+"""Features that log statistics: those there are from the start, and those that extensions derive from them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,30 @@ from pipesight.stats.current import running
 from pipesight.stats.extensions.mapping import GenericConfigAPIMapper
 from pipesight.stats.registry import api_method
 
-__all__ = ["LogTensorStats"]
+__all__ = ["LogTensorStats", "MeasuringFeature"]
 
 
-class LogTensorStats(GenericConfigAPIMapper):
+class MeasuringFeature(GenericConfigAPIMapper):
+    """A feature whose statistics the session measures, so that several of them read a tensor once."""
+
+    @property
+    def overrides(self) -> bool:
+        """Whether a derived class has its own way to log, so that it must be called."""
+        return type(self).log_tensor_stats is not MeasuringFeature.log_tensor_stats
+
+    @api_method
+    def log_tensor_stats(self, config: Mapping[str, Any], layer_name: str, **kwargs: Any) -> Mapping[str, Any]:
+        """Log the ``stats`` of the settings of a tensor, whatever the step.
+
+        Args:
+            config: The settings.
+            layer_name: Of the layer.
+            kwargs: The others that ``debug_api.log_tensor_stats`` takes.
+        """
+        return running().collect_by(config, layer_name, **kwargs)
+
+
+class LogTensorStats(MeasuringFeature):
     """A feature that logs statistics, and whose settings and calls a derived class is free to choose.
 
     Example::
@@ -26,17 +46,6 @@ class LogTensorStats(GenericConfigAPIMapper):
                         config, layer_name, tensor=tensor, tensor_name=tensor_name, iteration=iteration
                     )
     """
-
-    @api_method
-    def log_tensor_stats(self, config: Mapping[str, Any], layer_name: str, **kwargs: Any) -> Mapping[str, Any]:
-        """Log the ``stats`` of the settings of a tensor, whatever the step.
-
-        Args:
-            config: The settings.
-            layer_name: Of the layer.
-            kwargs: The others that ``debug_api.log_tensor_stats`` takes.
-        """
-        return running().collect_by(config, layer_name, **kwargs)
 
     def _get_supported_stats_list(self) -> set[str]:
         return {"max", "min", "mean", "std", "l1_norm", "l2_norm"}

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from pipesight.stats.moments._scratch import take
 
-__all__ = ["flat_pieces", "is_instance", "matrices", "plain"]
+__all__ = ["ORDINARY", "flat_pieces", "is_instance", "is_wrapped", "matrices", "plain"]
 
+ORDINARY = (Tensor, torch.nn.Parameter)  # classes that are nothing but their elements
 PIECE = 1 << 19  # elements: the most that is copied at a time
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 REAL = frozenset(
@@ -30,6 +31,7 @@ REAL = frozenset(
     )
     if hasattr(torch, name)
 )
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -47,7 +49,7 @@ def plain(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"statistics are of tensors (got {type(tensor).__name__}); pass torch.as_tensor(x)")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_wrapped(tensor):
         raise TypeError(
             "a tensor inside of a torch.func transform has no values of its own; log it outside of the transform"
         )

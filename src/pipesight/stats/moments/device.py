@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesight.stats.moments._kinds import flat_pieces, plain
+from pipesight.stats.moments._kinds import ORDINARY, flat_pieces, is_wrapped, plain
 from pipesight.stats.moments.measuring import measure_on_device
 from pipesight.stats.moments.record import FIELDS, LaterMoments, Moments
 
@@ -19,13 +20,12 @@ BLOCK, DEPTH, WARPS = 1024, 16, 8
 PROGRAMS = 2  # a multiprocessor: as many as it holds
 REGISTERS = 128  # so that it holds two
 ROWS = 256
-PLAIN = (Tensor, torch.nn.Parameter)
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 QUICK = frozenset({torch.float32, torch.bfloat16, torch.float16})
 SLOW = frozenset({torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
 
 
+@functools.cache
 def has_kernels(device: torch.device) -> bool:
     """Whether tensors on this device are measured by our kernels; else ordinary operations do it."""
     if device.type != "cuda":
@@ -236,7 +236,7 @@ class DeviceRows:
 
 def _flat(tensor: Tensor) -> Tensor | None:
     """Return the elements in any order as one dense tensor of a dtype the kernels take, or None for odd kinds."""
-    ordinary = type(tensor) in PLAIN and tensor.dtype in QUICK and tensor.is_contiguous() and not _is_wrapped(tensor)
+    ordinary = type(tensor) in ORDINARY and tensor.dtype in QUICK and tensor.is_contiguous() and not is_wrapped(tensor)
     if ordinary and (address := tensor.data_ptr()):  # nothing below would find anything to do
         x = tensor.detach().view(-1)
         return x.clone() if address % 4 else x

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipesight.stats.moments._exact import exact
-from pipesight.stats.moments._kinds import flat_pieces, plain
+from pipesight.stats.moments._kinds import ORDINARY, flat_pieces, is_wrapped, plain
 from pipesight.stats.moments._rows import FLOAT32, in_rows
 from pipesight.stats.moments.record import Moments
 from pipesight.stats.moments.shards import LocalPart, local_part
@@ -20,8 +20,6 @@ from pipesight.stats.moments.shards import LocalPart, local_part
 __all__ = ["LocalPart", "is_ordinary", "local_part", "measure", "measure_on_device"]
 
 SMALL = 1 << 15  # elements; below, an operation costs its call and float64 costs nothing
-ORDINARY = (Tensor, torch.nn.Parameter)
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_ordinary(tensor: Tensor) -> bool:
@@ -31,7 +29,7 @@ def is_ordinary(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not _is_wrapped(tensor)
+        and not is_wrapped(tensor)
         and bool(tensor.data_ptr())
     )
 

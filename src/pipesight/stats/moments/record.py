@@ -13,6 +13,7 @@ Example::
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -155,7 +156,7 @@ class Moments:
 Moments.EMPTY = Moments()
 
 
-class LaterMoments:
+class LaterMoments(ABC):
     """Moments that are not at hand yet: on a device, or not worked out.
 
     Attributes:
@@ -168,13 +169,13 @@ class LaterMoments:
         self.place: Any = None
 
     @property
+    @abstractmethod
     def ready(self) -> bool:
         """Whether :meth:`moments` does not wait for a device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def moments(self) -> Moments:
         """Return the moments; waits for them."""
-        raise NotImplementedError
 
 
 def _least(a: float, b: float) -> float:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipesight._nested import tensors_in
-from pipesight.stats.moments._kinds import is_instance
+from pipesight.stats.moments._kinds import is_instance, is_wrapped
 
 __all__ = ["has_values", "numbers"]
 
@@ -24,7 +23,7 @@ def has_values(tensor: Tensor) -> bool:
     return not (
         tensor.is_complex()
         or tensor.is_meta
-        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or is_wrapped(tensor)
         or is_instance(tensor, "torch._subclasses.fake_tensor", "FakeTensor")
         or is_instance(tensor, "torch.nn.parameter", "UninitializedTensorMixin")
         or any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
