@@ -191,6 +191,14 @@ def test_lines_fit(check, columns):
         assert word in words
 
 
+def test_tensors_that_watch_does_not_have(check):
+    """With a model, names that watch() does not log are warned about; without one, they may be the user's own."""
+    text = CONFIG.replace("tensor: gradient", "tensor: wgrads")
+    warning = "  warning: watch() has no tensor 'wgrads'; did you mean 'wgrad'?; it is logged if you log it yourself\n"
+    assert check("config.yaml", "--model", "models:plain", config=text).stdout.count(warning) == 1
+    assert "wgrad'" not in check("config.yaml", config=text).stdout
+
+
 def test_a_layer_of_two_sections_is_an_error(check):
     """Layers that two sections select are all named, and that is an error."""
     text = CONFIG.replace("layer_types: [conv]", "layer_types: ['0.fc']")
@@ -236,6 +244,20 @@ def test_mistakes_are_printed_without_a_traceback(check):
         (
             ["config.yaml", "--model", "models:plian"],
             "--model models:plian: there is no 'plian'; did you mean 'plain'?",
+        ),
+        (
+            ["config.yaml", "--model", "models.py:plain"],
+            "--model takes the name of a module, without .py (--model models.py:plain); write --model models:plain\n",
+        ),
+        (
+            ["config.yaml", "--model", "./src/models.py:plain"],
+            "--model takes the name of a module, without .py (--model ./src/models.py:plain); "
+            "write --model src.models:plain\n",
+        ),
+        (
+            ["config.yaml", "--model", "/src/models.py:plain"],
+            "--model takes the name of a module, without .py (--model /src/models.py:plain); "
+            "write --model models:plain, in /src\n",
         ),
         (["config.yaml", "--model", "models:number"], "--model must name a function or a module"),
         (["config.yaml", "--model", "models:fails"], "--model models:fails failed: RuntimeError: no weights here ("),

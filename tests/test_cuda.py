@@ -10,6 +10,7 @@ import gc
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -336,3 +337,35 @@ def test_balancing_on_the_gpu() -> None:
     assert sum(balance_by_time(model, x, partitions=2)) == 4
     assert sum(balance_by_size(2, model, x.cuda(), chunks=4)) == 4
     assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+class Descend(nn.Module):
+    """A layer that differentiates something in its forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.enable_grad():
+            here = input.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(here.sin().sum(), here)
+        return input - slope
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_an_outer_checkpoint(devices: list[str], checkpoint: str, reentrant: bool) -> None:
+    """In torch.utils.checkpoint, gradients are the plain model's, also if a thread of autograd's own recomputes."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*build(), Descend())
+    piped = GPipe(copy.deepcopy(plain), [2, 2, 2, 3], devices=devices, chunks=5, checkpoint=checkpoint)
+    for _ in range(2):
+        x = torch.randn(33, 32, dtype=torch.double)
+        a, b = x.clone().requires_grad_(), x.to(piped.devices[0]).requires_grad_()
+        for model, input in ((plain, a), (piped, b)):
+            # What comes after the model asks for its saved tensors first, from the thread of its device.
+            output = torch.utils.checkpoint.checkpoint(
+                lambda t, model=model: model(t.sin()).cos().cos(), input, use_reentrant=reentrant
+            )
+            output.square().sum().backward()
+        torch.testing.assert_close(b.grad.cpu(), a.grad)
+    for ours, theirs in zip(gradients(piped), gradients(plain), strict=True):
+        torch.testing.assert_close(ours, theirs)

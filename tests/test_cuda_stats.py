@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import pipesight.stats as debug_api
 from pipesight import GPipe
 from pipesight.stats import watch
 from pipesight.stats.moments import FIELDS, Moments
@@ -257,3 +258,73 @@ def test_first_bad_tensor(tmp_path, capfd) -> None:
         model(x)
         watching.step()
     assert "first bad tensor: 'input' of layer '0'" in capfd.readouterr().err
+
+
+def capture(function) -> torch.cuda.CUDAGraph:
+    """Capture a call in a CUDA graph, after one that is not captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_calls_in_a_captured_graph(tmp_path, capfd, iterations: bool) -> None:
+    """What is logged while a CUDA graph is captured is left out with one warning, and the graph is right."""
+    x, y = torch.ones(8, 32, device="cuda"), torch.zeros(8, 32, device="cuda")
+    calls = []
+
+    def work() -> None:
+        y.copy_(x * 2)
+        for tensor in ("activation", "input"):
+            iteration = len(calls) if iterations else None
+            calls.append(debug_api.log_tensor_stats("0", tensor=y, tensor_name=tensor, iteration=iteration))
+        debug_api.step()
+
+    debug_api.initialize(CONFIG, log_dir=tmp_path)
+    try:
+        graph = capture(work)
+        x.fill_(3)
+        graph.replay()
+        calls.append(debug_api.log_tensor_stats("0", tensor=y, tensor_name="activation"))
+    finally:
+        debug_api.end_debug()
+    assert calls[2:4] == [{}, {}]
+    assert [call["mean"].item() for call in (calls[0], calls[1], calls[4])] == [2, 2, 6]
+    assert capfd.readouterr().err.count("nothing is measured while a CUDA graph is captured") == 1
+
+
+def test_training_in_a_captured_graph(tmp_path, capfd) -> None:
+    """A watched training step can be captured; the steps before and after the capture are logged."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(24, 32, device="cuda")
+
+    def train_step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with watch(model, CONFIG, log_dir=tmp_path):
+        graph = capture(train_step)
+        before = model[0].weight.detach().clone()
+        graph.replay()
+        assert not torch.equal(model[0].weight, before)
+        train_step()
+    records = [json.loads(line) for line in (tmp_path / "stats" / "rank-00000.jsonl").read_text().splitlines()]
+    assert {record["iteration"] for record in records} == {0, 1}
+    for iteration in (0, 1):
+        sizes = {
+            (record["layer"], record["tensor"]): record["value"]
+            for record in records
+            if record["iteration"] == iteration and record["statistic"] == "numel"
+        }
+        assert {tensor for _, tensor in sizes} == {"activation", "gradient", "weight", "wgrad", "input"}
+        assert sizes["0", "activation"] == 24 * 64
+    assert capfd.readouterr().err.count("nothing is measured while a CUDA graph is captured") == 1

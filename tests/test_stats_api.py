@@ -651,3 +651,12 @@ def test_two_sessions_at_once(tmp_path):
     debug_api.end_debug()
     assert list(values(tmp_path / "a")) == [(0, "x", "activation", "max")]
     assert list(values(tmp_path / "b")) == [(0, "y", "activation", "min")]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("logdir", "log_dir"), ("config", "config_file"), ("reduction_timeouts", "reduction_timeout")]
+)
+def test_misspelt_arguments(name, meant):
+    """An argument that initialize has not is a TypeError with the nearest that it has."""
+    with pytest.raises(TypeError, match=rf"initialize\(\) takes no argument '{name}'; did you mean '{meant}'\?"):
+        debug_api.initialize(**{name: "x"})

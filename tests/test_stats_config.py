@@ -566,6 +566,27 @@ def test_mistakes_in_layers(layers, mistake):
                 "write it under the key transformer_engine"
             ],
         ),
+        (
+            {"LogTensorStats": {"enabled": True, "tensors": ["x"], "stats": ["min"]}},
+            [
+                "LogTensorStats: is a feature, which stands in a section; indent it, below my_section: "
+                "{enabled: true, layers: {layer_types: all}, LogTensorStats: ...}"
+            ],
+        ),
+        (
+            {"transformer_engine": {"LogFp8TensorStats": {"enabled": True}}},
+            [
+                "transformer_engine: is a namespace, which stands in a section; indent it, below my_section: "
+                "{enabled: true, layers: {layer_types: all}, transformer_engine: ...}"
+            ],
+        ),
+        (
+            {"enabled": True, "layers": {"layer_types": "all"}},
+            [
+                "enabled: is a key of a section; give the section a name, in a line before it, and indent it",
+                "layers: is a key of a section; give the section a name, in a line before it, and indent it",
+            ],
+        ),
     ],
 )
 def test_mistakes_in_sections(config, expected):
@@ -734,3 +755,9 @@ def test_any_damage_to_a_file_is_told_or_harmless(tmp_path_factory, data):
     told = [int(found[1]) for found in (re.match(r".*damaged\.yaml:(\d+): ", mistake) for mistake in mistakes) if found]
     lines = len(re.split("\r\n|[\r\n\x85\u2028\u2029]", text))
     assert all(1 <= line <= lines + 1 for line in told)
+
+
+def test_a_section_may_have_the_name_of_a_feature():
+    """A section is known by its layers, whatever its name."""
+    settings = section(tensors=["x"], stats=["min"])["main"]
+    assert load({"LogTensorStats": settings}, REGISTRY).section_for("fc1").name == "LogTensorStats"

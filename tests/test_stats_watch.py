@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -231,7 +233,8 @@ def test_torch_checkpoint(reentrant, pipe, tmp_path):
             assert found[0, ours, tensor, "mean"] == pytest.approx(expected.double().mean().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("reentrant", "pipe"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("pipe", [False, True])
 def test_the_whole_model_in_a_checkpoint(reentrant, pipe, tmp_path):
     """A model that is checkpointed as a whole is counted once, a pipeline too."""
     x = torch.randn(3, 4, requires_grad=True)
@@ -245,6 +248,30 @@ def test_the_whole_model_in_a_checkpoint(reentrant, pipe, tmp_path):
     found = values(tmp_path)
     for i in range(2):
         check(found, i, {k: v for k, v in truth.items() if k[1] in ("activation", "gradient")})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_a_pipeline_in_a_checkpoint(mode, reentrant, tmp_path):
+    """A pipeline that a larger model checkpoints is counted once, and so are calls in its layers."""
+
+    class Logs(nn.Module):
+        def forward(self, x):
+            debug_api.log_tensor_stats("mine", tensor=x, tensor_name="activation")
+            return x
+
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Logs())
+    model = Checkpointed(reentrant, GPipe(block, [2, 1], chunks=2, checkpoint=mode))
+    debug_api.initialize(config(("activation", "gradient"), ["numel"]), log_dir=tmp_path)
+    x = torch.randn(6, 4, requires_grad=True)
+    with watch(model, auto_step=False):
+        (model(x) ** 2).sum().backward()
+    debug_api.end_debug()
+    found = values(tmp_path)
+    for layer in ("block.0", "block.1", "block.2"):
+        assert found[0, layer, "activation", "numel"] == found[0, layer, "gradient", "numel"] == 24
+    assert found[0, "mine", "activation", "numel"] == 24
 
 
 def test_calls_in_a_checkpoint(tmp_path):
@@ -840,3 +867,88 @@ def test_what_a_model_does_not_have(layers, tensors, message, tmp_path, capsys):
     """Names that the configuration has and the model has not are told when the watch begins."""
     watch(nn.Sequential(nn.ReLU()), config(tensors, layers=layers), log_dir=tmp_path).remove()
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("exact", [["0", "fc2"], ["fc2"]])
+def test_exact_names_that_a_model_does_not_have(exact, tmp_path, capsys):
+    """Each of exact_layer_names that is no layer is told when the watch begins, with the nearest that is one."""
+    model = nn.Sequential(OrderedDict([("0", nn.ReLU()), ("fc1", nn.Linear(2, 2))]))
+    chosen = config()
+    chosen["s"]["layers"] = {"exact_layer_names": exact}
+    watch(model, chosen, log_dir=tmp_path).remove()
+    error = capsys.readouterr().err
+    assert error.count("no layer is called") == 1
+    assert "no layer is called 'fc2'; did you mean 'fc1'?" in error
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda model: watch("stats.yaml", model),
+            "watch() takes the model first, then the configuration (model: 'stats.yaml', config: Linear); "
+            "call watch(model, 'stats.yaml')",
+        ),
+        (
+            lambda model: watch("stats.yaml"),
+            "model of watch() must be an nn.Module (model: 'stats.yaml'); call watch(model, 'stats.yaml')",
+        ),
+        (lambda model: watch(model.forward, {}), "call watch(model, config)"),
+        (lambda model: watch(model, model), "a configuration must be a path or a dict (found: Linear)"),
+        (lambda model: watch(model, {}, logdir="x"), "watch() takes no argument 'logdir'; did you mean 'log_dir'?"),
+        (lambda model: watch(model, config_file="x"), "takes no argument 'config_file'; did you mean 'config'?"),
+        (
+            lambda model: watch(model, {}, autostep=False, tbwriter=None),
+            "no argument 'autostep'; did you mean 'auto_step'?, nor 'tbwriter'; did you mean 'tb_writer'?",
+        ),
+    ],
+)
+def test_wrong_arguments(call, message):
+    """Arguments in the wrong place or with the wrong name are a TypeError that says the right ones."""
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call(nn.Linear(2, 2))
+
+
+def test_a_model_that_is_not_called(tmp_path, capsys):
+    """A watch of a model that nobody called says so at its end."""
+    with watch(nn.Sequential(nn.ReLU()), config(), log_dir=tmp_path):
+        pass
+    assert "nothing was logged by watch(): this Sequential was not called" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_a_model_in_eval_mode_alone(auto, tmp_path, capsys):
+    """A watch that leaves out all that was called says so at its end, and how not to."""
+    model = nn.Sequential(nn.ReLU()).eval()
+    with watch(model, config(), log_dir=tmp_path, auto_step=auto):
+        model(torch.ones(2))
+    told = "was called in eval mode or under torch.no_grad() only; pass auto_step=False" in capsys.readouterr().err
+    assert told == auto
+    assert bool(lines(tmp_path)) != auto
+
+
+def test_steps_that_never_come(tmp_path, capsys):
+    """A configuration of other steps than there were is told at the end."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with watch(model, config(start_step=100), log_dir=tmp_path):
+        train(model, [torch.ones(2, 2)] * 3)
+    assert "the configuration includes none of its steps, 0 to 2" in capsys.readouterr().err
+
+
+def test_the_end_of_the_session_tells_too(tmp_path, capsys):
+    """A session that ends before its watch says what the watch would, once."""
+    debug_api.initialize(config(), log_dir=tmp_path)
+    watched = watch(nn.Sequential(nn.ReLU()))
+    debug_api.end_debug()
+    watched.remove()
+    assert capsys.readouterr().err.count("was not called") == 1
+
+
+def test_nothing_is_told_of_a_watch_that_logged(tmp_path, capsys):
+    """A watch that logged anything ends without a word, and so does one that an exception ends."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with watch(model, config(("weight",)), log_dir=tmp_path / "a"):
+        train(model, [torch.ones(2, 2)])
+    with pytest.raises(KeyError), watch(model, config(), log_dir=tmp_path / "b"):
+        raise KeyError
+    assert capsys.readouterr().err == ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,7 @@ __all__ = [
     "Phase",
     "Where",
     "attach",
+    "counted_step",
     "current",
     "current_microbatch",
     "detach",
@@ -53,13 +54,18 @@ class Where:
         "partitions",
         "phase",
         "repeating",
+        "samples",
         "serial",
         "step",
+        "stream",
         "token",
+        "track",
     )
 
     def __init__(self) -> None:
         self.device: torch.device | None = None
+        self.stream: torch.cuda.Stream | None = None
+        """What the worker computes on; ``None`` on the CPU."""
         self.partition = 0
         self.partitions = 0
         self.step = 0
@@ -74,12 +80,16 @@ class Where:
         self.token: MicrobatchToken | None = None
         self.serial = 0
         """A number for each mini-batch of the process."""
+        self.samples = 0
+        """How many samples the mini-batch has."""
         self.marks: list[tuple[int, str]] = []
         """Where in the task's graph each layer begins, by autograd's sequence number."""
         self.repeating = False
         """A checkpointed forward runs again from its start to the call that interrupted it."""
         self.observers = Observers(())
         """Those that see the pass under way."""
+        self.track: Any = None
+        """What tracing keeps of this worker from one call to the next."""
 
     def __repr__(self) -> str:
         return (
@@ -192,6 +202,12 @@ class Observer:
         """Tell whether the next forward or backward pass is to be observed. Asked once a pass."""
         return True
 
+    def pass_started(self) -> None:
+        """A pass starts; told in the thread that called the pipeline, which waits until the pass has ended."""
+
+    def pass_ended(self) -> None:
+        """It has, or failed."""
+
     def task_started(self, where: Where) -> None:
         """A partition starts on a micro-batch."""
 
@@ -223,11 +239,11 @@ class Observers:
     def __bool__(self) -> bool:
         return bool(self.members)
 
-    def tell(self, event: str, where: Where, *details: Any) -> None:
+    def tell(self, event: str, *details: Any) -> None:
         """Call the method named ``event`` of every observer; detach those that raise."""
         for observer in self.members:
             try:
-                getattr(observer, event)(where, *details)
+                getattr(observer, event)(*details)
             except Exception:
                 self.members = tuple(o for o in self.members if o is not observer)
                 _give_up(observer, event)
@@ -269,3 +285,41 @@ def observers() -> Observers:
         except Exception:
             _give_up(observer, "wanted")
     return Observers(tuple(wanted))
+
+
+class StepCounter(Protocol):
+    """Knows which training step the process is at, by its optimizers' steps for example."""
+
+    @property
+    def number(self) -> int:
+        """The step under way."""
+
+    def called(self, pipeline: torch.nn.Module) -> int:
+        """Take note of the call of a pipeline, and return the step that it belongs to."""
+
+
+_counter: StepCounter | None = None
+
+
+def count_steps(counter: StepCounter | None) -> None:
+    """Let ``counter`` say which step everything belongs to; ``None`` for none: then pipelines count their calls."""
+    global _counter
+    _counter = counter
+
+
+def counted_step() -> int | None:
+    """Return the step under way, if somebody counts steps."""
+    counter = _counter
+    return None if counter is None else counter.number
+
+
+def step_of_call(pipeline: torch.nn.Module, own: int) -> int:
+    """Return the step that a call of a pipeline belongs to; ``own`` if nobody counts steps. For engines."""
+    counter = _counter
+    if counter is not None:
+        try:
+            return counter.called(pipeline)
+        except Exception:
+            count_steps(None)
+            logger.exception("steps cannot be counted any more, so pipelines count their calls; training goes on")
+    return own

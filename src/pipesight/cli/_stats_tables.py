@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from pipesight.stats._mistakes import nearest
 from pipesight.stats.config import Config, FeatureConfig, Section
 from pipesight.stats.config.rules import RuleTable, StatisticRequest, TensorRule
 from pipesight.stats.config.selection import spans
+from pipesight.stats.unmatched import missing_layers, unknown_tensors
 
 __all__ = ["fold", "print_sections"]
 
@@ -68,10 +68,8 @@ def _print_section(console: Console, section: Section, mine: list[str] | None, l
             _indented(console, f"layer {name}" if count == 1 else f"layer {name} ({count})")
         if not mine:
             _indented(console, "warning: selects no layer of this model", style="yellow")
-        for name in sorted((section.selection.exact or frozenset()) - {*layers}):
-            close = nearest(name, layers)
-            hint = close if close.endswith("?") else ""
-            _indented(console, f"warning: no layer is called {name!r}{hint}", style="yellow")
+        for line in (*missing_layers(section, layers), *unknown_tensors(section)):
+            _indented(console, f"warning: {line}", style="yellow")
     if not any(feature.enabled for feature in section.features):
         _indented(console, "warning: all its features are disabled", style="yellow")
     console.print()

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
-import traceback
 
 __all__ = ["add_to", "check"]
 
 MISTAKES, UNUSABLE = 1, 2
 """Exit codes: the configuration is wrong, and what is needed to check it is missing."""
-
-
-class _UnusableError(Exception):
-    """The model or the features cannot be had."""
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,6 +41,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def check(options: argparse.Namespace) -> int:
     """Check the configuration, print what it selects, and return the exit code."""
+    from pipesight.cli._models import ModelError
     from pipesight.cli._stats_tables import print_sections
     from pipesight.stats.config import ConfigError, load
     from pipesight.stats.registry import default_registry
@@ -58,7 +53,7 @@ def check(options: argparse.Namespace) -> int:
         registry.load_feature_dirs(options.feature_dir)
         config = load(options.config, registry) if options.config else None
         if config is None:
-            raise _UnusableError("CONFIG must be the path of a file (CONFIG: '')")
+            return _unusable("CONFIG must be the path of a file (CONFIG: '')")
         layers = None if options.model is None else _layers(options.model)
         print_sections(config, layers, config.select(layers or ()))
     except ConfigError as error:
@@ -69,7 +64,7 @@ def check(options: argparse.Namespace) -> int:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         return _unusable(f"{error.strerror or error}{where}")
-    except (_UnusableError, ImportError) as error:
+    except (ModelError, ImportError) as error:
         return _unusable(str(error))
     return 0
 
@@ -81,46 +76,7 @@ def _unusable(text: str) -> int:
 
 def _layers(name: str) -> list[str]:
     """Return the names of the layers of ``module:factory``."""
-    from torch import nn
-
+    from pipesight.cli._models import find_model
     from pipesight.stats.layers import named_layers
 
-    found = _find(name)
-    if not isinstance(found, nn.Module):
-        if not callable(found):
-            raise _UnusableError(f"--model must name a function or a module (--model {name}: {type(found).__name__})")
-        try:
-            model = found()
-        except (Exception, SystemExit) as error:
-            raise _UnusableError(f"--model {name} failed: {_told(error)}") from error
-        if not isinstance(model, nn.Module):
-            raise _UnusableError(f"--model must make an nn.Module (--model {name} made: {type(model).__name__})")
-        found = model
-    return [layer for layer, _ in named_layers(found)]
-
-
-def _find(name: str) -> object:
-    module_name, colon, attribute = name.partition(":")
-    if not module_name or not colon or not attribute:
-        raise _UnusableError(f"--model must be module:factory, such as train:build_model (--model {name})")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found: object = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise _UnusableError(f"--model {name}: cannot import {module_name!r}: {_told(error)}") from error
-    for part in attribute.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            from pipesight.stats._mistakes import nearest
-
-            close = nearest(part, [word for word in dir(found) if not word.startswith("_")])
-            raise _UnusableError(f"--model {name}: there is no {part!r}{close}") from None
-    return found
-
-
-def _told(error: BaseException) -> str:
-    """Return what went wrong and where, in one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+    return [layer for layer, _ in named_layers(find_model(name))]

@@ -12,10 +12,12 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
+from pipesight import context
 from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, form_of, gather, scatter
 from pipesight.pipeline.minibatch import MiniBatch
 from pipesight.pipeline.partition import Partition, SkipRoutes, split, verify_sequential
 from pipesight.pipeline.skip import verify_skippables
+from pipesight.pipeline.surroundings import Surroundings
 from pipesight.pipeline.task import Stage
 from pipesight.pipeline.tie import tie
 from pipesight.pipeline.worker import Workers
@@ -145,17 +147,20 @@ class GPipe(nn.Module):
         m = len(microbatches)
         stop = {"always": m, "except_last": m - 1, "never": 0}[self._checkpoint]
         stages, routes, workers = self._engine()
+        surroundings = Surroundings(workers)
+        if self.training and not surroundings.in_backward:  # else it repeats a call that was counted
+            self._steps += 1
         minibatch = MiniBatch(
             stages,
             routes,
             workers,
             microbatches,
             [t.requires_grad for t in inputs],
+            surroundings,
             form=form_of(input),
             checkpoint_stop=stop if self.training else 0,
-            step=self._steps,
+            step=context.step_of_call(self, max(0, self._steps - self.training)),
         )
-        self._steps += self.training
         del microbatches
         packets = minibatch.forward()
         with torch.no_grad():

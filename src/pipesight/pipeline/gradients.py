@@ -1,10 +1,11 @@
-"""Parameter gradients, summed over the micro-batches of one mini-batch."""
+"""Gradients of one mini-batch: those that come in at the outputs, and those of the parameters, summed up."""
 
 from __future__ import annotations
 
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
 
-__all__ = ["GradientSum", "find_leaves", "run_graph", "silence_hooks"]
+__all__ = ["GradientSum", "OutputGradients", "find_leaves", "run_graph", "silence_hooks"]
+
+
+@dataclass(slots=True)
+class OutputGradients:
+    """The gradients of the gathered outputs of a pipeline; on a GPU, when they are ready."""
+
+    gradients: list[Tensor | None]
+    ready: torch.cuda.Event | None = None
 
 
 class GradientSum:

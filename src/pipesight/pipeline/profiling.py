@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import statistics
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,28 +26,18 @@ from torch import Tensor, nn
 from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, scatter
 from pipesight.pipeline.skip import SkipTracker, use_tracker
 
-__all__ = ["Device", "Sample", "profile_size", "profile_time"]
+__all__ = ["Device", "LayerProfile", "Sample", "profile_layers", "profile_size", "profile_time"]
 
 Device: TypeAlias = torch.device | str | int | None
 Sample: TypeAlias = TensorOrTensors
+_Cost = TypeVar("_Cost")
 
 
 def profile_time(model: nn.Sequential, sample: Sample, *, timeout: float = 1.0, device: Device = None) -> list[float]:
     """Return the seconds that forward and backward of each layer take, the median of several runs."""
-    if not 0 <= timeout < math.inf:
-        raise ValueError(f"timeout must be finite and not negative (timeout: {timeout})")
-    share, place = timeout / max(len(model), 1), _place(device)
-
-    def seconds(layer: _Layer) -> float:
-        layer.seconds(place)  # the first run loads kernels and fills caches
-        times: list[float] = []
-        deadline = time.perf_counter() + share
-        while len(times) < 3 or time.perf_counter() < deadline:
-            times.append(layer.seconds(place))
-        return statistics.median(times)
-
+    share, place = _share(model, timeout), _place(device)
     with _undisturbed(place):
-        return _profile(model, sample, place, seconds)
+        return _profile(model, sample, place, lambda layer: sum(_median_seconds(layer, place, share)))
 
 
 def profile_size(
@@ -68,8 +58,51 @@ def profile_size(
         return _profile(model, sample, place, size)
 
 
-def _profile(model: nn.Sequential, sample: Sample, place: torch.device, cost: Callable[[_Layer], float]) -> list[float]:
-    costs, skips = [], _Skips()
+def profile_layers(
+    model: nn.Sequential, sample: Sample, *, timeout: float = 1.0, device: Device = None
+) -> list[LayerProfile]:
+    """Return what each layer costs, times and bytes, with the whole ``sample``."""
+    share, place = _share(model, timeout), _place(device)
+
+    def profile(layer: _Layer) -> LayerProfile:
+        forward, backward = _median_seconds(layer, place, share)
+        kept = layer.kept_bytes()
+        outputs = sum(t.nbytes for t in as_tuple(layer.output, "output"))
+        return LayerProfile(forward, backward, kept, outputs, sum(p.nbytes for p in layer.module.parameters()))
+
+    with _undisturbed(place):
+        return _profile(model, sample, place, profile)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """One layer: seconds, and bytes kept for the backward, of the output, and of the parameters."""
+
+    forward: float
+    backward: float
+    kept_bytes: int
+    output_bytes: int
+    parameter_bytes: int
+
+
+def _share(model: nn.Sequential, timeout: float) -> float:
+    if not 0 <= timeout < math.inf:
+        raise ValueError(f"timeout must be finite and not negative (timeout: {timeout})")
+    return timeout / max(len(model), 1)
+
+
+def _median_seconds(layer: _Layer, place: torch.device, share: float) -> tuple[float, float]:
+    layer.seconds(place)  # the first run loads kernels and fills caches
+    times: list[tuple[float, float]] = []
+    deadline = time.perf_counter() + share
+    while len(times) < 3 or time.perf_counter() < deadline:
+        times.append(layer.seconds(place))
+    return sorted(times, key=sum)[len(times) // 2]
+
+
+def _profile(model: nn.Sequential, sample: Sample, place: torch.device, cost: Callable[[_Layer], _Cost]) -> list[_Cost]:
+    costs: list[_Cost] = []
+    skips = _Skips()
     output = _each(lambda t: _detached(t).to(place), sample)
     for name, original in zip(model._modules, model, strict=True):  # named_children() leaves out repeated layers
         try:
@@ -93,15 +126,15 @@ class _Layer:
         self.module, self.input, self.skips = module, input, skips
         self.output = input
 
-    def seconds(self, place: torch.device) -> float:
-        """Run forward and backward once, and return the time that both took."""
+    def seconds(self, place: torch.device) -> tuple[float, float]:
+        """Run forward and backward once, and return the time that each took."""
         input = self._rewind()
         forward, self.output = _timed(place, lambda: self.module(input))
         roots = [t for t in self._results() if t.requires_grad]
         if not roots:
-            return forward
+            return forward, 0.0
         gradients = [torch.ones_like(t) for t in roots]
-        return forward + _timed(place, lambda: torch.autograd.backward(roots, gradients))[0]
+        return forward, _timed(place, lambda: torch.autograd.backward(roots, gradients))[0]
 
     def kept_bytes(self) -> int:
         """Run forward once, and return the bytes that are kept for the backward and for later layers."""

@@ -118,9 +118,11 @@ class Relay:
         in_turns = self._pace.in_turns and all(stream is None for stream in self.streams.compute)
         if in_turns:
             self._hold_until = began + Pace.BRIEF * self._tasks * len(self._held)
+        self.observers.tell("pass_started")
         try:
             workers.run(jobs, self.abort)
         finally:
+            self.observers.tell("pass_ended")
             self.streams.lead_caller()
             if None in self.streams.compute:
                 # The last count set anywhere is the default of threads to come.
@@ -137,7 +139,7 @@ class Relay:
 
     def _job(self, tasks: Tasks, partitions: tuple[int, ...], where: Where) -> None:
         stream = self.streams.compute[partitions[0]]  # the same for all of them
-        where.observers = self.observers
+        where.observers, where.stream = self.observers, stream
         began = time.thread_time()
         try:
             if stream is None and torch.get_num_threads() != self._threads:

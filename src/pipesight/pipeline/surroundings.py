@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Surroundings"]
+from pipesight import context
+
+__all__ = ["Surroundings", "began_in_backward"]
 
 R = TypeVar("R")
 
@@ -22,13 +24,24 @@ Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _CPU = torch.device("cpu")
 
 _around: contextvars.ContextVar[frozenset[Hashable]] = contextvars.ContextVar("pipelines around", default=frozenset())
+_in_backward: contextvars.ContextVar[bool] = contextvars.ContextVar("pipelines in backward", default=False)
+
+
+def began_in_backward() -> bool:
+    """Tell, in a layer, whether a backward called the pipeline, or one around it: to recompute what it once made."""
+    return _in_backward.get()
 
 
 class Surroundings:
     """What PyTorch and Python keep per thread: context variables, autocast, inference mode, default device, hooks.
 
     The grad mode is not among them: a checkpointed forward has its own. Neither are Python's dispatch and function
-    modes, which are not made for several threads.
+    modes, which are not made for several threads, nor the saved-tensor hooks of ``torch.utils.checkpoint``: they count
+    what one thread saves, and to get it back they would call the pipeline from its own worker.
+
+    Attributes:
+        in_checkpoint: Whether ``torch.utils.checkpoint`` decides what is kept for backward.
+        in_backward: Whether the caller is itself called by a backward.
     """
 
     def __init__(self, pipeline: Hashable) -> None:
@@ -36,6 +49,9 @@ class Surroundings:
         self.refuse_inside()
         self._context = contextvars.copy_context()
         self._context.run(_around.set, _around.get() | {pipeline})
+        self.in_backward = torch._C._current_graph_task_id() != -1
+        if self.in_backward:
+            self._context.run(_in_backward.set, True)
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
@@ -43,12 +59,21 @@ class Surroundings:
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._device = torch.empty(0).device  # before torch 2.8, get_default_device() sees no `with torch.device(...)`
         self._hooks = _top_hooks(True)
+        self.in_checkpoint = self._hooks is not None and _of_checkpoint(self._hooks)
+        if self.in_checkpoint:
+            self._hooks = None
         self._plain = not (self._inference or self._autocast or self._hooks) and self._device == _CPU
 
     def refuse_inside(self) -> None:
         """Raise if the caller is a layer of the pipeline, whose worker would wait for itself."""
         if self._pipeline in _around.get():
-            raise RuntimeError("a pipeline cannot be called from one of its own layers")
+            where = context.current()
+            raise RuntimeError(
+                "a pipeline cannot be called from one of its own layers"
+                if where is None or where.phase != "backward"
+                else "a pipeline cannot be called from the backward of one of its own layers, for example by "
+                "saved-tensor hooks that recompute it; use torch.utils.checkpoint, whose hooks stay outside"
+            )
 
     def run(self, function: Callable[..., R], *args: Any) -> R:
         """Call ``function`` under the settings: as the caller left them, whatever other tasks changed.
@@ -70,6 +95,10 @@ class Surroundings:
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._autocast_cache))
             return function(*args)
+
+
+def _of_checkpoint(hooks: Hooks) -> bool:
+    return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 class _PerThread(threading.local):

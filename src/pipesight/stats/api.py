@@ -15,6 +15,7 @@ Example::
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import operator
 import os
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 import pipesight.stats.features  # noqa: F401 (registers them)
 from pipesight.stats import current
 from pipesight.stats._environment import LogSettings, process_rank
+from pipesight.stats._mistakes import nearest
 from pipesight.stats.config import load
 from pipesight.stats.current import running, running_or_none
 from pipesight.stats.extensions.namespaces import attribute
@@ -49,6 +51,7 @@ __all__ = [
     "log_message",
     "log_tensor_stats",
     "open_session",
+    "refuse_unknown",
     "set_tensor_reduction_group",
     "step",
 ]
@@ -82,9 +85,11 @@ def initialize(
     Raises:
         ConfigError: The configuration has mistakes; the error lists them all.
         RuntimeError: There is a session.
+        TypeError: An argument is unknown.
     """
     if current.of_process is not None:
         raise RuntimeError("statistics are already initialized; call end_debug() first")
+    refuse_unknown("initialize", kwargs, more=["config_file"])
     current.of_process = open_session(
         config_file,
         feature_dirs,
@@ -109,11 +114,8 @@ def open_session(
     sinks: Iterable[Sink] = (),
     reduction_timeout: float = 300.0,
     extensions: object = None,
-    **unknown: Any,
 ) -> Session:
     """Make a session of one's own; see `initialize`. Nothing is left behind if it fails."""
-    if unknown:
-        raise TypeError(f"initialize() takes no argument {', '.join(map(repr, unknown))}; see its documentation")
     if not isinstance(init_training_step, int) or isinstance(init_training_step, bool) or init_training_step < 0:
         raise ValueError(
             f"init_training_step must be an integer from 0 on (init_training_step: {init_training_step!r})"
@@ -124,7 +126,7 @@ def open_session(
     registry.load_entry_points()
     registry.load_feature_dirs(feature_dirs)
     registry.validate_and_init()
-    checked = load(config if isinstance(config, Mapping) else os.fspath(config), registry)
+    checked = load(os.fspath(config) if isinstance(config, os.PathLike) else config, registry)
     folder = Path("." if log_dir is None else log_dir)
     settings, rank = LogSettings.from_environment(), process_rank()
     loggers: Any = statistics_logger if isinstance(statistics_logger, list | tuple | set) else [statistics_logger]
@@ -148,6 +150,14 @@ def open_session(
         step=init_training_step,
         timeout=reduction_timeout,
     )
+
+
+def refuse_unknown(function: str, names: Iterable[str], *, more: Iterable[str]) -> None:
+    """Raise ``TypeError`` for arguments that are neither settings of a session nor in ``more``."""
+    known = (inspect.signature(open_session).parameters.keys() - {"config"}) | {*more}
+    hints = [f"{name!r}{nearest(name, known)}" for name in names if name not in known]
+    if hints:
+        raise TypeError(f"{function}() takes no argument {', nor '.join(hints)}")
 
 
 def _begin_files(sinks: Iterable[Sink]) -> None:

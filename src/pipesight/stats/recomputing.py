@@ -5,6 +5,8 @@ GPipe says so itself. ``torch.utils.checkpoint`` does not, but runs both forward
     backward() > engine > checkpoint.py > layer          recomputed: the engine is further out
     layer > checkpoint.py > layer                        the first time
     backward() > engine > checkpoint.py > backward() > engine > hook      a gradient, inside of a checkpoint
+
+A worker of a pipeline has a stack of its own. It is told whether a backward called the pipeline.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch.autograd.graph
 import torch.utils.checkpoint
 
 from pipesight import context
+from pipesight.pipeline.surroundings import began_in_backward
 
 __all__ = ["in_checkpoint", "is_recomputing"]
 
@@ -27,7 +30,10 @@ _task = torch._C._current_graph_task_id
 
 def is_recomputing() -> bool:
     """Whether a checkpointed forward runs for the second time, in GPipe or in ``torch.utils.checkpoint``."""
-    return context.is_recomputing() or (_task() != -1 and in_checkpoint())
+    where = context.current()
+    if where is not None and (where.phase == "recompute" or (where.phase == "forward" and began_in_backward())):
+        return True
+    return _task() != -1 and in_checkpoint()
 
 
 def in_checkpoint() -> bool:

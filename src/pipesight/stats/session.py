@@ -21,7 +21,7 @@ from pipesight.stats.extensions.namespaces import end_namespaces, step_namespace
 from pipesight.stats.merging import Merging
 from pipesight.stats.messages import MessageLog
 from pipesight.stats.moments._kinds import ORDINARY
-from pipesight.stats.moments.device import has_kernels
+from pipesight.stats.moments.device import has_kernels, is_capturing
 from pipesight.stats.moments.record import LaterMoments
 from pipesight.stats.moments.shards import local_part
 from pipesight.stats.nonfinite import Place, Watchman
@@ -70,6 +70,11 @@ class Session:
         self.merging = Merging(config, timeout=timeout)
         self.before_step: list[Callable[[], None]] = []
         """Called before the values of a step are logged."""
+        self.before_close: list[Callable[[], None]] = []
+        """Called before the session ends."""
+        self.met = False
+        """Whether a tensor has come that the configuration selects at its step."""
+        self._told_of_capture = False
         self._watchman = Watchman(messages.warning, folder, rank)
         self._pending = Pending(self.merging, sinks, messages, self._watchman)
         self._plans: dict[PlanKey, Plan | None] = {}
@@ -107,8 +112,9 @@ class Session:
         if plan is None:
             return {}
         action = plan.at(step)
-        if action is None or is_recomputing():
+        if action is None or is_recomputing() or self._captured():
             return {}
+        self.met = True
         results: dict[str, Any] = {}
         for serve, rule in action.custom:
             with serving(self):
@@ -132,9 +138,20 @@ class Session:
     def _turn_to(self, iteration: int) -> int:
         """Log what there is if the iteration is a new one; on all ranks, whatever their layers are."""
         iteration = operator.index(iteration)
-        if iteration != self._pending.iteration:
+        if iteration != self._pending.iteration and not is_capturing():
             self._pending.turn_to(iteration)
         return iteration
+
+    def _captured(self) -> bool:
+        """Whether a CUDA graph is being captured: what measures and reads back would break or become part of it."""
+        capturing = is_capturing()
+        if capturing and not self._told_of_capture:
+            self.met = self._told_of_capture = True
+            self.messages.warning(
+                "nothing is measured while a CUDA graph is captured, nor when it is replayed; "
+                "to log statistics, run some steps without the graph"
+            )
+        return capturing
 
     def log_many(self, tensors: Sequence[tuple[str, str, Tensor]], *, skip_reduction: bool = False) -> None:
         """Measure tensors, given as layer, name and tensor, as `log_tensor_stats` does; those of a device at once."""
@@ -144,6 +161,9 @@ class Session:
             action = plan.at(self.step_count) if plan else None
             if action is None:
                 continue
+            if self._captured():
+                return
+            self.met = True
             if tensor.is_cuda and has_kernels(tensor.device) and not action.custom and type(tensor) in ORDINARY:
                 key = (tensor.device, action.sources[0].powers)
                 together.setdefault(key, []).append((layer, name, tensor, action))
@@ -171,6 +191,8 @@ class Session:
         **_: Any,
     ) -> Mapping[str, Any]:
         """Measure a tensor by the settings of a feature, whatever the step."""
+        if self._captured():
+            return {}
         requests = tuple(_request(entry) for entry in config.get("stats", ()))
         key = (requests, config.get("on_nonfinite"))
         action = self._actions.get(key)
@@ -222,8 +244,8 @@ class Session:
         self._watchman.look(record, place, action.on_nonfinite, tensor)
 
     def step(self) -> None:
-        """End a step: merge what was measured, log it, and count on."""
-        if self.closed:
+        """End a step: merge what was measured, log it, and count on. While a CUDA graph is captured, do nothing."""
+        if self.closed or self._captured():
             return
         try:
             for before in list(self.before_step):
@@ -251,6 +273,8 @@ class Session:
         if self.closed:
             return
         atexit.unregister(self._close_at_exit)
+        for before in list(self.before_close):
+            before()
         self._plans = _NoPlans()
         try:
             try:

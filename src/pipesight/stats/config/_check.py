@@ -10,7 +10,7 @@ from pipesight.stats._mistakes import Mistakes, Path, nearest, shown
 from pipesight.stats.config.selection import LAYER_KEYS, Selection
 from pipesight.stats.registry import BASE, Registry
 
-__all__ = ["check_enabled", "check_layers", "check_mapping", "check_names", "find_features"]
+__all__ = ["check_enabled", "check_layers", "check_level", "check_mapping", "check_names", "find_features"]
 
 ALL = "all"
 SECTION_KEYS = ("enabled", "layers")
@@ -28,6 +28,25 @@ def check_mapping(value: Any, path: Path, mistakes: Mistakes, what: str) -> dict
             why = " (YAML reads on, off, yes and no as true or false)" if isinstance(key, bool) else ""
             mistakes.add((*path, key), f"a key must be a word (found: {shown(key)}); write it in quotes{why}")
     return {key: item for key, item in value.items() if isinstance(key, str)}
+
+
+def check_level(name: str, value: Any, registry: Registry, mistakes: Mistakes) -> bool:
+    """Tell whether what stands at the top, among the sections, belongs into one; that is a mistake."""
+    if isinstance(value, dict) and "layers" in value:
+        return False
+    features = [feature for space in registry.namespaces for feature in registry.feature_names(space)]
+    if name in SECTION_KEYS:
+        mistakes.add((name,), "is a key of a section; give the section a name, in a line before it, and indent it")
+    elif name in features or name in registry.namespaces:
+        what = "feature" if name in features else "namespace"
+        mistakes.add(
+            (name,),
+            f"is a {what}, which stands in a section; indent it, below my_section: "
+            f"{{enabled: true, layers: {{layer_types: all}}, {name}: ...}}",
+        )
+    else:
+        return False
+    return True
 
 
 def check_enabled(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> bool:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesight.stats._mistakes import ConfigError, Document, Mistakes, placed
-from pipesight.stats.config._check import check_enabled, check_layers, check_mapping, find_features
+from pipesight.stats.config._check import check_enabled, check_layers, check_level, check_mapping, find_features
 from pipesight.stats.config._check_feature import GEMM_KEYS, TENSOR_KEYS, FeatureCheck
 from pipesight.stats.config._yaml import read_dict, read_yaml
 from pipesight.stats.config.rules import NOTHING, RuleTable, StatisticRequest, TensorRule
@@ -183,7 +183,11 @@ def _build(document: Document, registry: Registry) -> Config:
         mistakes.add((), "is empty; add a section, or pass config_file='' to log nothing")
         raise mistakes.error()
     named = check_mapping(document.value, (), mistakes, "from names of sections to sections") or {}
-    sections = [_section(name, value, document, registry, mistakes) for name, value in named.items()]
+    sections = [
+        _section(name, value, document, registry, mistakes)
+        for name, value in named.items()
+        if not check_level(name, value, registry, mistakes)
+    ]
     if mistakes:
         raise mistakes.error()
     return Config(tuple(section for section in sections if section is not None), document.source)

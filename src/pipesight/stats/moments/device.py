@@ -14,7 +14,7 @@ from pipesight.stats.moments._kinds import ORDINARY, flat_pieces, is_wrapped, pl
 from pipesight.stats.moments.measuring import measure_on_device
 from pipesight.stats.moments.record import FIELDS, LaterMoments, Moments
 
-__all__ = ["DeviceRow", "DeviceRows", "has_kernels"]
+__all__ = ["DeviceRow", "DeviceRows", "has_kernels", "is_capturing"]
 
 BLOCK, DEPTH, WARPS = 1024, 16, 8
 PROGRAMS = 2  # a multiprocessor: as many as it holds
@@ -35,6 +35,11 @@ def has_kernels(device: torch.device) -> bool:
     except ImportError:
         return False
     return True
+
+
+def is_capturing() -> bool:
+    """Whether what is launched now is not run, but becomes part of a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _Readback:

@@ -9,7 +9,7 @@ input ──▶ layer ──▶ output = activation
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,19 +19,17 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight.stats import api
-from pipesight.stats._mistakes import nearest
+from pipesight.stats._mistakes import shown
 from pipesight.stats.current import running
 from pipesight.stats.layers import named_layers
 from pipesight.stats.recomputing import in_checkpoint, is_recomputing
 from pipesight.stats.session import Session
+from pipesight.stats.unmatched import OUTPUTS, TENSORS, missing_layers, unknown_tensors
 from pipesight.stats.watching._hook import Hook
 from pipesight.stats.watching._readable import has_values, numbers
 from pipesight.stats.watching._weights import Weights
 
 __all__ = ["TENSORS", "Watch", "watch"]
-
-OUTPUTS = ("activation", "output")
-TENSORS = ("input", *OUTPUTS, "gradient", "weight", "wgrad")
 
 
 def watch(
@@ -62,7 +60,10 @@ def watch(
 
     Raises:
         ConfigError: The configuration has mistakes, or two of its sections select one layer.
+        TypeError: Something else was passed for the model, or an argument is unknown.
     """
+    _check_arguments(model, config)
+    api.refuse_unknown("watch", kwargs, more=["model", "config", "auto_step"])
     if config is None:
         if kwargs:
             raise TypeError(
@@ -96,6 +97,8 @@ class Watch:
         self._skipped: set[tuple[str, str]] = set()
         self._stepped = False
         self._inside: bool | None = None  # a call of the model is under way, and is it counted
+        self._called = self._trained = False  # the model, at all and in a call that counts
+        self._first_step = session.step_count
         self._weights = Weights(model, self._log_weights, begins=self._begin, ended=self._after_optimizer)
         names = {plain: layer for name, layer in named_layers(model) if (plain := _plain_name(name))}
         selected = session.config.select(names)
@@ -111,24 +114,35 @@ class Watch:
             raise
         self._warn_of_mistakes(names, list(selected))
         session.before_step.append(self._before_step)
+        session.before_close.append(self._warn_if_idle)
 
-    def _warn_of_mistakes(self, names: Iterable[str], selected: Sequence[str]) -> None:
+    def _warn_of_mistakes(self, names: Collection[str], selected: Sequence[str]) -> None:
         """Say what the configuration names and a model does not have."""
         warn, what = self._session.messages.warning, f"this {type(self._model).__name__}"
         if not selected:
             warn(f"the configuration selects no layer of {what}; layers go by names, such as {list(names)[:3]}")
         elif not self.layers:
             warn(f"the configuration logs no tensor of {what}; those of a layer are {', '.join(TENSORS)}")
-        unknown = {
-            tensor
-            for section in self._session.config.select(selected).values()
-            for feature in section.features
-            if feature.enabled
-            for tensor in feature.table.tensors
-            if tensor not in TENSORS
-        }
-        for tensor in sorted(unknown):
-            warn(f"watch() has no tensor {tensor!r}{nearest(tensor, TENSORS)}; it is logged if you log it yourself")
+        config = self._session.config
+        missing = [line for section in config.sections if section.enabled for line in missing_layers(section, names)]
+        used = {section.name: section for section in config.select(selected).values()}
+        unknown = [line for section in used.values() for line in unknown_tensors(section)]
+        for line in dict.fromkeys([*missing, *unknown]):
+            warn(line)
+
+    def _warn_if_idle(self) -> None:
+        """Say why nothing was logged, if so, and if it has not been said at the beginning."""
+        if self._session.met or not self.layers:
+            return
+        what = f"this {type(self._model).__name__}"
+        first, last = self._first_step, max(self._first_step, self._session.step_count - 1)
+        if not self._called:
+            why = f"{what} was not called"
+        elif not self._trained:
+            why = f"{what} was called in eval mode or under torch.no_grad() only; pass auto_step=False to log that"
+        else:
+            why = f"the configuration includes none of its steps, {first} to {last}"
+        self._session.messages.warning(f"nothing was logged by watch(): {why}")
 
     def step(self) -> None:
         """End a step; for ``auto_step=False``."""
@@ -152,8 +166,11 @@ class Watch:
         try:
             if self._auto and not failed and (self._stepped or self._own):
                 self._session.step()
+            if not failed:
+                self._warn_if_idle()
         finally:
             self._session.before_step.remove(self._before_step)
+            self._session.before_close.remove(self._warn_if_idle)
             if self._own:
                 self._session.close(alone=failed)
 
@@ -207,9 +224,12 @@ class Watch:
 
     def _counts(self) -> bool:
         """Whether a forward that begins is one of training, and the first of it: one that keeps a graph, or will."""
+        self._called = True
         if is_recomputing() or (self._auto and not self._model.training):
             return False
-        return not self._auto or torch.is_grad_enabled() or context.is_checkpointing() or in_checkpoint()
+        counts = not self._auto or torch.is_grad_enabled() or context.is_checkpointing() or in_checkpoint()
+        self._trained |= counts
+        return counts
 
     def _begin(self) -> None:
         """End the last step, if an optimizer has."""
@@ -277,6 +297,19 @@ class Watch:
         for handle in self._leaves:
             handle.remove()
         self._leaves.clear()
+
+
+def _check_arguments(model: object, config: object) -> None:
+    """Raise if the model is none, or if it was passed in the place of the configuration."""
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(config, nn.Module):
+        raise TypeError(
+            "watch() takes the model first, then the configuration "
+            f"(model: {shown(model)}, config: {type(config).__name__}); call watch(model, {shown(model)})"
+        )
+    call = f"watch(model, {shown(model)})" if isinstance(model, str | os.PathLike) else "watch(model, config)"
+    raise TypeError(f"model of watch() must be an nn.Module (model: {shown(model)}); call {call}")
 
 
 def _forget_compiled(model: nn.Module) -> None:

@@ -1,0 +1,113 @@
+"""The model and the sample that options name."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["ModelError", "find_model", "find_sequential", "make_sample"]
+
+
+class ModelError(ValueError):
+    """The model cannot be had."""
+
+
+def find_model(name: str) -> nn.Module:
+    """Return the model that ``module:factory`` makes, or is.
+
+    Raises:
+        ModelError: There is none.
+    """
+    from torch import nn
+
+    found = _find(name)
+    if isinstance(found, nn.Module):
+        return found
+    if not callable(found):
+        raise ModelError(f"--model must name a function or a module (--model {name}: {type(found).__name__})")
+    try:
+        model = found()
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"--model {name} failed: {_told(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"--model must make an nn.Module (--model {name} made: {type(model).__name__})")
+    return model
+
+
+def find_sequential(name: str) -> nn.Sequential:
+    """Return the ``nn.Sequential`` that ``module:factory`` makes, or is; of a ``GPipe``, what it was made of.
+
+    Raises:
+        ModelError: There is none.
+    """
+    from torch import nn
+
+    from pipesight.pipeline.gpipe import GPipe
+
+    found = find_model(name)
+    if isinstance(found, GPipe):
+        return nn.Sequential(OrderedDict(child for part in found.partitions for child in part.named_children()))
+    if not isinstance(found, nn.Sequential):
+        raise ModelError(f"--model must make an nn.Sequential (--model {name} made: {type(found).__name__})")
+    return found
+
+
+def make_sample(text: str) -> Tensor:
+    """Return a tensor of the shape and type that ``32x128:int64`` says: zeros, or random numbers from 0 to 1.
+
+    Raises:
+        ValueError: It says none.
+    """
+    import torch
+
+    shape, _, kind = text.partition(":")
+    sizes = shape.split("x")
+    dtype = getattr(torch, kind or "float32", None)
+    if not isinstance(dtype, torch.dtype) or not all(part.isdecimal() and int(part) for part in sizes):
+        raise ValueError(
+            f"--sample must be a shape, and a type after it: 32x3x224x224, or 32x128:int64 (got: {text!r})"
+        )
+    numbers = [int(part) for part in sizes]
+    return torch.rand(numbers).to(dtype) if dtype.is_floating_point else torch.zeros(numbers, dtype=dtype)
+
+
+def _find(name: str) -> object:
+    module_name, colon, attribute = name.partition(":")
+    if not module_name or not colon or not attribute:
+        raise ModelError(f"--model must be module:factory, such as train:build_model (--model {name})")
+    if module_name.endswith(".py"):
+        *folders, file = Path(module_name).with_suffix("").parts
+        if Path(module_name).is_absolute():
+            fix = f"write --model {file}:{attribute}, in {Path(*folders)}"
+        else:
+            fix = f"write --model {'.'.join([*folders, file])}:{attribute}"
+        raise ModelError(f"--model takes the name of a module, without .py (--model {name}); {fix}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: object = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"--model {name}: cannot import {module_name!r}: {_told(error)}") from error
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            from pipesight.stats._mistakes import nearest
+
+            close = nearest(part, [word for word in dir(found) if not word.startswith("_")])
+            raise ModelError(f"--model {name}: there is no {part!r}{close}") from None
+    return found
+
+
+def _told(error: BaseException) -> str:
+    """Return what went wrong and where, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

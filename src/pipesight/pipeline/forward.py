@@ -1,0 +1,154 @@
+"""The forward pass of a mini-batch: what the workers do with each task, and what they keep for backward.
+
+::
+
+    box (i, j) ──> enter ──> layers ──> detach ──> box (i, j + 1)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pipesight.context import Unrepeatable, Where
+from pipesight.pipeline.checkpoint import changes_input
+from pipesight.pipeline.microbatch import Form, lone
+from pipesight.pipeline.passes import Pass
+from pipesight.pipeline.relay import Packet
+from pipesight.pipeline.schedule import forward_tasks
+from pipesight.pipeline.task import Checkpoint, Graph, Inputs, Stage
+from pipesight.pipeline.transfer import ready
+
+if TYPE_CHECKING:
+    from pipesight.pipeline.minibatch import MiniBatch
+
+__all__ = ["ForwardPass"]
+
+
+class ForwardPass(Pass):
+    """Runs the tasks of a mini-batch forward, and leaves their graphs with it."""
+
+    def __init__(self, minibatch: MiniBatch) -> None:
+        super().__init__(minibatch, minibatch.m, minibatch.workers.forward_pace)
+        self._grad, self._checkpoint_stop = minibatch.grad, minibatch.checkpoint_stop
+
+    def run(self, inputs: list[Packet]) -> list[Packet]:
+        """Run all micro-batches through all partitions; return the outputs of the last. ``inputs`` is emptied."""
+        for i, packet in enumerate(inputs):
+            self.relay.put((i, 0), packet, 0)
+        inputs.clear()
+        self.relay.run(self.minibatch.workers, self._work)
+        return [self.relay.get((i, self.n), 0) for i in range(self.m)]
+
+    def _work(self, partitions: tuple[int, ...], where: Where) -> None:
+        """Do all that one worker has to do."""
+        self.enter(where)
+        stages = [self.stages[j] for j in partitions]
+        for stage in stages if self._grad else ():
+            self.parameters[stage.j] = stage.trainable()
+            stage.changes_input = changes_input(stage.partition)
+        # A layer may differentiate something. Autograd's own threads are no help if one of them is the caller, who
+        # waits for the layer.
+        alone = self.surroundings.in_backward
+        with (
+            torch.set_grad_enabled(self._grad),
+            torch.autograd.set_multithreading_enabled(False) if alone else contextlib.nullcontext(),
+        ):
+            for i, j in forward_tasks(self.m, partitions):
+                self._step(self.stages[j], i, where)
+        self.minibatch.note_versions(stages)
+
+    def _step(self, stage: Stage, i: int, where: Where) -> None:
+        """Wait for what a task needs, run it, and send its outputs on."""
+        relay = self.relay
+        packet = relay.get((i, stage.j), stage.j)
+        tensors = self.receive(packet, stage, i, where)
+        graph: Graph | None = packet.graph
+        # What comes as part of a graph is no root of it.
+        needed = packet.needed if graph is None else [False] * len(packet.needed)
+        inputs = Inputs(tensors, needed, len(tensors), packet.form)
+        for key in stage.arriving:
+            packet = relay.get((i, key), stage.j)
+            inputs.tensors += self.receive(packet, stage, i, where)
+            inputs.needed += packet.needed if packet.graph is None else [False]
+        del packet, tensors, needed
+        output, *leaving = self._task(stage, i, inputs, graph, where)
+        for key, skip in zip(stage.leaving, leaving, strict=True):
+            relay.put((i, key), skip, stage.j)
+        relay.put((i, stage.j + 1), output, stage.j)
+
+    def _task(self, stage: Stage, i: int, inputs: Inputs, graph: Graph | None, where: Where) -> list[Packet]:
+        learns = graph is not None or True in inputs.needed or bool(self.parameters[stage.j])
+        checkpointed = learns and graph is None and i < self._checkpoint_stop and stage.repeatable
+        self.begin(where, stage, i, "forward", checkpointing=checkpointed)
+        try:
+            if checkpointed:
+                try:
+                    return self._run_checkpointed(stage, i, inputs)
+                except Unrepeatable:
+                    stage.repeatable = False
+                    where.checkpointing = False
+                    where.phase, where.repeating = "recompute", True
+                    where.marks = []
+            if self._grad and graph is None:
+                graph = Graph(stage.j, marks=where.marks)
+            return self._run_kept(stage, i, inputs, graph)
+        finally:
+            self.end(where)
+
+    def _run_kept(self, stage: Stage, i: int, inputs: Inputs, graph: Graph | None) -> list[Packet]:
+        """Run a task and keep its graph, if it has one."""
+        minibatch = self.minibatch
+        if graph is not None:
+            # Micro-batches are views of one tensor: a change to one of them would count as a change to all.
+            inputs = inputs.safe_from(stage, minibatch.input_storages)
+        outputs, form = self.call(stage, i, inputs, graph)
+        if graph is not None and graph.first == stage.j and True not in inputs.needed and not any(graph.outs):
+            graph = None  # nothing here gets a gradient
+        if graph is not None and (stage.new or stage.j not in minibatch.surveyed):
+            minibatch.surveyed.add(stage.j)
+            self.parameters[stage.j] += stage.meet_strangers(graph)
+        wanted = [graph is not None and t is not None and t.requires_grad for t in outputs]
+        if graph is not None and self.tokens[i].asked and stage.j < self.n - 1:
+            return self._pack(stage, outputs, wanted, form, graph)
+        if graph is not None:
+            graph.promised = wanted
+            minibatch.graphs[i, stage.j] = graph
+        return self._pack(stage, [None if t is None else t.detach() for t in outputs], wanted, form)
+
+    def _run_checkpointed(self, stage: Stage, i: int, inputs: Inputs) -> list[Packet]:
+        """Run a task without a graph, and keep what it takes to run it again."""
+        checkpoint = Checkpoint(inputs, inputs.versions(), stage.buffers.save(), {})
+        try:
+            with torch.no_grad():
+                outputs, form = self.call(stage, i, inputs.safe_from(stage), saves=checkpoint)
+        except Unrepeatable:
+            stage.buffers.restore(checkpoint.buffers)
+            raise
+        stage.buffers.learn(checkpoint.buffers)
+        if inputs.versions() != checkpoint.versions:
+            raise RuntimeError(
+                "a layer of a checkpointed partition changed the partition's input in place, so that it cannot be "
+                "recomputed; give the first layer an attribute inplace = True to have the input copied, or use "
+                "checkpoint='never'"
+            )
+        # Without a graph, any output that could get a gradient may get one.
+        wanted = [t is not None and (t.is_floating_point() or t.is_complex()) and not inputs.passes(t) for t in outputs]
+        self.minibatch.graphs[i, stage.j] = Graph(stage.j, promised=wanted, checkpoint=checkpoint)
+        return self._pack(stage, outputs, wanted, form)
+
+    def _pack(
+        self, stage: Stage, outputs: list[Tensor | None], wanted: list[bool], form: Form, graph: Graph | None = None
+    ) -> list[Packet]:
+        """Pack the outputs of a task for the next partition, and each skip for the one that pops it."""
+        count = len(outputs) - len(stage.leaving)
+        target = self.stages[min(stage.j + 1, self.n - 1)].device
+        event = ready(stage.device, target)
+        packets = [Packet(outputs[:count], stage.device, wanted[:count], form, event, graph)]
+        for key, tensor, want in zip(stage.leaving, outputs[count:], wanted[count:], strict=True):
+            event = ready(stage.device, self.stages[self.routes.target[key]].device)
+            packets.append(Packet([tensor], stage.device, [want], lone, event, graph))
+        return packets
