@@ -354,6 +354,41 @@ def test_parts(tmp_path):
 # Disks.
 
 
+def test_parts_that_go(tmp_path):
+    """With max_parts, the oldest parts go; what was in them is counted, and the rest is there, in order."""
+    with trace.start(tmp_path / "run", max_bytes=4_000, max_parts=3, interval=0.02) as session:
+        for _ in range(60):
+            record(100)
+            session.flush()
+    files = sorted(tmp_path.iterdir(), key=lambda file: int(file.name.split(".")[1].removeprefix("part")))
+    assert len(files) == 3
+    left = [event["id"] for file in files for event in events_of(file)]
+    assert left == sorted(left)
+    assert (len(left), session.removed) == (session.written, 6_000 - session.written)
+    assert session.lost == 0
+    with pytest.raises(ValueError, match="max_parts must be more than 0"):
+        trace.start(tmp_path / "run", max_parts=0)
+
+
+def test_pause(tmp_path):
+    """Between pause and resume nothing is recorded, but a span that began before is."""
+    with trace.start(tmp_path / "run") as session:
+        with ai.compute.forward:
+            session.pause()
+            record(3)
+        session.resume()
+        record(1)
+    assert [event["name"] for event in events_of(session.path)] == ["forward", "step"]
+
+
+def test_pause_with_another_reader(tmp_path):
+    """A pause leaves others what they asked for."""
+    with trace.start(tmp_path / "run") as session, capture_events() as events:
+        session.pause()
+        record(2)
+    assert len(events) == 2
+
+
 def test_full_disk(tmp_path, caplog):
     """On a full disk training goes on: one warning, the lost events counted, and what was there stays readable."""
     disk = tmp_path / "disk"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pipesight._lazy import lazily
 from pipesight._version import __version__
 
 if TYPE_CHECKING:
     from pipesight.context import current_microbatch, is_checkpointing, is_recomputing
     from pipesight.logs import register_layer_logging_hooks
     from pipesight.pipeline.gpipe import GPipe
+    from pipesight.recording import observe
 
 __all__ = [
     "GPipe",
@@ -18,6 +19,7 @@ __all__ = [
     "current_microbatch",
     "is_checkpointing",
     "is_recomputing",
+    "observe",
     "register_layer_logging_hooks",
 ]
 
@@ -27,16 +29,8 @@ _HOMES = {
     "current_microbatch": "pipesight.context",
     "is_checkpointing": "pipesight.context",
     "is_recomputing": "pipesight.context",
+    "observe": "pipesight.recording",
     "register_layer_logging_hooks": "pipesight.logs",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazily(__name__, _HOMES)

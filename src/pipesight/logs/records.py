@@ -15,13 +15,15 @@ logger = logging.getLogger("pipesight.pipeline")
 def attributes(where: Where | None) -> dict[str, object]:
     """Return what a format string can show: ``%(step)s %(partition)s %(microbatch)s %(phase)s %(layer)s``."""
     names = ("step", "partition", "microbatch", "phase", "layer")
-    return {name: getattr(where, name, None) for name in names}
+    if where is None:
+        return {**dict.fromkeys(names), "step": context.counted_step()}
+    return {name: getattr(where, name) for name in names}
 
 
 class ContextFilter(logging.Filter):
     """Gives every record the attributes of the context, also those that your own layers and libraries log.
 
-    Outside of a partition they are ``None``. ::
+    Outside of a partition they are ``None``, but for the step while a run is observed. ::
 
         handler.addFilter(ContextFilter())
         handler.setFormatter(logging.Formatter("[%(partition)s/%(microbatch)s] %(message)s"))

@@ -10,6 +10,8 @@ from pipesight.logs.records import attributes, logger
 
 __all__ = ["TaskLog"]
 
+MESSAGE = "Micro-batch %d (partition %d): checkpoint_stop=%d, using_checkpointing=%s"
+
 
 class TaskLog(Observer):
     """Logs each forward task at INFO. It is attached on import; the logger's level, read once a pass, turns it on."""
@@ -22,7 +24,7 @@ class TaskLog(Observer):
         """Log the start of a forward task."""
         if where.phase == "forward":
             logger.info(
-                "Micro-batch %d (partition %d): checkpoint_stop=%d, using_checkpointing=%s",
+                MESSAGE,
                 where.microbatch,
                 where.partition,
                 where.checkpoint_stop,

@@ -11,6 +11,7 @@ from json import JSONEncoder
 from typing import Any, TypeAlias
 
 from pipesight._version import __version__
+from pipesight.trace._places import PlaceLines
 from pipesight.trace._span import FIELDS, ROOT_ID, WHEN, Args, thread_ids
 
 __all__ = ["NAMING", "THREAD", "Encoder", "rank"]
@@ -58,6 +59,7 @@ class Encoder:
         self._arrows = int.from_bytes(os.urandom(7)) >> 3
         """Keeps arrows apart from those of other processes, where a viewer has both; 53 bits, as viewers do."""
         self._heads: defaultdict[int, dict[Any, _Entry]] = defaultdict(dict)
+        self._places = PlaceLines(self._template, self._arrow)
         self._threads: dict[int, tuple[int, str]] = {}
         self._names: dict[int, str] = {}
 
@@ -130,12 +132,27 @@ class Encoder:
         micro, rest = divmod(self.offset, 1000)  # apart, for small numbers are faster
         count = len(events) // FIELDS
         thread, heads = 0, self._heads[0]
+        places, include_args = self._places, self.include_args
         fields = iter(events)
         for node, number, parent, start, stop, level, where, args in zip(*[fields] * FIELDS, strict=True):
             if where != thread:
                 thread, heads = where, self._heads[where]
             entry = heads.get(node)
             if entry is None or entry[0] is not args:
+                if type(args) is tuple:
+                    line = places.line(node, thread, args)
+                    if line is None:
+                        add(self._naming(thread).encode())
+                        line = places.make(node, thread, args)
+                    begin = (start + rest) // 1000
+                    where_it_was = (args[2], args[3], args[5]) if include_args else ()
+                    duration = (stop + rest) // 1000 - begin
+                    add(line % (number, begin + micro, duration, parent, *where_it_was, level))
+                    if args[1]:
+                        arrows = places.arrows(thread, args, begin + micro, self._arrows)
+                        lines += arrows
+                        count += len(arrows)
+                    continue
                 if node is THREAD:
                     count -= 1
                     self._meet(thread, number, parent)
@@ -152,17 +169,29 @@ class Encoder:
 
     def _remember(self, node: Any, thread: int, args: Args) -> _Entry:
         """Make a line of what is likely to come again, a node with its arguments, and leave out the numbers."""
-        line = {"name": node.name, "cat": node.category, "pid": self.pid, "tid": self._thread(thread)[0]}
-        constant = (_dumps(line)[1:-1], self._host[1], self._text(args))
-        names, host, text = (part.replace("%", "%%") for part in constant)
-        template = (
-            f'{{"id":%d,{names},"ts":%d,"dur":%d,"ph":"X","args":{{"hhash":"{host}","p_idx":%d,{text}"level":%d}}}}\n'
-        )
+        template = self._template(node, thread, args)
         heads = self._heads[thread]
         if len(heads) > 10_000:  # uses with arguments of their own come and go
             heads.clear()
         entry = heads[node] = (args, template.encode())  # bytes are formatted faster
         return entry
+
+    def _template(self, node: Any, thread: int, args: Args) -> str:
+        """Return the text of a line, with a ``%d`` for id, begin, duration, parent and level."""
+        line = {"name": node.name, "cat": node.category, "pid": self.pid, "tid": self._thread(thread)[0]}
+        constant = (_dumps(line)[1:-1], self._host[1], self._text(args))
+        names, host, text = (part.replace("%", "%%") for part in constant)
+        return (
+            f'{{"id":%d,{names},"ts":%d,"dur":%d,"ph":"X","args":{{"hhash":"{host}","p_idx":%d,{text}"level":%d}}}}\n'
+        )
+
+    def _arrow(self, end: str, thread: int) -> str:
+        """Return the text of an end of an arrow, with a ``%d`` for id and time."""
+        binding = '"bp":"e",' if end == "f" else ""  # it ends in the span around, not in the next
+        return (
+            f'{{"id":%d,"name":"micro-batch","cat":"pipeline","pid":{self.pid},"tid":{self._thread(thread)[0]},"ts":%d,'
+            f'"ph":"{end}",{binding}"args":{{"hhash":"{self._host[1]}"}}}}\n'
+        )
 
     def _text(self, args: Args) -> str:
         """Return arguments as the inside of a JSON object, with a comma behind."""
@@ -170,6 +199,7 @@ class Encoder:
 
     def _meet(self, thread: int, number: int, name: str) -> None:
         self._heads.pop(thread, None)
+        self._places.forget(thread)
         self._threads[thread] = (number, name)
 
     def _thread(self, thread: int) -> tuple[int, str]:

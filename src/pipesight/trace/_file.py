@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import zlib
+from collections import deque
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
@@ -35,7 +36,7 @@ def name_for(given: Path, *, child: bool, compress: bool) -> Path:
     name = given.name
     for suffix in (".gz", ".pfw"):
         name = name.removesuffix(suffix)
-    if os.environ.get("WORLD_SIZE", "1") != "1" and rank() is not None:
+    if os.environ.get("WORLD_SIZE", "1") != "1" and rank() is not None and name != f"rank-{rank():05}":
         name += f"-rank-{rank():05}"
     if (restarts := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
         name += f"-restart-{restarts}"
@@ -68,10 +69,12 @@ class TraceFile:
         child: bool = False,
         compress: bool = True,
         max_bytes: int | None = None,
+        max_parts: int | None = None,
     ) -> None:
         self._given = given
         self._compress = compress
         self._max_bytes = max_bytes
+        self._max_parts = max_parts
         self._descriptor: int | None = None
         self._begin(encoder, child)
 
@@ -86,7 +89,12 @@ class TraceFile:
         self._size = 0
         self._written = 0  # events in the part that is open
         self._part = 1
+        self._full: deque[tuple[Path, int]] = deque()  # parts before that one, and their events
         self._warned = False
+        self.removed = 0
+        """How many events were in parts that had to go."""
+        self.written = 0
+        """How many events are in the parts that are there."""
 
     def after_fork(self, encoder: Encoder) -> TraceFile:
         """Become the file of a forked process, and let go of the other, which is its parent's."""
@@ -95,6 +103,11 @@ class TraceFile:
         self._descriptor = None
         self._begin(encoder, child=True)
         return self
+
+    @property
+    def clock_offset(self) -> int:
+        """What is added to the monotonic clock, in nanoseconds."""
+        return self._encoder.offset
 
     @property
     def lost(self) -> int:
@@ -194,8 +207,10 @@ class TraceFile:
             self._look_after_file()
             full = self._max_bytes and self._size + len(block) + _FRAME // 2 > self._max_bytes
             if full and self._descriptor is not None and self._written:
+                self._full.append((self._part_path(), self._written))
                 self._close_part()
                 self._part += 1
+                self._make_room()
             if self._descriptor is None:
                 self._open()
             self._append(block)
@@ -204,6 +219,16 @@ class TraceFile:
             self._abandon()
         else:
             self._written += events
+            self.written += events
+
+    def _make_room(self) -> None:
+        """Remove the oldest parts, if there are to be no more than so many."""
+        while self._max_parts is not None and len(self._full) >= self._max_parts:
+            path, events = self._full.popleft()
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            self.removed += events
+            self.written -= events
 
     def _fail(self, events: int, why: str) -> None:
         self._events_failed += events
@@ -263,6 +288,7 @@ class TraceFile:
     def _forget_file(self) -> None:
         if self._written:
             self._fail(self._written, "the file was deleted")
+            self.written -= self._written
         self._size = self._written = 0
 
     def _close_part(self) -> None:

@@ -31,7 +31,9 @@ __all__ = [
     "WHEN",
     "Args",
     "Mark",
+    "Place",
     "Span",
+    "adopt",
     "begin",
     "begin_process",
     "begin_silently",
@@ -45,6 +47,7 @@ __all__ = [
     "now",
     "on_crowd",
     "on_flush",
+    "on_pass",
     "on_thread",
     "past",
     "put",
@@ -57,6 +60,10 @@ __all__ = [
 
 Args: TypeAlias = Mapping[str, Any]
 """What a span carries. Never changed once it is there: whoever updates makes a new one."""
+
+Place: TypeAlias = tuple[Args, int, int, int, int, int, str | None, int]
+"""In the place of `Args`, for tasks and layers of a pipeline: what the node carries; the way that arrows go from here,
+1, -1 or 0 for none; step, mini-batch, partition, micro-batch and layer; of tasks, how many partitions there are."""
 
 Span: TypeAlias = tuple[Any, int, Any, int, int, int]
 
@@ -90,6 +97,9 @@ on_crowd: list[Callable[[], None]] = []
 on_flush: list[Callable[[bool], None]] = []
 """Called before events are written; with true, before they are written for the last time."""
 
+on_pass: list[Callable[[bool], None]] = []
+"""Called by whoever calls a pipeline: with true when its workers begin, with false when they are through."""
+
 on_thread: list[Callable[[], None]] = []
 """Called when a thread records its first span."""
 
@@ -102,7 +112,7 @@ is_compiling: Callable[[], bool] = _never
 """Whether ``torch.compile`` is looking at this code rather than running it; torch's own function, once it is there."""
 
 
-def _adopt(up: Span) -> Span:
+def adopt(up: Span) -> Span:
     """Return ``up`` as the parent of spans of this thread, which has not had any, or comes with another's context."""
     ident = _ident()
     thread_ids[ident] = (threading.get_native_id(), threading.current_thread().name)
@@ -130,7 +140,7 @@ def begin(node: Any) -> Span:
     """Open a span of ``node`` inside the current one, and return it."""
     up = _open.get()
     if up[5] != _ident():
-        up = _adopt(up)
+        up = adopt(up)
     span = (node, next_id(), up, now(), up[4] + 1, up[5])
     _open.set(span)
     return span
@@ -265,7 +275,7 @@ def put(mark: Mark, args: Args, moment: int | None = None) -> None:
     """Record a mark, now or at another ``moment``, in the current span and thread."""
     up = _open.get()
     if up[5] != _ident():
-        up = _adopt(up)
+        up = adopt(up)
     at = now() if moment is None else moment
     EVENTS.extend((mark, up[1], up[1], at, at, up[4], up[5], args))
     if not len(EVENTS) & CROWD:
@@ -276,7 +286,7 @@ def past(node: Any, start: int, stop: int, args: Args, *, number: int | None = N
     """Record a span that is over: inside the current one, or, given a ``thread``, by itself on that track."""
     up = _ROOT if thread is not None else _open.get()
     if thread is None and up[5] != _ident():
-        up = _adopt(up)
+        up = adopt(up)
     EVENTS.extend((node, number or next_id(), up[1], start, stop, up[4] + 1, up[5] if thread is None else thread, args))
     if not len(EVENTS) & CROWD:
         call_for_help()

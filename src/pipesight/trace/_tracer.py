@@ -66,6 +66,10 @@ class Tracer:
         self._complained = False
         self._real_exit: Callable[[int], Any] = os._exit
         self._watching_exit = False
+        self.on_finish: list[Callable[[], None]] = []
+        """Called when the process ends with a trace being written, after the last event is."""
+        self.ending: str | None = None
+        """By what it ends, if not by coming to its end."""
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -104,6 +108,16 @@ class Tracer:
                 self._unwatch_exits()
                 self._end_thread()
         sink.close()
+
+    def pause(self) -> None:
+        """Record nothing, unless somebody else wants events too, until `resume`."""
+        if len(self._sinks) == 1:
+            set_recording(False)
+
+    def resume(self) -> None:
+        """Record again."""
+        if self._sinks:
+            set_recording(True)
 
     def flush(self) -> None:
         """Write all events that have ended."""
@@ -237,14 +251,21 @@ class Tracer:
         sinks, self._sinks = self._sinks, ()
         for sink in sinks:
             sink.close()
+        for tell in list(self.on_finish):
+            try:
+                tell()
+            except Exception:
+                logger.exception("something could not be finished")
 
     def _flush_and_exit(self, status: int) -> None:
+        self.ending = f"os._exit({status})"
         try:
             self.finish()
         finally:
             self._real_exit(status)
 
     def _flush_and_terminate(self, number: int, frame: FrameType | None) -> None:
+        self.ending = signal.Signals(number).name
         try:
             self.finish()
         finally:

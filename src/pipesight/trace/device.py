@@ -1,37 +1,97 @@
 """Spans on a GPU: when kernels ran, not when they were launched.
 
-An event of CUDA is put into the stream at either end of a span. Nobody waits for them: when both are done, the writer
+An event of CUDA is put into the stream at either end of a span. Nobody waits for them: when they are done, the writer
 asks CUDA how long after a first event, whose time on the host's clock is known, they were. Each device has a track of
 its own in the trace.
+
+Where one layer of a task ends, the next begins, so one event does for both::
+
+    task      |-----------------------|
+    layers    |---- a ---|---- b -----|
+    events    0          1            2
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
-from collections import deque
-from typing import Any
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from pipesight.trace._span import Args, next_id, now, on_flush, past, thread_ids
+from pipesight.trace._span import EVENTS, ROOT_ID, Args, next_id, now, on_flush, past, thread_ids
 from pipesight.trace.node import Node
 
-__all__ = ["DeviceSpan", "DeviceSpans", "device_spans"]
+__all__ = ["DeviceSpan", "DeviceSpans", "DeviceTask", "device_spans", "is_capturing"]
 
 _TRACK = 10_000_000  # numbers of device tracks, beyond those of threads
 _MOST_PENDING = 10_000
+_CROWDED = 4_000  # spans that wait for the writer: from there on, those who record help
 _ANCHOR_LASTS = 5e9  # nanoseconds: CUDA's float milliseconds are exact to a microsecond for some ten seconds
+
+_Where: TypeAlias = tuple[int, int, int, int, str | None, int]
+"""The last entries of `_span.Place`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """An event of a device, and when it was on the host's clock, in nanoseconds."""
+
+    device: int
+    event: Any
+    moment: int
 
 
 class DeviceSpan:
     """A span that has begun on a stream."""
 
-    __slots__ = ("begin", "device", "end", "id", "node")
+    __slots__ = ("anchor", "args", "begin", "end", "id", "node")
 
-    def __init__(self, node: Node, device: int, begin: Any) -> None:
-        self.node, self.device, self.begin = node, device, begin
+    def __init__(self, node: Node, anchor: Anchor, begin: Any) -> None:
+        self.node, self.anchor, self.begin = node, anchor, begin
         self.id = next_id()
         self.end: Any = None
+        self.args: Args = {}
+
+
+class DeviceTask:
+    """A task of a pipeline on a stream, and its layers."""
+
+    __slots__ = ("_between", "_spare", "_stream", "anchor", "events", "layers", "node", "place")
+
+    def __init__(self, anchor: Anchor, stream: Any, spare: deque[Any]) -> None:
+        self.anchor, self._stream, self._spare = anchor, stream, spare
+        self.events: list[Any] = []
+        self.layers: list[tuple[Node, _Where, int]] = []
+        """Each with the number of the event that it begins with; it ends with the next."""
+        self.node: Node | None = None
+        self.place: _Where | None = None
+        self._between = False  # at an event, with no layer begun since
+        self.mark()
+
+    def mark(self) -> None:
+        """Put an event into the stream, unless nothing has come since the last."""
+        if self._between:
+            return
+        try:
+            event = self._spare.popleft()
+        except IndexError:
+            event = sys.modules["torch"].cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        self.events.append(event)
+        self._between = True
+
+    def begin_layer(self) -> None:
+        """A layer begins."""
+        self.mark()
+        self._between = False
+
+    def end_layer(self, node: Node, where: _Where) -> None:
+        """It ends."""
+        self.mark()
+        self.layers.append((node, where, len(self.events) - 2))
 
 
 class DeviceSpans:
@@ -39,91 +99,183 @@ class DeviceSpans:
 
     def __init__(self) -> None:
         self._begin_process()
-        on_flush.append(self.resolve)
+        on_flush.append(self._flush)
         os.register_at_fork(after_in_child=self._begin_process)
 
     def _begin_process(self) -> None:
         self.dropped = 0
-        self._spare: deque[Any] = deque()
-        self._pending: deque[tuple[DeviceSpan, Args]] = deque()
-        self._anchors: dict[int, tuple[Any, int]] = {}
+        self._spare: defaultdict[int, deque[Any]] = defaultdict(deque)  # an event is of one device for ever
+        self._pending: deque[DeviceSpan | DeviceTask] = deque()
+        self._anchors: dict[int, Anchor] = {}
+        self._streams: dict[int, Any] = {}
         self._resolving = threading.RLock()  # a signal may end the trace at any point
+        self._captures = 0
+        self._carried: dict[tuple[Node, int], tuple[Args, Args]] = {}
+
+    @property
+    def spare(self) -> int:
+        """How many events wait to be used again."""
+        return sum(map(len, self._spare.values()))
+
+    def capturing(self, begins: bool) -> None:
+        """Ask nothing of CUDA while a graph is captured: another thread that does breaks the capture."""
+        with self._resolving:
+            self._captures += 1 if begins else -1
 
     def begin(self, node: Node) -> DeviceSpan | None:
         """Begin a span on this thread's current stream, if it has one that can be timed."""
         torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        if torch is None or not torch.cuda.is_initialized() or is_capturing():
             return None
         device = torch.cuda.current_device()
-        if device not in self._anchors:
-            self._anchor(torch, device)
-        return DeviceSpan(node, device, self._record(torch))
+        anchor = self._anchors.get(device) or self._anchor(torch, device)
+        return DeviceSpan(node, anchor, self._record(torch, device))
 
     def end(self, span: DeviceSpan, args: Args) -> None:
-        """End it where the stream is now, and look which earlier ones are done."""
+        """End it where the stream is now."""
         torch = sys.modules["torch"]
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             return
-        span.end = self._record(torch)
-        self._pending.append((span, args))
-        self.resolve()
+        span.end, span.args = self._record(torch, span.anchor.device), args
+        self._put(span)
+
+    def begin_task(self, stream: Any) -> DeviceTask:
+        """Begin a task on a stream, which nobody captures."""
+        device: int = stream.device_index
+        anchor = self._anchors.get(device) or self._anchor(sys.modules["torch"], device)
+        return DeviceTask(anchor, stream, self._spare[device])
+
+    def end_task(self, task: DeviceTask, node: Node, where: _Where) -> None:
+        """End it where the stream is now."""
+        task.mark()
+        task.node, task.place = node, where
+        self._put(task)
+
+    def _put(self, span: DeviceSpan | DeviceTask) -> None:
+        self._pending.append(span)
+        if len(self._pending) > _CROWDED:
+            self.resolve()
 
     def resolve(self, wait: bool = False) -> None:
         """Record the spans that are over. With ``wait``, wait for all."""
         if not self._resolving.acquire(blocking=wait):
             return
         try:
-            while self._pending:
-                span, args = self._pending[0]
-                if not span.end.query():
+            while self._pending and not self._captures:
+                span = self._pending[0]
+                last = span.end if isinstance(span, DeviceSpan) else span.events[-1]
+                if not last.query():
                     if not wait:
                         break
-                    span.end.synchronize()
+                    last.synchronize()
                 self._pending.popleft()
-                self._resolve(span, args)
+                if isinstance(span, DeviceSpan):
+                    self._resolve(span)
+                else:
+                    self._resolve_task(span)
             while len(self._pending) > _MOST_PENDING:
                 self._pending.popleft()
                 self.dropped += 1
         finally:
             self._resolving.release()
 
-    def _resolve(self, span: DeviceSpan, args: Args) -> None:
-        anchor, moment = self._anchors[span.device]
-        start = moment + int(anchor.elapsed_time(span.begin) * 1e6)
-        stop = start + int(span.begin.elapsed_time(span.end) * 1e6)
-        known = {**span.node.args, **args, "device": f"cuda:{span.device}"}
-        past(span.node, start, stop, known, number=span.id, thread=_TRACK + span.device)
-        if stop - moment > _ANCHOR_LASTS:
-            self._anchors[span.device] = (span.end, stop)
-            self._spare.append(span.begin)
-        else:
-            self._spare += (span.begin, span.end)
+    def _flush(self, last: bool) -> None:
+        """Do what the writer is to do, before it writes."""
+        self.resolve(last)
+        if not last:
+            self._realign()
 
-    def _record(self, torch: Any) -> Any:
+    def _resolve(self, span: DeviceSpan) -> None:
+        start, stop = self._moments(span.anchor, [span.begin, span.end])
+        device = span.anchor.device
+        known = {**span.node.args, **span.args, "device": f"cuda:{device}"}
+        past(span.node, start, stop, known, number=span.id, thread=_TRACK + device)
+
+    def _resolve_task(self, task: DeviceTask) -> None:
+        moments, device = self._moments(task.anchor, task.events), task.anchor.device
+        track, number = _TRACK + device, next_id()
+        fields: list[Any] = []
+        for node, where, at in task.layers:
+            place = (self._carry(node, device), 0, *where)
+            fields += (node, next_id(), number, moments[at], moments[at + 1], 3, track, place)
+        assert task.node is not None
+        assert task.place is not None
+        place = (self._carry(task.node, device), 0, *task.place)
+        fields += (task.node, number, ROOT_ID, moments[0], moments[-1], 2, track, place)
+        EVENTS.extend(fields)
+
+    def _carry(self, node: Node, device: int) -> Args:
+        """Return what spans of a node carry on a device; the same object as long as the node carries the same."""
+        before, args = self._carried.get((node, device), (None, {}))
+        if before is not node.args:
+            args = {**node.args, "device": f"cuda:{device}"}
+            self._carried[node, device] = (node.args, args)
+        return args
+
+    def _moments(self, anchor: Anchor, events: list[Any]) -> list[int]:
+        """Return when events were, on the host's clock, and let others use them again."""
+        at = anchor.moment + int(anchor.event.elapsed_time(events[0]) * 1e6)
+        moments = [at]
+        for one, other in itertools.pairwise(events):
+            at += int(one.elapsed_time(other) * 1e6)
+            moments.append(at)
+        self._spare[anchor.device].extend(events)
+        return moments
+
+    def _record(self, torch: Any, device: int) -> Any:
         try:
-            event = self._spare.popleft()
+            event = self._spare[device].popleft()
         except IndexError:
             event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _anchor(self, torch: Any, device: int) -> None:
+    # The clocks.
+
+    def _anchor(self, torch: Any, device: int) -> Anchor:
         """Learn when, on the host's clock, an event of this device was; the one wait there is."""
         with self._resolving:
-            if device in self._anchors:
-                return
-            tries = []
-            for _ in range(5):
-                event = torch.cuda.Event(enable_timing=True)
+            if device not in self._anchors:
                 torch.cuda.synchronize(device)
-                before = now()
-                event.record()
-                event.synchronize()
-                after = now()
-                tries.append((after - before, before + (after - before) // 2, event))
-            _, moment, event = min(tries, key=lambda t: t[0])
-            thread_ids[_TRACK + device] = (_TRACK + device, f"cuda:{device} {torch.cuda.get_device_name(device)}")
-            self._anchors[device] = (event, moment)
+                self._anchors[device] = _measure(torch, device, torch.cuda.current_stream(device))
+                name = f"cuda:{device} {torch.cuda.get_device_name(device)}"
+                thread_ids[_TRACK + device] = (_TRACK + device, name)
+            return self._anchors[device]
+
+    def _realign(self) -> None:
+        """Learn anew, beside what trains: clocks drift apart, and CUDA's milliseconds are floats."""
+        if not any(now() - anchor.moment > _ANCHOR_LASTS for anchor in self._anchors.values()):
+            return
+        if not self._resolving.acquire(blocking=False):
+            return
+        try:
+            torch = sys.modules["torch"]
+            for device in [] if self._captures else list(self._anchors):
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)
+                self._anchors[device] = _measure(torch, device, self._streams[device])
+        finally:
+            self._resolving.release()
+
+
+def is_capturing() -> bool:
+    """Tell whether a CUDA graph is made of what this thread does."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _measure(torch: Any, device: int, stream: Any) -> Anchor:
+    """Note the time before and after an event in an empty stream; the quickest of a few is the most exact."""
+    tries = []
+    for _ in range(5):
+        event = torch.cuda.Event(enable_timing=True)
+        before = now()
+        event.record(stream)
+        event.synchronize()
+        after = now()
+        tries.append((after - before, before + (after - before) // 2, event))
+    _, moment, event = min(tries, key=lambda t: t[0])
+    return Anchor(device, event, moment)
 
 
 device_spans = DeviceSpans()

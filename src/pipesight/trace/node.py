@@ -78,7 +78,7 @@ class Node:
     def __enter__(self) -> Node:
         up = _get()
         if up[5] != _ident():
-            up = _span._adopt(up)
+            up = _span.adopt(up)
         _set((self, next_id(), up, now(), up[4] + 1, up[5]))
         return self
 

@@ -7,123 +7,154 @@
 ``transfer``                            tensors from another device
 ======================================  =================================================
 
-Each carries ``step``, ``partition``, ``microbatch`` and, for layers, ``layer``.
+Each carries ``step``, ``minibatch`` (its number in the process), ``partition``, ``microbatch`` and, for layers,
+``layer``. There are many of these spans, and workers wait for what is done here, so it is little: the arguments stay a
+tuple, `_span.Place`, of which the writer makes text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+import threading
 
 from pipesight.context import Observer, Where
-from pipesight.trace._span import Mark, Span, begin, current, end, put, resume
+from pipesight.trace import _span
+from pipesight.trace._span import CROWD, EVENTS, ROOT_ID, Span, begin, current, end, next_id, now, on_pass, resume
 from pipesight.trace.ai import ai
-from pipesight.trace.device import DeviceSpan, device_spans
+from pipesight.trace.device import DeviceTask, device_spans, is_capturing
 from pipesight.trace.node import Node, is_recording
 
 __all__ = ["PipelineSpans"]
 
-_TASKS: dict[str, Node] = {
+_TASKS: dict[str | None, Node] = {
     "forward": ai.compute.forward,
     "recompute": ai.compute.forward.derive("recompute"),
     "backward": ai.compute.backward,
 }
 _LAYERS = {phase: node.derive("layer") for phase, node in _TASKS.items()}
+_WAYS = {"forward": 1, "recompute": 0, "backward": -1}
+_add = EVENTS.extend
+
+
+class _Track:
+    """One worker: where its spans belong, and which are open."""
+
+    __slots__ = ("layer", "on_device", "outside", "root", "task", "thread", "transfer", "way")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.root: Span = (None, ROOT_ID, None, 0, 1, self.thread)
+        self.task: Span | None = None
+        self.layer: Span | None = None
+        self.outside: Span = self.root  # the open span where the layer began, which is that of the pipeline's caller
+        self.transfer: Span | None = None
+        self.on_device: DeviceTask | None = None
+        self.way = 0
+        _span.adopt(self.root)
 
 
 class PipelineSpans(Observer):
     """Records what the engine tells."""
 
-    def __init__(self) -> None:
-        # Every worker has a place of its own, and is at one task and one layer at a time.
-        self._tasks: dict[Where, _Open] = {}
-        self._layers: dict[Where, _Open] = {}
-        self._transfers: dict[Where, _Open] = {}
-
     def wanted(self) -> bool:
-        """Whether there is a trace to record for."""
-        return is_recording()
+        """Whether there is a trace to record for, and no CUDA graph in the making."""
+        return is_recording() and not is_capturing()
+
+    def pass_started(self) -> None:
+        """Let others know that from here on, modules are called by the pipeline."""
+        for begun in on_pass:
+            begun(True)
+
+    def pass_ended(self) -> None:
+        """Let them know that it is over."""
+        for begun in on_pass:
+            begun(False)
 
     def task_started(self, where: Where) -> None:
-        """Begin the task's span, and the arrows from the task before it and to the one after."""
-        assert where.phase is not None
+        """Begin the task's span."""
+        track: _Track = where.track
+        if track is None or track.thread != threading.get_ident():
+            track = where.track = _Track()
         node = _TASKS[where.phase]
         if not node.recording:
+            track.task = None
             return
-        task = self._tasks[where] = _Open(current(), begin(node), _args(where), _begin_on_device(node, where))
-        for phase, key in _arrows(where):
-            put(Mark(phase, "micro-batch", "pipeline", key), {}, task.span[3])
+        assert where.phase is not None
+        track.way = _WAYS[where.phase]
+        track.layer = None
+        track.task = (node, next_id(), track.root, now(), 2, track.thread)
+        track.on_device = None if where.stream is None else device_spans.begin_task(where.stream)
 
     def task_ended(self, where: Where) -> None:
         """End the task's span, and that of a layer that raised."""
-        self.layer_ended(where)
-        self._end(self._tasks.pop(where, None))
+        moment = now()
+        track: _Track | None = where.track
+        if track is None or track.task is None:
+            return
+        if track.layer is not None:
+            self.layer_ended(where)
+        node, number, _, start, _, thread = track.task
+        track.task = None
+        resume(track.root)
+        where_it_was = (where.step, where.serial, where.partition, where.microbatch, None, where.partitions)
+        _add((node, number, ROOT_ID, start, moment, 2, thread, (node.args, track.way, *where_it_was)))
+        if track.on_device is not None:
+            device_spans.end_task(track.on_device, node, where_it_was)
+        if not number & CROWD:
+            _span.call_for_help()
 
     def layer_started(self, where: Where) -> None:
         """Begin the layer's span, inside the task's: the layer runs in the context of whoever called the pipeline."""
-        assert where.phase is not None
-        task = self._tasks.get(where)
-        node = _LAYERS[where.phase]
-        if task is None or not node.recording:
+        track: _Track | None = where.track
+        if track is None or (task := track.task) is None:
             return
-        outside = current()
-        resume(task.span)
-        args = {**task.args, "layer": where.layer}
-        self._layers[where] = _Open(outside, begin(node), args, _begin_on_device(node, where))
+        node = _LAYERS[where.phase]
+        if not node.recording:
+            return
+        if track.layer is None:  # else it begins again: a checkpoint that could not be made
+            track.outside = current()
+        if track.on_device is not None:
+            track.on_device.begin_layer()
+        span = track.layer = (node, next_id(), task, now(), 3, task[5])
+        resume(span)
 
     def layer_ended(self, where: Where) -> None:
         """End the layer's span."""
-        self._end(self._layers.pop(where, None))
+        moment = now()
+        track: _Track | None = where.track
+        if track is None or (layer := track.layer) is None:
+            return
+        track.layer = None
+        resume(track.outside)
+        node, number, task, start, _, thread = layer
+        where_it_was = (where.step, where.serial, where.partition, where.microbatch, where.layer, 0)
+        _add((node, number, task[1], start, moment, 3, thread, (node.args, 0, *where_it_was)))
+        if track.on_device is not None:
+            track.on_device.end_layer(node, where_it_was)
 
     def transfer_started(self, where: Where, source: str, target: str, size: int) -> None:
         """Begin the span of a transfer."""
-        node = ai.device.transfer
-        if node.recording:
-            args = {**_args(where), "from": source, "to": target, "size": size}
-            self._transfers[where] = _Open(current(), begin(node), args, None)
+        track: _Track = where.track
+        if track is None or track.thread != threading.get_ident():
+            track = where.track = _Track()
+        resume(track.root)
+        track.transfer = begin(ai.device.transfer) if ai.device.transfer.recording else None
 
     def transfer_ended(self, where: Where, source: str, target: str, size: int) -> None:
         """End it."""
-        self._end(self._transfers.pop(where, None))
-
-    def _end(self, opened: _Open | None) -> None:
-        if opened is None:
+        track: _Track | None = where.track
+        if track is None or track.transfer is None:
             return
-        if opened.on_device is not None:
-            device_spans.end(opened.on_device, opened.args)
-        end(opened.span, {**opened.span[0].args, **opened.args})
-        resume(opened.outside)
-
-
-class _Open:
-    """A span that has begun, and the one around it."""
-
-    __slots__ = ("args", "on_device", "outside", "span")
-
-    def __init__(self, outside: Span, span: Span, args: dict[str, Any], on_device: DeviceSpan | None) -> None:
-        self.outside, self.span, self.args, self.on_device = outside, span, args, on_device
-
-
-def _begin_on_device(node: Node, where: Where) -> DeviceSpan | None:
-    return device_spans.begin(node) if where.device is not None and where.device.type == "cuda" else None
-
-
-def _args(where: Where) -> dict[str, Any]:
-    return {"step": where.step, "partition": where.partition, "microbatch": where.microbatch}
-
-
-def _arrows(where: Where) -> Iterator[tuple[Literal["f", "s"], int]]:
-    """Yield the ends of the arrows into and out of a task: a micro-batch's way through the partitions and back."""
-    if where.phase == "recompute":
-        return
-    way = -1 if where.phase == "backward" else 1
-    if 0 <= where.partition - way < where.partitions:
-        yield "f", _arrow(where, where.partition - way)
-    if 0 <= where.partition + way < where.partitions:
-        yield "s", _arrow(where, where.partition)
-
-
-def _arrow(where: Where, source: int) -> int:
-    """Return a number for the way of a micro-batch out of a partition; viewers keep 53 bits of it."""
-    direction = where.serial % 2**24 * 2 + (where.phase == "backward")
-    return (direction * 2**16 + where.microbatch % 2**16) * 2**12 + source % 2**12
+        span, track.transfer = track.transfer, None
+        end(
+            span,
+            {
+                **ai.device.transfer.args,
+                "step": where.step,
+                "minibatch": where.serial,
+                "partition": where.partition,
+                "microbatch": where.microbatch,
+                "from": source,
+                "to": target,
+                "size": size,
+            },
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -14,7 +14,17 @@ from pipesight.trace._forkserver import keep_up_to_date
 from pipesight.trace._tracer import tracer
 from pipesight.trace.settings import Settings
 
-__all__ = ["Session", "flush", "follow_environment", "running", "start", "start_if_asked", "stop"]
+__all__ = [
+    "Session",
+    "ending",
+    "flush",
+    "follow_environment",
+    "on_finish",
+    "running",
+    "start",
+    "start_if_asked",
+    "stop",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +46,29 @@ class Session:
     def lost(self) -> int:
         """How many events could not be written."""
         return self._file.lost
+
+    @property
+    def removed(self) -> int:
+        """How many events were in parts that had to go, by ``max_parts``."""
+        return self._file.removed
+
+    @property
+    def written(self) -> int:
+        """How many events the files hold that are there."""
+        return self._file.written
+
+    @property
+    def clock_offset(self) -> int:
+        """What is added to the monotonic clock, in nanoseconds, to get the times in the file."""
+        return self._file.clock_offset
+
+    def pause(self) -> None:
+        """Record nothing until `resume`; spans that are open are recorded when they end."""
+        tracer.pause()
+
+    def resume(self) -> None:
+        """Record again."""
+        tracer.resume()
 
     def flush(self) -> None:
         """Write all events that have ended."""
@@ -81,6 +114,7 @@ def start(
     include_args: bool = True,
     interval: float = 0.5,
     max_bytes: int | None = None,
+    max_parts: int | None = None,
 ) -> Session:
     """Trace into ``path``, until `stop`, the end of the returned session's block, or that of the process.
 
@@ -97,6 +131,7 @@ def start(
         include_args: write the arguments of events.
         interval: seconds from the end of an event until it is on disk, at most.
         max_bytes: begin another file, ``name.part2.pfw.gz``, before one gets larger than that.
+        max_parts: keep that many of these files, and remove the oldest.
 
     Raises:
         RuntimeError: a trace is being written already.
@@ -105,6 +140,8 @@ def start(
         raise ValueError(f"interval must be more than 0 seconds (interval: {interval})")
     if max_bytes is not None and max_bytes <= 0:
         raise ValueError(f"max_bytes must be more than 0, or None for no limit (max_bytes: {max_bytes})")
+    if max_parts is not None and max_parts <= 0:
+        raise ValueError(f"max_parts must be more than 0, or None for all (max_parts: {max_parts})")
     given = _file_in(path)
     if _session is not None and not _session.from_environment:
         raise RuntimeError(
@@ -118,6 +155,7 @@ def start(
         trace_compression=bool(compress),
         interval=interval,
         max_bytes=max_bytes,
+        max_parts=max_parts,
     )
     return _start(given, settings, child=_inherited("LOG_FILE") == str(given))
 
@@ -138,6 +176,7 @@ def _start(given: Path, settings: Settings, *, child: bool, from_environment: bo
         child=child,
         compress=settings.trace_compression,
         max_bytes=settings.max_bytes,
+        max_parts=settings.max_parts,
     )
     _session = Session(file, from_environment=from_environment)
     tracer.add(file, encoder)
@@ -151,6 +190,7 @@ def _start(given: Path, settings: Settings, *, child: bool, from_environment: bo
                 "PIPESIGHT_TRACE_COMPRESSION": int(settings.trace_compression),
                 "PIPESIGHT_TRACE_INTERVAL": settings.interval,
                 "PIPESIGHT_TRACE_MAX_BYTES": settings.max_bytes or 0,
+                "PIPESIGHT_TRACE_MAX_PARTS": settings.max_parts or 0,
                 "PIPESIGHT_PARENT": os.getpid(),
                 "PIPESIGHT_CLOCK": f"{encoder.offset}@{os.uname().nodename}",
             }
@@ -175,6 +215,19 @@ def stop() -> None:
 def flush() -> None:
     """Write all events that have ended so far."""
     tracer.flush()
+
+
+def on_finish(tell: Callable[[], None], *, remove: bool = False) -> None:
+    """Have ``tell`` called when the process ends with a trace being written, by whatever way; or no longer."""
+    if remove:
+        tracer.on_finish[:] = [other for other in tracer.on_finish if other != tell]
+    else:
+        tracer.on_finish.append(tell)
+
+
+def ending() -> str | None:
+    """Return by what the process is ending: a signal, such as ``SIGTERM``, or ``os._exit(1)``."""
+    return tracer.ending
 
 
 def start_if_asked() -> None:

@@ -27,6 +27,7 @@ class Settings:
     log_level: str | None = None
     interval: float = 0.5
     max_bytes: int | None = None
+    max_parts: int | None = None
 
     @staticmethod
     def from_environment() -> Settings:
@@ -45,6 +46,7 @@ class Settings:
             log_level=_read("LOG_LEVEL"),
             interval=_number("TRACE_INTERVAL", 0.5) or 0.5,
             max_bytes=int(_number("TRACE_MAX_BYTES", 0)) or None,
+            max_parts=int(_number("TRACE_MAX_PARTS", 0)) or None,
         )
 
     def set_log_level(self) -> None:

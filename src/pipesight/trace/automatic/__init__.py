@@ -1,5 +1,7 @@
 """Events of PyTorch itself, without a change to the program."""
 
+from pipesight.trace.automatic._patch import Patches
 from pipesight.trace.automatic.everything import Instrumentation, instrument
+from pipesight.trace.automatic.modules import on_outermost
 
-__all__ = ["Instrumentation", "instrument"]
+__all__ = ["Instrumentation", "Patches", "instrument", "on_outermost"]

@@ -10,6 +10,7 @@ import torch
 
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._patch import Patches
+from pipesight.trace.automatic._step import with_step
 from pipesight.trace.node import Node
 
 __all__ = ["instrument_checkpoints"]
@@ -39,7 +40,7 @@ def _around(node: Node, keyword: str, position: int | None) -> Callable[..., Any
         if given is None and position is not None and len(args) > position:
             given = args[position]
         path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
-        with node(args={} if path is None else {"path": path}) as use:
+        with node(args=with_step({} if path is None else {"path": path})) as use:
             result = original(*args, **kwargs)
             if path is not None and os.path.isfile(path):
                 use.update(args={"size": os.path.getsize(path)})

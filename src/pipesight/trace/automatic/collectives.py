@@ -12,6 +12,7 @@ from pipesight._nested import tensors_in
 from pipesight.trace import _span
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._patch import Patches
+from pipesight.trace.automatic._step import with_step
 from pipesight.trace.node import Node
 
 __all__ = ["instrument_collectives"]
@@ -70,7 +71,7 @@ def _around(name: str, node: Node, measured: str) -> Callable[..., Any]:
         for end in ("src", "dst", "group_src", "group_dst"):
             if isinstance(given.get(end), int):
                 known[end] = given[end]
-        with node(args=known):
+        with node(args=with_step(known)):
             work = original(*args, **kwargs)
         if known["async"] and work is not None:
             if len(_waits) > 10_000:  # works that nobody waits for
@@ -88,7 +89,7 @@ def _wait(original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) ->
     what = _waits.pop(id(work), None)
     if what is None or not ai.comm.recording:
         return original(work, *args, **kwargs)
-    with getattr(ai.comm, what).derive("wait"):
+    with getattr(ai.comm, what).derive("wait")(args=with_step({})):
         return original(work, *args, **kwargs)
 
 

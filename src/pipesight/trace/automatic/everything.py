@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipesight.trace.automatic._patch import Patches
 from pipesight.trace.automatic.checkpoints import instrument_checkpoints
 from pipesight.trace.automatic.collectives import instrument_collectives
+from pipesight.trace.automatic.graphs import instrument_graphs
 from pipesight.trace.automatic.loading import instrument_loading
 from pipesight.trace.automatic.modules import instrument_modules
 from pipesight.trace.automatic.optimizers import instrument_optimizers
@@ -26,11 +27,12 @@ class Instrumentation:
 
     def _apply(self) -> None:
         instrument_loading(self._patches)
-        instrument_modules(self._patches, self.depth)
+        self.modules = instrument_modules(self._patches, self.depth)
         instrument_optimizers(self._patches)
         instrument_transfers(self._patches)
         instrument_collectives(self._patches)
         instrument_checkpoints(self._patches)
+        instrument_graphs(self._patches)
 
     def remove(self) -> None:
         """Put PyTorch back as it was."""

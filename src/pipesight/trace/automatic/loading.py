@@ -12,6 +12,7 @@ from torch.utils.data import _utils, dataloader, get_worker_info
 from pipesight.trace._span import begin, end, now, past, remove
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._patch import Patches
+from pipesight.trace.automatic._step import with_step
 
 __all__ = ["instrument_loading"]
 
@@ -39,12 +40,12 @@ def _next(original: Callable[..., Any], iterator: Any) -> Any:
         remove(span)  # there was no batch to wait for
         epoch = ai.pipeline.epoch
         if epoch.recording and (start := _begun.pop(iterator, None)) is not None:
-            past(epoch, start, now(), {**epoch.args, "batches": iterator._num_yielded})
+            past(epoch, start, now(), with_step(epoch.args, batches=iterator._num_yielded))
         raise
     except BaseException:
-        end(span, node.args)
+        end(span, with_step(node.args))
         raise
-    end(span, {**node.args, "batch": iterator._num_yielded - 1})
+    end(span, with_step(node.args, batch=iterator._num_yielded - 1))
     return batch
 
 

@@ -6,6 +6,7 @@ module of the same depth, or is through: the gradients of parameters have no end
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._nested import tensors_in
@@ -21,13 +23,15 @@ from pipesight.trace import _span
 from pipesight.trace._span import Span, begin, end
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._patch import Patches
+from pipesight.trace.automatic._step import with_step
 from pipesight.trace.device import DeviceSpan, device_spans
 
-__all__ = ["instrument_modules"]
+__all__ = ["ModuleHooks", "instrument_modules", "on_outermost"]
 
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
+        self.era = 0
         self.calls: list[_Call] = []
         self.backwards: list[_Call] = []
 
@@ -51,35 +55,93 @@ class _Call:
     def end(self) -> None:
         """End its span, if it has one."""
         if self.on_device is not None:
-            device_spans.end(self.on_device, self.args)
+            device_spans.end(self.on_device, with_step(self.args))
         if self.span is not None:
-            end(self.span, {**self.span[0].args, **self.args})
+            end(self.span, with_step({**self.span[0].args, **self.args}))
 
 
 _here = _PerThread()
+_eras = itertools.count(1)
 _names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
 
 
-def instrument_modules(patches: Patches, depth: int) -> None:
-    """Record ``compute.forward`` and ``compute.backward`` of modules that are nested less than ``depth`` deep."""
+class ModuleHooks:
+    """The hooks of all modules, which cost each call of each module something, so they come and go.
 
-    def started(module: nn.Module, inputs: Any) -> None:
+    While a pipeline works, its caller waits and its modules are none of ours; and a step that is left out of the trace
+    needs none.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._handles: list[RemovableHandle] = []
+        self._reasons = 0  # to do without
+        self._era = next(_eras)  # calls of an earlier one may have ended without us
+        self._changing = threading.RLock()
+        self._removed = False
+        self._attach()
+        _span.on_pass.append(self.suspend)
+
+    def suspend(self, begins: bool) -> None:
+        """Do without, from now on or no longer; there may be several reasons for it at once."""
+        with self._changing:
+            self._reasons += 1 if begins else -1
+            if self._reasons and self._handles:
+                self._detach()
+            elif not self._reasons and not self._removed:
+                self._attach()
+
+    def pause(self, begins: bool) -> None:
+        """Do without for a while, in which calls that are under way may end."""
+        self._era = next(_eras)
+        self.suspend(begins)
+
+    def remove(self) -> None:
+        """End it for good."""
+        with self._changing:
+            self._removed = True
+            self._detach()
+            if self.suspend in _span.on_pass:
+                _span.on_pass.remove(self.suspend)
+
+    def _attach(self) -> None:
+        if not self._handles:
+            self._handles = [
+                register_module_forward_pre_hook(self._started),
+                register_module_forward_hook(self._ended, always_call=True),
+            ]
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _started(self, module: nn.Module, inputs: Any) -> None:
         # A pipeline records the layers itself, and their modules run in its workers.
         if _span.is_compiling() or context.current() is not None:
             return
+        if _here.era != self._era:
+            _here.era, _here.calls = self._era, []
         calls = _here.calls
+        if not calls:
+            for told in on_outermost:
+                told(module)
+            if not self._handles:  # they led to a pause
+                return
         node = ai.compute.forward
         call = _Call(module, len(calls))
-        if len(calls) < depth and node.recording:
+        if len(calls) < self._depth and node.recording:
             call.args = _args(module, calls[0].module if calls else module, len(calls))
             call.on_gpu = next((tensor.is_cuda for tensor in tensors_in(inputs)), False)
             call.span, call.on_device = begin(node), device_spans.begin(node) if call.on_gpu else None
         calls.append(call)
 
-    def ended(module: nn.Module, inputs: Any, output: Any) -> None:
+    def _ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if _span.is_compiling() or context.current() is not None:
             return
         calls = _here.calls
+        if _here.era != self._era or all(call.module is not module for call in calls):
+            return  # it began without us
         while calls:  # inner ones may have raised
             call = calls.pop()
             call.end()
@@ -88,10 +150,18 @@ def instrument_modules(patches: Patches, depth: int) -> None:
                     _watch_backward(output, call)
                 break
 
-    patches.keep(register_module_forward_pre_hook(started))
-    patches.keep(register_module_forward_hook(ended, always_call=True))
+
+on_outermost: list[Callable[[nn.Module], None]] = []
+"""Called with each module that the program calls, before it is recorded."""
+
+
+def instrument_modules(patches: Patches, depth: int) -> ModuleHooks:
+    """Record ``compute.forward`` and ``compute.backward`` of modules that are nested less than ``depth`` deep."""
+    hooks = ModuleHooks(depth)
+    patches.keep(hooks)
     patches.wrap(torch.autograd, "backward", _backward)
     patches.wrap(torch.autograd, "grad", _backward)
+    return hooks
 
 
 def _args(module: nn.Module, outermost: nn.Module, depth: int) -> dict[str, Any]:
@@ -141,4 +211,4 @@ def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     finally:
         _end_backwards(0)
         _here.backwards = outer
-        end(span, node.args)
+        end(span, with_step(node.args))

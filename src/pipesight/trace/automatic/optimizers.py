@@ -12,6 +12,7 @@ from pipesight.trace import _span
 from pipesight.trace._span import Span, begin, end
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._patch import Patches
+from pipesight.trace.automatic._step import with_step
 from pipesight.trace.device import DeviceSpan, device_spans
 
 __all__ = ["instrument_optimizers"]
@@ -34,11 +35,11 @@ def instrument_optimizers(patches: Patches) -> None:
 
     def finish(optimizer: Optimizer) -> None:
         span, on_device = steps.pop(optimizer, (None, None))
-        known = {"optimizer": type(optimizer).__name__}
+        known = with_step(node.args, optimizer=type(optimizer).__name__)
         if on_device is not None:
             device_spans.end(on_device, known)
         if span is not None:
-            end(span, {**node.args, **known})
+            end(span, known)
 
     patches.keep(register_optimizer_step_pre_hook(started))
     patches.keep(register_optimizer_step_post_hook(ended))

@@ -12,6 +12,7 @@ from pipesight.trace import _span
 from pipesight.trace._span import begin, end, now, past, remove
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._patch import Patches
+from pipesight.trace.automatic._step import with_step
 
 __all__ = ["instrument_transfers"]
 
@@ -31,7 +32,12 @@ def _move_tensor(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwa
     moved = original(tensor, *args, **kwargs)
     if moved.device != tensor.device:
         size = tensor.nelement() * tensor.element_size()
-        past(node, start, now(), {**node.args, "from": str(tensor.device), "to": str(moved.device), "size": size})
+        past(
+            node,
+            start,
+            now(),
+            with_step(node.args, **{"from": str(tensor.device), "to": str(moved.device), "size": size}),
+        )
     return moved
 
 
@@ -48,7 +54,7 @@ def _move_module(original: Callable[..., Any], module: nn.Module, *args: Any, **
         if copied:
             source, first = copied[0]
             size = sum(t.nelement() * t.element_size() for _, t in copied)
-            end(span, {**node.args, "from": str(source), "to": str(first.device), "size": size})
+            end(span, with_step(node.args, **{"from": str(source), "to": str(first.device), "size": size}))
         else:
             remove(span)
 

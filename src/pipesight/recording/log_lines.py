@@ -1,0 +1,226 @@
+"""Log lines of a run, with the place in the pipe that they come from.
+
+    2026-11-15T10:00:00.123456 INFO train.model [step 3 partition 1 micro-batch 0 forward layer 2] message
+
+What a program prints stays as it is: no handler is added, since `logging.basicConfig` does nothing where there is one,
+and no level is set, since other handlers would print more. Instead, loggers let lines of our level through up to the
+point where handlers are called, and only those that they would have let through anyway beyond it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipesight import context
+from pipesight.context import Observer, Where
+from pipesight.logs.records import logger as task_logger
+from pipesight.logs.tasks import MESSAGE
+from pipesight.stats.sinks._lines import LineFile
+
+__all__ = ["LogLines", "level_number"]
+
+_CALLERS = 4  # frames from a logger's `_log` to its handlers, subclasses included
+
+
+def level_number(level: str | int) -> int:
+    """Return the number of a level.
+
+    Raises:
+        ValueError: There is no such level.
+    """
+    if isinstance(level, int) and not isinstance(level, bool):
+        return level
+    number = logging.getLevelNamesMapping().get(str(level).strip().upper())
+    if number is None:
+        raise ValueError(f"logs must be a level of logging, such as 'info' or 'debug', or None (logs: {level!r})")
+    return number
+
+
+class LogLines:
+    """Writes the lines of all loggers from a level on, until `remove`.
+
+    Args:
+        path: The file.
+        level: Lines below it are not written.
+        max_bytes: If the file gets larger than this, its older half goes.
+        step: Tells which step it is, outside of pipelines.
+    """
+
+    def __init__(self, path: Path, *, level: int, max_bytes: int | None, step: Callable[[], int | None]) -> None:
+        self.path, self.left_out = path, 0
+        self._level, self._max_bytes, self._step = level, max_bytes, step
+        self._file = LineFile(path)
+        self._file.open()
+        self._size = 0
+        self._held: deque[bytes] = deque()
+        self._process = os.getpid()
+        self._writing = threading.RLock()
+        self._formatter = logging.Formatter()
+        self._second: tuple[int, str] = (-1, "")
+        self._enabled = logging.Logger.isEnabledFor
+        self._call = logging.Logger.callHandlers
+        self._tasks = _TaskLines(self)
+        self._attach()
+
+    @property
+    def tasks(self) -> bool:
+        """Whether the lines of a pipeline's own, one for each task, are wanted."""
+        return self._tasks.on
+
+    @tasks.setter
+    def tasks(self, on: bool) -> None:
+        self._tasks.on = on and self._level <= logging.INFO
+
+    def has_task_lines(self) -> bool:
+        """Tell whether they come by themselves, since the program wants them."""
+        return self._enabled(task_logger, logging.INFO)
+
+    def write(self, level: int, name: str, message: str, *, created: float | None = None, place: str = "") -> None:
+        """Write a line, or several; training goes on if that fails."""
+        self.hold(level, name, message, created=created, place=place)
+        self.let_go()
+
+    def hold(self, level: int, name: str, message: str, *, created: float | None = None, place: str = "") -> None:
+        """Keep a line until `let_go`: writing gives Python's lock away, and workers would have to wait for it."""
+        moment = time.time() if created is None else created
+        text = message.replace("\n", "\n    ")
+        label = f" [{place}]" if place else ""
+        line = f"{self._time(moment)} {logging.getLevelName(level)} {name}{label} {text}\n"
+        self._held.append(line.encode(errors="backslashreplace"))
+
+    def let_go(self) -> None:
+        """Write the lines that are held."""
+        with self._writing:
+            held = [self._held.popleft() for _ in range(len(self._held))]
+            if os.getpid() != self._process:  # a forked process has its last line alone: the others are its parent's
+                self._process, held = os.getpid(), held[-1:]
+            try:
+                self._file.write(b"".join(held))
+                self._size += sum(map(len, held))
+                if self._max_bytes is not None and self._size > self._max_bytes:
+                    self._make_room()
+            except (OSError, ValueError):
+                self.left_out += len(held)
+
+    def remove(self) -> None:
+        """Write no more, and leave loggers as they were."""
+        context.detach(self._tasks)
+        if logging.Logger.isEnabledFor is self._our_enabled:
+            logging.Logger.isEnabledFor = self._enabled  # type: ignore[method-assign]
+        if logging.Logger.callHandlers is self._our_call:
+            logging.Logger.callHandlers = self._call  # type: ignore[method-assign]
+        self._level = sys.maxsize  # should others have put something in front of ours
+        self._file.close()
+
+    def _attach(self) -> None:
+        enabled, call = self._enabled, self._call
+
+        def is_enabled_for(logger: logging.Logger, level: int) -> bool:
+            if level < self._level or logger is task_logger or logger.disabled or logger.manager.disable >= level:
+                return enabled(logger, level)
+            return True
+
+        def call_handlers(logger: logging.Logger, record: logging.LogRecord) -> None:
+            if record.levelno >= self._level:
+                with contextlib.suppress(Exception):  # whatever a record holds
+                    self._emit(record)
+            if not _was_logged() or enabled(logger, record.levelno):
+                call(logger, record)
+
+        self._our_enabled, self._our_call = is_enabled_for, call_handlers
+        context.attach(self._tasks)
+        logging.Logger.isEnabledFor = is_enabled_for  # type: ignore[method-assign,assignment]
+        logging.Logger.callHandlers = call_handlers  # type: ignore[method-assign,assignment]
+
+    def _emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if record.exc_info and record.exc_info[0] is not None:
+            message = f"{message}\n{self._formatter.formatException(record.exc_info)}"
+        if record.stack_info:
+            message = f"{message}\n{self._formatter.formatStack(record.stack_info)}"
+        self.write(record.levelno, record.name, message, created=record.created, place=self._place(record))
+
+    def _place(self, record: logging.LogRecord) -> str:
+        """Return where a record comes from: what it says itself, or else the place of this thread."""
+        where: Any = context.current()
+        found = record.__dict__
+        if where is None and found.get("partition") is None:
+            step = found.get("step", self._step())
+            return "" if step is None else f"step {step}"
+        step, partition, microbatch, phase, layer = (
+            found.get(name, getattr(where, name, None))
+            for name in ("step", "partition", "microbatch", "phase", "layer")
+        )
+        words = [f"step {step}", f"partition {partition}", f"micro-batch {microbatch}", str(phase)]
+        return " ".join(words if layer is None else [*words, f"layer {layer}"])
+
+    def _time(self, moment: float) -> str:
+        second = int(moment)
+        known, text = self._second
+        if second != known:
+            text = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(second))
+            self._second = (second, text)
+        return f"{text}.{int((moment - second) * 1e6):06}"
+
+    def _make_room(self) -> None:
+        """Let the older half of the lines go."""
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        size, kept = 0, len(lines)
+        assert self._max_bytes is not None
+        while kept and size + len(lines[kept - 1]) <= self._max_bytes // 2:
+            kept -= 1
+            size += len(lines[kept])
+        while kept < len(lines) and lines[kept].startswith(b"    "):  # of a line that is gone
+            size -= len(lines[kept])
+            kept += 1
+        other = self.path.with_name(f".{self.path.name}")
+        other.write_bytes(b"".join(lines[kept:]))
+        other.replace(self.path)
+        self.left_out += sum(not line.startswith(b"    ") for line in lines[:kept])
+        self._size = size
+
+
+class _TaskLines(Observer):
+    """Writes the lines that `pipesight.logs.TaskLog` would log, at a third of the cost."""
+
+    def __init__(self, lines: LogLines) -> None:
+        self._lines, self.on = lines, False
+
+    def wanted(self) -> bool:
+        """Tell whether the lines are wanted, and nobody else brings them."""
+        return self.on and not self._lines.has_task_lines()
+
+    def task_started(self, where: Where) -> None:
+        """Write the line of a forward task."""
+        if where.phase == "forward":
+            message = MESSAGE % (where.microbatch, where.partition, where.checkpoint_stop, where.checkpointing)
+            place = f"step {where.step} partition {where.partition} micro-batch {where.microbatch} forward"
+            self._lines.hold(logging.INFO, task_logger.name, message, place=place)
+
+    def pass_ended(self) -> None:
+        """Write the lines of the pass, in the thread that waits for it anyway."""
+        self._lines.let_go()
+
+
+def _was_logged() -> bool:
+    """Tell whether a logger made the record itself, by its level: others hand over records that are to be handled."""
+    frame = sys._getframe(2)
+    for _ in range(_CALLERS):
+        if frame.f_code is _LOG:
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
+_LOG = logging.Logger._log.__code__

@@ -1,0 +1,383 @@
+"""`observe`: everything on, around any training code, into one run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from pipesight import trace as tracing
+from pipesight.pipeline.gpipe import GPipe
+from pipesight.recording.description import Description
+from pipesight.recording.directory import RunDirectory
+from pipesight.recording.log_lines import LogLines, level_number
+from pipesight.recording.pipelines import KnownPipeline
+from pipesight.recording.room import TraceRoom
+from pipesight.recording.statistics import Config, RunStatistics
+from pipesight.recording.steps import StepCount
+from pipesight.recording.windows import Steps, Windows
+from pipesight.trace import session as trace_session
+from pipesight.trace.automatic import Instrumentation, instrument
+
+__all__ = ["Observation", "observe"]
+
+logger = logging.getLogger(__name__)
+
+GIBIBYTE = 2**30
+_REFRESH = 10.0  # seconds from one look at the run's files to the next, at least
+
+
+def observe(
+    path: str | os.PathLike[str],
+    *,
+    trace: bool = True,
+    stats: Config | None = None,
+    logs: str | int | None = "info",
+    steps: Steps = None,
+    every: int = 1,
+    max_bytes: int | None = GIBIBYTE,
+    first_step: int = 0,
+    overwrite: bool = False,
+) -> Observation:
+    """Record what a block of code does, whatever it trains, into a run directory.
+
+    Example::
+
+        with pipesight.observe("RUN", stats="stats.yaml", steps=(10, 20)):
+            train()
+
+    Args:
+        path: The run directory; it is made.
+        trace: Record tasks and layers of pipelines, and what else PyTorch does.
+        stats: Log the statistics that this configuration says, a YAML file or a dict.
+        logs: Keep the log lines from this level on; ``None`` for none.
+        steps: The first and the last step to record, or several such pairs; ``None`` for all.
+        every: Record each Nth step only, counted from the first of a window.
+        max_bytes: Of trace and log lines of one rank; the oldest go. ``None`` for no limit.
+        first_step: The number of the first step, after a checkpoint was loaded for example.
+        overwrite: Replace the recording that is there.
+
+    Returns:
+        What to use as a context manager; it gives itself.
+
+    Raises:
+        FileExistsError: The directory is not empty.
+        ConfigError: The configuration of statistics has mistakes.
+        RuntimeError: Something is being recorded already.
+    """
+    return Observation(
+        path,
+        trace=trace,
+        stats=stats,
+        logs=logs,
+        windows=Windows.of(steps, every=every),
+        max_bytes=max_bytes,
+        first_step=first_step,
+        overwrite=overwrite,
+    )
+
+
+class Observation:
+    """A run that is being recorded. Made by `observe`."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        trace: bool,
+        stats: Config | None,
+        logs: str | int | None,
+        windows: Windows,
+        max_bytes: int | None,
+        first_step: int,
+        overwrite: bool,
+    ) -> None:
+        if max_bytes is not None and max_bytes < TraceRoom.LEAST:
+            raise ValueError(
+                f"max_bytes must be {TraceRoom.LEAST:,} or more, or None for no limit (max_bytes: {max_bytes!r})"
+            )
+        if not isinstance(first_step, int) or isinstance(first_step, bool) or first_step < 0:
+            raise ValueError(f"first_step must be an integer from 0 on (first_step: {first_step!r})")
+        self._directory = RunDirectory(path)
+        self._trace, self._stats, self._windows = bool(trace), stats, windows
+        self._logs = None if logs is None else (logs, level_number(logs))
+        self._max_bytes, self._first, self._overwrite = max_bytes, first_step, overwrite
+        self._left_out = 0
+        self._process = 0
+        self._begun = False
+        self._pipelines: dict[int, KnownPipeline] = {}
+        self._meeting = threading.Lock()
+        self._complaints: set[str] = set()
+        self._observing = True
+        self._without_hooks = False
+        self._count = StepCount(first_step, self)
+        self._session: tracing.Session | None = None
+        self._instrumentation: Instrumentation | None = None
+        self._statistics: RunStatistics | None = None
+        self._log_lines: LogLines | None = None
+        self._description: Description | None = None
+
+    def __repr__(self) -> str:
+        return f"<Observation {str(self.path)!r}, step {self.step_number}>"
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self._directory.path
+
+    @property
+    def step_number(self) -> int:
+        """The step under way."""
+        return self._count.number
+
+    def step(self, number: int) -> None:
+        """Say that the step of this number begins; from now on, optimizers' steps are not counted."""
+        self._count.tell(operator.index(number))
+
+    def watch(self, model: nn.Module) -> None:
+        """Say which model the statistics are of, instead of having it found."""
+        if self._statistics is not None:
+            self._statistics.watch(model)
+
+    def flush(self) -> None:
+        """Write everything that was recorded so far."""
+        if self._session is not None:
+            self._session.flush()
+        if self._statistics is not None:
+            self._statistics.flush()
+        self._refresh()
+
+    # The block.
+
+    def __enter__(self) -> Observation:
+        global _running
+        if self._begun:
+            raise RuntimeError("an observation can be used once; call observe() again for another")
+        if _running is not None and _running._process == os.getpid():
+            raise RuntimeError(
+                f"a run is being recorded already, into {str(_running.path)!r}; one process records one run at a time"
+            )
+        under_way = trace_session.running()
+        if self._trace and under_way is not None and not under_way.from_environment:
+            raise RuntimeError(
+                f"a trace is being written already, to {str(under_way.path)!r}, and a run has its own; "
+                "leave out trace.start(), or observe(..., trace=False)"
+            )
+        self._directory.claim(overwrite=self._overwrite)
+        with contextlib.ExitStack() as stack:
+            self._start(stack)
+            stack.pop_all()
+        self._begun, self._process, _running = True, os.getpid(), self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _running
+        if _running is self:
+            _running = None
+        if self._process == os.getpid():  # else a forked process leaves the block
+            self._finish(_outcome(error), failed=error is not None)
+        else:
+            self._let_go()
+
+    def _start(self, stack: contextlib.ExitStack) -> None:
+        directory = self._directory
+        if self._stats is not None:
+            self._statistics = RunStatistics(
+                self._stats, directory.path, first=self._first, begin=self._count.begin, log=self._log
+            )
+            stack.callback(self._statistics.close, failed=True)
+        room = TraceRoom(directory, self._max_bytes)
+        self._room = room
+        if self._logs is not None:
+            self._log_lines = LogLines(
+                directory.log, level=self._logs[1], max_bytes=room.log_bytes, step=lambda: self._count.number
+            )
+            stack.callback(self._log_lines.remove)
+        if self._trace:
+            self._session = tracing.start(directory.trace, max_bytes=room.part_bytes, max_parts=room.parts)
+            stack.callback(self._session.stop)
+            trace_session.on_finish(self._end_with_process)
+            stack.callback(trace_session.on_finish, self._end_with_process, remove=True)
+        if self._trace or self._stats is not None:
+            self._instrumentation = instrument(depth=1 if self._trace else 0).__enter__()
+            stack.callback(self._instrumentation.__exit__, None, None, None)
+        self._count.attach()
+        stack.callback(self._count.detach)
+        offset = None if self._session is None else self._session.clock_offset
+        self._description = Description(directory, clock_offset=offset, observed=self._observed())
+        self._switch(self._first)
+        self._description.update()
+
+    def _observed(self) -> dict[str, Any]:
+        stats = self._stats
+        return {
+            "trace": self._trace,
+            "steps": self._windows.as_json(),
+            "every": self._windows.every,
+            "stats": os.fspath(stats) if isinstance(stats, str | os.PathLike) else None if stats is None else "a dict",
+            "logs": None if self._logs is None else logging.getLevelName(self._logs[1]).lower(),
+            "max_bytes": self._max_bytes,
+        }
+
+    def _finish(self, outcome: str, *, failed: bool) -> None:
+        """End everything, last first. An error of ours must not hide that of the training."""
+        if not self._observing and self._count.ended:
+            self._left_out += 1
+        with self._meeting:
+            for known in self._pipelines.values():
+                known.settle()
+                known.remove()
+        self._count.detach()
+        statistics, self._statistics = self._statistics, None
+        try:
+            if statistics is not None and failed:
+                self._safely("close the statistics", statistics.close, failed=True)
+            elif statistics is not None:
+                statistics.close(failed=False)  # a rank that is missing is the program's affair
+        except BaseException as error:
+            outcome = _outcome(error)
+            raise
+        finally:
+            self._let_go()
+            if self._description is not None:
+                self._description.end(outcome)
+                self._refresh()
+
+    def _let_go(self) -> None:
+        """Take off what is attached to this process."""
+        trace_session.on_finish(self._end_with_process, remove=True)
+        self._count.detach()
+        if self._instrumentation is not None:
+            if self._without_hooks:
+                self._instrumentation.modules.pause(False)
+                self._without_hooks = False
+            self._safely("remove the hooks", self._instrumentation.__exit__, None, None, None)
+            self._instrumentation = None
+        if self._session is not None:
+            self._session.resume()
+            self._safely("end the trace", self._session.stop)
+        if self._log_lines is not None:
+            self._safely("end the log", self._log_lines.remove)
+
+    def _end_with_process(self) -> None:
+        """Note what can be noted: the process ends inside of the block."""
+        if self._process != os.getpid() or self._description is None:
+            return
+        if self._statistics is not None:
+            self._safely("close the statistics", self._statistics.close, failed=True)
+        self._description.end(trace_session.ending() or "the process ended")
+        self._refresh()
+
+    # How the run goes on; see `StepFollower`. None of it may break the training.
+
+    def turn(self, last: int, step: int) -> None:
+        """A step has ended, and another begins."""
+        statistics = self._statistics
+        if not self._observing:
+            self._left_out += 1
+        elif statistics is not None:
+            statistics.end_step()  # raises where the configuration, or a rank that is missing, says so
+        self._safely("turn to another step", self._switch, step)
+        if self._description is not None and time.monotonic() - self._description.written > _REFRESH:
+            self._safely("describe the run", self._look_around)
+
+    def stepped(self) -> None:
+        """A step may be over: be ready for the next, which begins with the call of a module perhaps."""
+        if self._windows.include(self._count.number + 1):
+            self._want_hooks(True)
+
+    def part(self) -> None:
+        """The program is about to leave the other ranks."""
+        if self._statistics is not None:
+            self._statistics.part_with_ranks()
+
+    def meet_pipeline(self, pipeline: nn.Module) -> None:
+        """A pipeline is called."""
+        if isinstance(pipeline, GPipe) and os.getpid() == self._process:
+            self._safely("describe a pipeline", self._describe_pipeline, pipeline)
+        if self._statistics is not None:
+            self._statistics.meet_pipeline(pipeline)
+
+    def meet_module(self, module: nn.Module) -> None:
+        """A module is called, from outside of all others."""
+        if self._statistics is not None:
+            self._statistics.meet_module(module)
+
+    def _switch(self, step: int) -> None:
+        """Record, or do not, as the windows say."""
+        observing = self._observing = self._windows.include(step)
+        if self._statistics is not None:
+            self._statistics.begin_step(step, observing=observing)
+        if self._log_lines is not None:
+            self._log_lines.tasks = observing
+        if self._session is not None:
+            if observing:
+                self._session.resume()
+            else:
+                self._session.pause()
+        self._want_hooks(observing)
+
+    def _want_hooks(self, wanted: bool) -> None:
+        """Have the hooks of modules, which cost something in each call, only while they are good for something."""
+        if self._instrumentation is not None and wanted == self._without_hooks:
+            self._without_hooks = not wanted
+            self._instrumentation.modules.pause(not wanted)
+
+    def _describe_pipeline(self, pipeline: GPipe) -> None:
+        known = self._pipelines.get(id(pipeline))
+        if known is None:
+            with self._meeting:
+                self._pipelines.setdefault(id(pipeline), KnownPipeline(pipeline))
+            self._refresh()
+        elif known.settle():
+            self._refresh()
+
+    def _look_around(self) -> None:
+        self._room.make()
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self._description is None or self._process != os.getpid():
+            return
+        events = self._room.removed
+        if self._session is not None:
+            events += self._session.lost + self._session.removed
+        lines = 0 if self._log_lines is None else self._log_lines.left_out
+        self._description.update(
+            pipelines=[known.as_json() for known in list(self._pipelines.values())],
+            left_out={"steps": self._left_out, "events": events, "log_lines": lines},
+        )
+
+    def _log(self, level: int, message: str) -> None:
+        if self._log_lines is not None and self._logs is not None and level >= self._logs[1]:
+            self._log_lines.write(level, "pipesight.stats", message, place=f"step {self._count.number}")
+
+    def _safely(self, what: str, action: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            action(*args, **kwargs)
+        except Exception:
+            if what not in self._complaints:
+                self._complaints.add(what)
+                logger.exception("the recording of a run could not %s; training goes on", what)
+
+
+_running: Observation | None = None
+
+
+def _outcome(error: BaseException | None) -> str:
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return "ok"
+    if isinstance(error, SystemExit):
+        return f"SystemExit: {error.code}"
+    text = str(error).partition("\n")[0][:500]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,200 @@
+"""Statistics of a run: the models are found as they are called, and steps are those of the run."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesight.pipeline.gpipe import GPipe
+from pipesight.stats.api import open_session
+from pipesight.stats.session import Session
+from pipesight.stats.sinks import Record
+from pipesight.stats.watching import Watch
+from pipesight.trace import ai
+
+__all__ = ["Config", "RunStatistics"]
+
+Config = str | os.PathLike[str] | Mapping[str, Any]
+"""A YAML file, or what it would hold."""
+
+
+class RunStatistics:
+    """Watches every pipeline that is called, and otherwise the outermost module that is called in training.
+
+    Args:
+        config: What to log.
+        folder: The run directory.
+        first: The number of the first step.
+        begin: Called before a watched model runs: a step may begin with it.
+        log: Takes messages, each with its level.
+
+    Raises:
+        ConfigError: The configuration has mistakes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: os.PathLike[str],
+        *,
+        first: int,
+        begin: Callable[[], None],
+        log: Callable[[int, str], None],
+    ) -> None:
+        self._session = open_session(config, log_dir=folder, sinks=[_Nowhere()])
+        self._session.step_count = first
+        self._begin = begin
+        self._watches: list[_RunWatch] = []
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._names: set[str] = set()
+        self._told = False
+        self.observing = True
+        """Whether the step under way is recorded."""
+        self.trained = False
+        """Whether a model was called in it, or an optimizer has stepped. Else it is only what follows the last."""
+        original = self._session.messages.log_message
+
+        def log_message(message: object, level: int = 20) -> None:
+            original(message, level)
+            log(level, str(message))
+
+        self._session.messages.log_message = log_message  # type: ignore[method-assign,assignment]
+
+    @property
+    def found(self) -> bool:
+        """Whether a model is being watched."""
+        return bool(self._watches)
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch this model, and look for no others from now on."""
+        self._told = True
+        if model not in self._known:
+            self._add(model)
+
+    def meet_pipeline(self, pipeline: nn.Module) -> None:
+        """Watch a pipeline, unless it is part of what is watched."""
+        if self.observing and not self._told and pipeline not in self._known:
+            self._add(pipeline)
+
+    def meet_module(self, module: nn.Module) -> None:
+        """Watch a module that training calls, unless it is part of what is watched, or holds a pipeline."""
+        if self._told or not self.observing or module in self._known or not _trains(module):
+            return
+        pipelines = [inner for inner in module.modules() if isinstance(inner, GPipe)]
+        if pipelines and not (len(pipelines) == 1 and _wraps(module, pipelines[0])):
+            return  # they are met when they are called
+        self._add(module)
+
+    def end_step(self) -> None:
+        """Log the values of a step."""
+        if self.observing and self.trained:
+            self.trained = False
+            with ai.comm(enable=False):  # merging over ranks is our own affair, and none of the program's
+                self._session.step()
+
+    def part_with_ranks(self) -> None:
+        """Log what there is while the other ranks are still there, and let go of them: the program is about to."""
+        self.end_step()
+        self._session.merging.close()
+
+    def begin_step(self, number: int, *, observing: bool) -> None:
+        """Begin a step."""
+        self.observing, self.trained = observing, False
+        self._session.step_count = number
+
+    def flush(self) -> None:
+        """Log what was measured so far."""
+        with ai.comm(enable=False):
+            self._session.flush()
+
+    def close(self, *, failed: bool) -> None:
+        """Log the last step, and leave the models as they were; if the run failed, wait for no other rank."""
+        try:
+            if not failed:
+                self.end_step()
+        finally:
+            try:
+                for watch in self._watches:
+                    watch.remove()
+            finally:
+                self._session.close(alone=failed)
+
+    def _add(self, model: nn.Module) -> None:
+        watch = _RunWatch(self._session, model, self, self._begin)
+        self._known.update(model.modules())
+        same = self._names & set(watch.layers)
+        if same:
+            watch.remove()
+            self._session.messages.warning(
+                f"a second model, {type(model).__name__}, has layers of the same names as the first, such as "
+                f"{min(same)!r}, and is not watched; say which one is meant: run.watch(model)"
+            )
+            return
+        self._names |= set(watch.layers)
+        self._watches.append(watch)
+
+
+class _RunWatch(Watch):
+    """A watch whose steps are those of the run."""
+
+    def __init__(
+        self, session: Session, model: nn.Module, statistics: RunStatistics, begin: Callable[[], None]
+    ) -> None:
+        self._statistics, self._begin_step = statistics, begin
+        super().__init__(session, model, auto_step=True, own=False)
+
+    def _before_model(self, *args: object) -> None:
+        self._begin_step()
+        super()._before_model(*args)
+
+    def _counts(self) -> bool:
+        counts = self._statistics.observing and super()._counts()
+        self._statistics.trained |= counts
+        return counts
+
+    def _wanted(self, layer: str, tensors: tuple[str, ...]) -> bool:
+        return self._statistics.observing and super()._wanted(layer, tensors)
+
+    def _log(self, layer: str, name: str, value: Any) -> None:
+        if self._statistics.observing:
+            super()._log(layer, name, value)
+
+    def _log_weights(self, weights: list[tuple[str, str, Tensor]]) -> None:
+        if self._statistics.observing:
+            super()._log_weights(weights)
+
+    def _begin(self) -> None:
+        """Do nothing: the run knows when a step begins."""
+
+    def _after_optimizer(self) -> None:
+        """Take note; the run knows when a step has ended."""
+        self._statistics.trained = True
+
+
+class _Nowhere:
+    """A sink that stands for the file of lines for people, which a run directory does without."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Take records."""
+
+    def close(self) -> None:
+        """Let go of nothing."""
+
+
+def _trains(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+
+def _wraps(module: nn.Module, pipeline: nn.Module) -> bool:
+    """Tell whether a module is nothing but a pipeline, wrapped, by ``DistributedDataParallel`` for example."""
+    while module is not pipeline:
+        children = list(module.children())
+        if len(children) != 1 or any(True for _ in module.parameters(recurse=False)):
+            return False
+        module = children[0]
+    return True

@@ -1,0 +1,146 @@
+"""Which training step this is: found from the optimizers' steps, unless the program says.
+
+A step ends with an optimizer's step. The next begins with whatever comes first of what belongs to it: a batch is
+fetched, a model called, a backward begun. So two optimizers that step one after the other end one step, several
+mini-batches before an optimizer's step are of one step, and an evaluation is of the step that it precedes::
+
+    fetch  forward  backward  step  |  fetch  evaluate  forward  backward  forward  backward  step  step  |  fetch ...
+    0      0        0         0     |  1      1         1        1         1        1         1     1     |  2
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import dataloader
+
+from pipesight import context
+from pipesight.trace.automatic import Patches, on_outermost
+
+__all__ = ["StepCount", "StepFollower"]
+
+
+class StepFollower(Protocol):
+    """Is told how a run goes on. What it raises reaches the training: it must not."""
+
+    def turn(self, last: int, step: int) -> None:
+        """A step has ended, and another begins."""
+
+    def stepped(self) -> None:
+        """An optimizer has stepped, so that the step may be over."""
+
+    def part(self) -> None:
+        """The program is about to leave the other ranks."""
+
+    def meet_pipeline(self, pipeline: nn.Module) -> None:
+        """A pipeline is called."""
+
+    def meet_module(self, module: nn.Module) -> None:
+        """A module is called, from outside of all others."""
+
+
+class StepCount:
+    """Counts the steps of this process.
+
+    Args:
+        first: The number of the first.
+        follower: Who is told.
+    """
+
+    def __init__(self, first: int, follower: StepFollower) -> None:
+        self._number = first
+        self._follower = follower
+        self._ended = False  # an optimizer has stepped, and nothing has begun since
+        self._told = False
+        self._turning = threading.RLock()
+        self._patches = Patches()
+
+    @property
+    def number(self) -> int:
+        """The step under way."""
+        return self._number
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over, and the next has not begun."""
+        return self._ended
+
+    def attach(self) -> None:
+        """Begin to count."""
+        patches = self._patches
+        patches.keep(register_optimizer_step_post_hook(self._optimizer_stepped))
+        patches.wrap(dataloader._BaseDataLoaderIter, "__next__", self._before)
+        patches.wrap(torch.autograd, "backward", self._before)
+        patches.wrap(torch.autograd, "grad", self._before)
+        patches.wrap(torch.amp.GradScaler, "step", self._scaler_stepped)
+        if dist.is_available():
+            for owner in (dist, dist.distributed_c10d):
+                patches.wrap(owner, "destroy_process_group", self._before_parting)
+        on_outermost.append(self._module_called)
+        context.count_steps(self)
+
+    def detach(self) -> None:
+        """Count no longer."""
+        context.count_steps(None)
+        if self._module_called in on_outermost:
+            on_outermost.remove(self._module_called)
+        self._patches.undo()
+
+    def tell(self, number: int) -> None:
+        """Begin the step of this number; from now on the program counts."""
+        with self._turning:
+            self._told, self._ended = True, False
+            if number != self._number:
+                self._turn_to(number)
+
+    def begin(self) -> None:
+        """Take note that something begins which cannot belong to a step that has ended."""
+        if self._ended and context.current() is None:
+            with self._turning:
+                if self._ended:
+                    self._ended = False
+                    self._turn_to(self._number + 1)
+
+    def called(self, pipeline: nn.Module) -> int:
+        """Take note of the call of a pipeline, and return the step that it belongs to."""
+        self.begin()
+        self._follower.meet_pipeline(pipeline)
+        return self._number
+
+    def _turn_to(self, number: int) -> None:
+        last, self._number = self._number, number
+        self._follower.turn(last, number)
+
+    def _module_called(self, module: nn.Module) -> None:
+        self.begin()
+        self._follower.meet_module(module)
+
+    def _before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.begin()
+        return original(*args, **kwargs)
+
+    def _before_parting(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs:  # all groups
+            self._follower.part()
+        return original(*args, **kwargs)
+
+    def _optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._end()
+
+    def _scaler_stepped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Count a step that a scaler leaves out too: its gradients overflowed."""
+        result = original(*args, **kwargs)
+        self._end()
+        return result
+
+    def _end(self) -> None:
+        if not self._told and not self._ended:
+            self._ended = True
+            self._follower.stepped()

@@ -1,0 +1,85 @@
+"""Lines of tasks and layers of pipelines: what is the same in each step is made into text once.
+
+A task's line is followed by those of its arrows, the ways of a micro-batch into it and out of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from pipesight.trace._span import Args, Place
+
+__all__ = ["PlaceLines"]
+
+_Template: TypeAlias = Callable[[Any, int, Args], str]
+"""Makes a line of a node, a thread and arguments, with a ``%d`` for each of: id, begin, duration, parent, level."""
+
+_NUMBERS = ("step", "minibatch", "microbatch")
+_MANY = 10_000
+
+
+class PlaceLines:
+    """Makes lines.
+
+    Args:
+        template: Makes the text of a line.
+        arrow: Makes the text of one end of an arrow, in a thread, with a ``%d`` for id and time.
+    """
+
+    def __init__(self, template: _Template, arrow: Callable[[str, int], str]) -> None:
+        self._template, self._arrow = template, arrow
+        self._lines: defaultdict[int, dict[Any, tuple[Args, bytes]]] = defaultdict(dict)
+        self._arrows: dict[tuple[str, int], bytes] = {}
+
+    def forget(self, thread: int) -> None:
+        """Make lines anew: the number of a thread is another's from now on."""
+        self._lines.pop(thread, None)
+        self._arrows.pop(("s", thread), None)
+        self._arrows.pop(("f", thread), None)
+
+    def line(self, node: Any, thread: int, place: Place) -> bytes | None:
+        """Return the line, with a ``%d`` for id, begin, duration, parent, step, mini-batch, micro-batch and level.
+
+        ``None`` if it was not made yet: then call `make`.
+        """
+        entry = self._lines[thread].get((node, place[4], place[6]))
+        return None if entry is None or entry[0] is not place[0] else entry[1]
+
+    def make(self, node: Any, thread: int, place: Place) -> bytes:
+        """Make it, once."""
+        carried, _, _, _, partition, _, layer, _ = place
+        known = {**carried, "step": 0, "minibatch": 0, "partition": partition, "microbatch": 0}
+        if layer is not None:
+            known["layer"] = layer
+        # The three numbers go last but for level, in this order, whatever else the node carries.
+        others = {name: value for name, value in known.items() if name not in _NUMBERS}
+        marked = {**{name: f"\0{name}" for name in _NUMBERS}, **others}
+        text = self._template(node, thread, marked)
+        for name in _NUMBERS:
+            text = text.replace(f'"\\u0000{name}"', "%d")
+        lines = self._lines[thread]
+        if len(lines) > _MANY:
+            lines.clear()
+        line = text.encode()
+        lines[node, partition, layer] = (carried, line)
+        return line
+
+    def arrows(self, thread: int, place: Place, begin: int, salt: int) -> list[bytes]:
+        """Return the ends of the arrows into and out of a task: a micro-batch's way through the partitions and back."""
+        _, way, _, minibatch, partition, microbatch, _, partitions = place
+        ends = []
+        for end, there, source in (("f", partition - way, partition - way), ("s", partition + way, partition)):
+            if 0 <= there < partitions:
+                text = self._arrows.get((end, thread))
+                if text is None:
+                    text = self._arrows[end, thread] = self._arrow(end, thread).encode()
+                ends.append(text % (_arrow(way, minibatch, microbatch, source) ^ salt, begin))
+        return ends
+
+
+def _arrow(way: int, minibatch: int, microbatch: int, source: int) -> int:
+    """Return a number for the way of a micro-batch out of a partition; viewers keep 53 bits of it."""
+    direction = minibatch % 2**24 * 2 + (way < 0)
+    return (direction * 2**16 + microbatch % 2**16) * 2**12 + source % 2**12

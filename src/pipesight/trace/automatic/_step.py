@@ -1,0 +1,16 @@
+"""The step that PyTorch's own events belong to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipesight import context
+from pipesight.trace._span import Args
+
+__all__ = ["with_step"]
+
+
+def with_step(args: Args, **more: Any) -> dict[str, Any]:
+    """Return arguments, with ``more``, and with ``step`` if somebody counts steps and the program gives none."""
+    step = context.counted_step()
+    return {**args, **more} if step is None or "step" in args else {"step": step, **args, **more}
