@@ -1,0 +1,87 @@
+"""Sizes, times and speeds as people write them: 16GiB, 10us, 25GB/s."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+
+__all__ = ["bandwidth", "bytes_text", "seconds", "seconds_text", "size"]
+
+_SIZES = {"": 1, "B": 1} | {
+    f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("KMGT", 1) for i in ("", "i")
+}
+_PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "µs": 1_000_000, "ns": 1_000_000_000}
+_NUMBER = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-zµ/]*)")
+
+
+def size(text: str) -> float:
+    """Return bytes.
+
+    >>> size("16GiB")
+    17179869184.0
+    """
+    return _value(text, {unit.lower(): value for unit, value in _SIZES.items()}, "a size, such as 16GiB or 800MB")
+
+
+def bandwidth(text: str) -> float:
+    """Return bytes a second; bits, with a small b, are divided by 8.
+
+    >>> bandwidth("25GB/s"), bandwidth("100Gb/s")
+    (25000000000.0, 12500000000.0)
+    """
+    what = "a speed, such as 25GB/s or 100Gb/s"
+    amount, slash, unit = text.strip().rpartition("/")
+    if not slash or unit != "s":
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    bits = amount.endswith("b") and not amount.endswith("ib")
+    value = _value(amount, {name.lower(): value for name, value in _SIZES.items() if name}, what)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value / 8 if bits else value
+
+
+def seconds(text: str) -> float:
+    """Return seconds.
+
+    >>> seconds("10us")
+    1e-05
+    """
+    number, per_second = _split(text, _PER_SECOND, "a time, such as 10us or 0.5ms")
+    return number / per_second
+
+
+def _value(text: str, units: dict[str, int], what: str) -> float:
+    number, unit = _split(text, units, what)
+    return number * unit
+
+
+def _split(text: str, units: dict[str, int], what: str) -> tuple[float, int]:
+    found = _NUMBER.fullmatch(text.strip())
+    unit = found["unit"].lower() if found else ""
+    if found is None or unit not in units:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return float(found["number"]), units[unit]
+
+
+def bytes_text(count: float) -> str:
+    """Write a number of bytes.
+
+    >>> bytes_text(17179869184), bytes_text(0)
+    ('16.0 GiB', '0 B')
+    """
+    if count < 1024:
+        return f"{count:.0f} B"
+    power = min(4, int(math.log(count, 1024)))
+    return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB"
+
+
+def seconds_text(time: float) -> str:
+    """Write a time.
+
+    >>> seconds_text(0.0123), seconds_text(2)
+    ('12.3 ms', '2.00 s')
+    """
+    if time >= 1:
+        return f"{time:.2f} s"
+    return f"{time * 1e3:.1f} ms" if time >= 1e-3 else f"{time * 1e6:.0f} µs"

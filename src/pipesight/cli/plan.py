@@ -1,0 +1,236 @@
+"""`pipesight plan`: what another balance, number of chunks, checkpoint mode or schedule would give."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipesight.cli._quantities import bandwidth, bytes_text, seconds, seconds_text, size
+
+if TYPE_CHECKING:
+    from pipesight.plan.costs import Costs, Link
+    from pipesight.plan.measured import Measured
+    from pipesight.plan.table import Outcome
+
+__all__ = ["add_to", "run"]
+
+FAILED, WRONG = 1, 2
+"""Exit codes: reading or writing failed; what was asked cannot be."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+MODES = ("always", "except_last", "never")
+
+
+def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its options."""
+    parser = subcommands.add_parser(
+        "plan",
+        help="simulate other balances, chunks, checkpoint modes and schedules",
+        description="Simulate schedules with the times of a run, or of a model that is profiled, and find the best "
+        "balance for each.",
+        epilog="exit codes: 0 there is a plan; 1 reading or writing failed; 2 there is nothing to plan by, or nothing "
+        "that fits",
+    )
+    add = parser.add_argument
+    add("run_path", type=Path, metavar="RUN", nargs="?", help="a run directory, a folder of traces, or a trace")
+    add("--partitions", type=_numbers, metavar="N,..", help="how many devices there are (those of the run)")
+    add("--chunks", type=_numbers, metavar="M,..", default=[], help="numbers of micro-batches (powers of two)")
+    add("--schedule", type=_words(SCHEDULES), metavar="NAME,..", default=[*SCHEDULES], help=", ".join(SCHEDULES))
+    add("--checkpoint", type=_words(MODES), metavar="MODE,..", default=[*MODES], help=", ".join(MODES))
+    add("--rounds", type=_number, metavar="V", default=2, help="stages a device where they are interleaved (2)")
+    add("--memory", type=size, metavar="SIZE", default=math.inf, help="what a device may hold at most, such as 16GiB")
+    add(
+        "--parameter-scale",
+        type=float,
+        metavar="X",
+        default=2.0,
+        help="bytes held for each byte of parameters: 2 with gradients, 4 with those and Adam (2)",
+    )
+    add("--link-bandwidth", type=bandwidth, metavar="SPEED", help="between devices, such as 25GB/s (as recorded)")
+    add("--link-latency", type=seconds, metavar="TIME", help="between devices, such as 10us (none)")
+    add(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="profile this model: instead of a run, or to know how much memory its layers need; a function without "
+        "arguments, or an nn.Sequential, found from the current directory",
+    )
+    add("--sample", metavar="SHAPE", help="a batch for it, and its type: 32x3x224x224, or 32x128:int64")
+    add("--all", action="store_true", help="show all plans, not only the best of each schedule and mode")
+    add("--json", action="store_true", help="print JSON")
+    add("--html", type=Path, metavar="FILE", help="also draw the recorded and the planned timeline")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan, and return the exit code."""
+    try:
+        outcome = _plan(options)
+        if options.html is not None:
+            options.html.write_text(_page(options, outcome), encoding="utf-8")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return _fail(f"{error.filename or options.run_path}: {error.strerror or error}", FAILED)
+    except ValueError as error:
+        return _fail(str(error), WRONG)
+    _print(options, outcome)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"pipesight plan: error: {message}", file=sys.stderr)
+    return code
+
+
+# What to plan by.
+
+
+def _plan(options: argparse.Namespace) -> Outcome:
+    from pipesight.plan.planning import best_plans, predict, settings
+    from pipesight.plan.table import Outcome
+
+    costs, measured = _costs(options)
+    outcome = Outcome(costs, (), measured)
+    if not math.isinf(options.memory) and not outcome.knows_memory:
+        raise ValueError(
+            "--memory needs the size of layers, which the run does not tell; add --model MODULE:FACTORY --sample SHAPE"
+        )
+    counts = options.partitions or ([measured.schedule.stages] if measured is not None else [])
+    if not counts:
+        raise ValueError("without a run, say how many devices there are: --partitions N")
+    chunks = options.chunks
+    possible = [
+        setting
+        for n in counts
+        for setting in settings(
+            costs,
+            partitions=n,
+            schedules=options.schedule,
+            checkpoints=options.checkpoint,
+            chunks=chunks,
+            rounds=options.rounds,
+        )
+    ]
+    if not possible:
+        raise ValueError(
+            f"no schedule is possible (schedule: {','.join(options.schedule)}, partitions: {counts}, chunks: {chunks}, "
+            f"layers: {len(costs.layers)}); interleaved ones need layers for all rounds, and chunks that are a "
+            "multiple of the partitions"
+        )
+    plans = best_plans(costs, possible, memory=options.memory, parameter_scale=options.parameter_scale)
+    devices = measured.facts.devices if measured is not None else None
+    kinds = {name.partition(":")[0] for name in devices or ()}
+    recorded = None
+    if measured is not None and measured.setting is not None:
+        recorded = predict(costs, measured.setting, measured.balance, parameter_scale=options.parameter_scale)
+    return Outcome(costs, plans, measured, recorded, kinds.pop() if len(kinds) == 1 else None)
+
+
+def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
+    from pipesight.plan.profiled import profile, with_sizes
+
+    if options.run_path is None and options.model is None:
+        raise ValueError("there is nothing to plan by; name a run, or a model: --model MODULE:FACTORY --sample SHAPE")
+    if (options.model is None) != (options.sample is None):
+        raise ValueError("--model and --sample go together, as in --model train:build_model --sample 32x3x224x224")
+    profiled = None
+    if options.model is not None:
+        from pipesight.cli._models import find_sequential, make_sample
+
+        profiled = profile(find_sequential(options.model), make_sample(options.sample), link=_link(options))
+    if options.run_path is None:
+        assert profiled is not None
+        return profiled, None
+    from pipesight.plan.measured import measure
+    from pipesight.report.run import open_run
+
+    with open_run(options.run_path) as opened:
+        measured = measure(opened, link=_link(options))
+    return (measured.costs if profiled is None else with_sizes(measured.costs, profiled)), measured
+
+
+def _link(options: argparse.Namespace) -> Link | None:
+    from pipesight.plan.costs import Link
+
+    if options.link_bandwidth is None and options.link_latency is None:
+        return None
+    return Link(bandwidth=options.link_bandwidth or math.inf, latency=options.link_latency or 0.0)
+
+
+# What to say.
+
+
+def _print(options: argparse.Namespace, outcome: Outcome) -> None:
+    from pipesight.plan.table import HEADINGS, as_json, best_of_each, rows
+
+    if options.json:
+        print(json.dumps(as_json(outcome), indent=2, allow_nan=False))
+        return
+    shown = outcome.plans if options.all else best_of_each(outcome.plans)
+    table = [HEADINGS, *rows(outcome, shown, seconds=seconds_text, size=bytes_text)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(HEADINGS))]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if any(not plan.proven for plan in shown):
+        print("* another balance may be faster; the search ended before all were ruled out")
+    if len(shown) < len(outcome.plans):
+        print(f"the best of {len(outcome.plans)} plans for each schedule and checkpoint mode; --all shows the others")
+    if outcome.measured is not None and outcome.measured.schedule.devices < outcome.measured.schedule.stages:
+        print("note: partitions of the run share devices; in plans each has one of its own")
+    for note in outcome.costs.notes:
+        print(f"note: {note}")
+    if (plan := outcome.fastest_to_run()) is not None:
+        print(f"\n{outcome.call(plan)}")
+    if options.html is not None:
+        print(f"\nthe timelines are in {options.html}")
+
+
+def _page(options: argparse.Namespace, outcome: Outcome) -> str:
+    from pipesight.plan.planning import simulated
+    from pipesight.plan.table import HEADINGS, best_of_each, rows
+    from pipesight.plan.timeline import Timeline, page
+
+    timelines = []
+    if (known := outcome.measured) is not None:
+        text = f"step {seconds_text(known.step_seconds)}, bubble {known.bubble:.1%}; a mini-batch of usual length"
+        what = f"Recorded: {known.schedule_name}, {known.schedule.chunks} chunks, checkpoint {known.checkpoint}"
+        timelines.append(Timeline(what, text, known.schedule, known.begin, known.end))
+    drawn = {id(plan): plan for plan in (outcome.fastest_to_run(), outcome.plans[0]) if plan is not None}
+    for plan in drawn.values():
+        setting, found = plan.setting, simulated(outcome.costs, plan)
+        what = f"Planned: {setting.schedule}, {setting.chunks} chunks, checkpoint {setting.checkpoint}"
+        text = f"step {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, balance {list(plan.balance)}"
+        timelines.append(Timeline(what, text, found.schedule, found.begin, found.end))
+    table = rows(outcome, best_of_each(outcome.plans), seconds=seconds_text, size=bytes_text)
+    name = options.run_path.resolve().name if options.run_path is not None else options.model
+    return page(f"Plans for {name}", timelines, HEADINGS, table)
+
+
+# Options.
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [_number(part.strip()) for part in text.split(",")]
+
+
+class _words:  # noqa: N801 (used like a function)
+    """Reads some of several words, separated by commas."""
+
+    def __init__(self, known: tuple[str, ...]) -> None:
+        self._known = known
+
+    def __call__(self, text: str) -> list[str]:
+        words = [word.strip() for word in text.split(",")]
+        for word in words:
+            if word not in self._known:
+                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(self._known)}")
+        return words

@@ -1,0 +1,107 @@
+"""The layers of a run, with what each costs: as recorded or, where they were not, as far as their tasks tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipesight.plan.costs import Layer
+from pipesight.plan.schedules import B, F, R
+from pipesight.plan.simulation import Times
+from pipesight.report.facts import LayerFacts, PipelineFacts
+from pipesight.report.tables import LayerTimes
+
+if TYPE_CHECKING:
+    from pipesight.report.run import Run
+
+__all__ = ["RunLayers", "layers_of"]
+
+MICROSECOND = 1e-6
+_PHASES = (F, R, B)
+
+
+@dataclass(frozen=True, slots=True)
+class RunLayers:
+    """Layers in the order of the model."""
+
+    layers: tuple[Layer, ...]
+    balance: tuple[int, ...]
+    """How many of them each partition had."""
+    besides: Times
+    """Microseconds of a task that are in no layer, by kind."""
+    notes: tuple[str, ...]
+
+
+def layers_of(run: Run, facts: PipelineFacts, tasks: Times, usual: Times, chunks: int) -> RunLayers:
+    """Find the layers of a pipeline.
+
+    Args:
+        run: Where they were recorded.
+        facts: What the description says.
+        tasks: Microseconds of a task in the mean of all mini-batches, by kind and partition.
+        usual: The same in the mean of the usual ones, which plans are about.
+        chunks: How many micro-batches there were.
+    """
+    n = tasks.shape[1]
+    notes = []
+    names = _names(run, facts, n)
+    means = _mean_times(run.layer_times(), names)
+    if means is None:
+        notes.append("layers were not recorded, so each is taken to need an even share of its partition's time")
+        means = [np.broadcast_to(tasks[:, j, None] / len(own), (4, len(own))) for j, own in enumerate(names)]
+    rest = np.array([tasks[:, j] - means[j].sum(axis=1) for j in range(n)]).T
+    besides = np.maximum(np.where(tasks > 0, rest, 0.0), 0.0).sum(axis=1) / np.maximum((tasks > 0).sum(axis=1), 1)
+    sizes = {(fact.partition, fact.name): fact for fact in facts.layers}
+    if not any(fact.parameter_bytes for fact in facts.layers):
+        notes.append("the run does not say how large its layers are, so memory is not known")
+    elif any(fact.output_bytes for fact in facts.layers):
+        notes.append("activations are taken to be the outputs of layers; --model counts all that is kept")
+    layers = []
+    for j, own in enumerate(names):
+        scale = np.divide(usual[:, j], tasks[:, j], out=np.ones(4), where=tasks[:, j] > 0) * chunks * MICROSECOND
+        for k, name in enumerate(own):
+            forward, recompute, backward = (float(means[j][phase, k] * scale[phase]) for phase in _PHASES)
+            layers.append(_layer(name, forward, recompute if tasks[R, j] > 0 else None, backward, sizes.get((j, name))))
+    return RunLayers(tuple(layers), tuple(map(len, names)), besides, tuple(notes))
+
+
+def _layer(name: str, forward: float, recompute: float | None, backward: float, fact: LayerFacts | None) -> Layer:
+    output = float(fact.output_bytes or 0) if fact is not None else 0.0
+    parameters = float(fact.parameter_bytes or 0) if fact is not None else 0.0
+    return Layer(name, forward, backward, recompute, kept_bytes=output, output_bytes=output, parameter_bytes=parameters)
+
+
+def _names(run: Run, facts: PipelineFacts, n: int) -> list[list[str]]:
+    """Return the names of the layers of each partition, in the order in which they run."""
+    names: list[list[str]] = [[] for _ in range(n)]
+    if facts.layers:
+        for fact in facts.layers:
+            names[fact.partition].append(fact.name)
+    elif steps := run.steps():
+        runs = run.layer_runs(steps[len(steps) // 2])
+        order = np.argsort(runs.begin, kind="stable")
+        for row in order[(runs.phase[order] == F) & (runs.partition[order] < n)].tolist():
+            if (name := str(runs.layer[row])) not in names[int(runs.partition[row])]:
+                names[int(runs.partition[row])].append(name)
+    for j, own in enumerate(names):
+        if not own:
+            count = facts.balance[j] if facts.balance is not None else 1
+            own += [f"partition {j}" if count == 1 else f"partition {j}, layer {k}" for k in range(count)]
+    return names
+
+
+def _mean_times(times: LayerTimes, names: list[list[str]]) -> list[Times] | None:
+    """Return the mean microseconds of layers, by kind and layer, for each partition; nothing if there are none."""
+    places = {(j, name): k for j, own in enumerate(names) for k, name in enumerate(own)}
+    totals = [np.zeros((4, len(own))) for own in names]
+    counts = [np.zeros((4, len(own))) for own in names]
+    columns = (times.partition, times.layer, times.phase, times.count, times.total)
+    for j, name, phase, count, total in zip(*(column.tolist() for column in columns), strict=True):
+        if (k := places.get((int(j), str(name)))) is not None and 0 <= phase < 4:
+            totals[j][phase, k] += total
+            counts[j][phase, k] += count
+    if not any(count[F].all() for count in counts):
+        return None
+    return [total / np.maximum(count, 1) for total, count in zip(totals, counts, strict=True)]

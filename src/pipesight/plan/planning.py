@@ -1,0 +1,165 @@
+"""Plans: what a setting would give, with the balance that is best for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipesight.pipeline.partitioning import check_partitions
+from pipesight.plan.blocks import SCHEDULES, Blocks, Setting
+from pipesight.plan.costs import Costs
+from pipesight.plan.search import find
+from pipesight.plan.simulation import Simulation
+
+__all__ = ["DoesNotFitError", "Plan", "best_plans", "predict", "settings", "simulated"]
+
+CHECKPOINT_MODES = ("always", "except_last", "never")
+
+
+class DoesNotFitError(ValueError):
+    """No plan keeps within the memory limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A setting, a balance, and what they would give."""
+
+    setting: Setting
+    balance: tuple[int, ...]
+    """Layers of each stage."""
+    step_seconds: float
+    """From step to step, what happens outside of the pipeline included."""
+    window_seconds: float
+    """From the first forward of a mini-batch to its last backward."""
+    bubble: float
+    """The share of the window that devices are idle."""
+    memory_bytes: tuple[float, ...]
+    """Of each device, at most: parameters and activations."""
+    bound_seconds: float
+    """No balance gives a shorter step; as long as ``step_seconds`` unless the search gave up on proving that."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether no other balance is faster, for sure."""
+        return self.bound_seconds >= self.step_seconds
+
+    def call(self, devices: Sequence[str] | None = None) -> str | None:
+        """Return the code that runs it, where `pipesight.GPipe` can."""
+        if self.setting.schedule != "gpipe":
+            return None
+        where = "devices" if devices is None else json.dumps(list(devices))
+        rest = f'devices={where}, chunks={self.setting.chunks}, checkpoint="{self.setting.checkpoint}"'
+        return f"GPipe(model, balance={list(self.balance)}, {rest})"
+
+
+def predict(
+    costs: Costs, setting: Setting, balance: Sequence[int], *, parameter_scale: float = 2.0, bound: float | None = None
+) -> Plan:
+    """Return what a setting would give with a balance that you choose.
+
+    Example::
+
+        plan = predict(costs, Setting("1f1b", partitions=4, chunks=16, checkpoint="never"), [3, 3, 3, 3])
+        print(plan.step_seconds, plan.bubble)
+
+    Raises:
+        ValueError: The balance does not fit the model or the setting.
+    """
+    if sum(balance) != len(costs.layers) or len(balance) != setting.stages or min(balance) < 1:
+        raise ValueError(
+            "balance must give each stage a layer, and all layers to stages "
+            f"(balance: {list(balance)}, stages: {setting.stages}, layers: {len(costs.layers)})"
+        )
+    blocks = Blocks(costs, setting, parameter_scale=parameter_scale)
+    cut = np.concatenate([[0], np.cumsum(balance)])[:, None]
+    found = blocks.simulate(cut)
+    window = float(found.makespan[0]) * costs.jitter
+    step = costs.minibatches * window + costs.outside
+    return Plan(
+        setting,
+        tuple(int(count) for count in balance),
+        step,
+        window,
+        1 - (1 - float(blocks.bubble(found)[0])) / costs.jitter,
+        tuple(blocks.memory(cut)[:, 0].tolist()),
+        step if bound is None else min(step, costs.minibatches * bound * costs.jitter + costs.outside),
+    )
+
+
+def simulated(costs: Costs, plan: Plan) -> Simulation:
+    """Return when each task of a plan would run."""
+    cut = np.concatenate([[0], np.cumsum(plan.balance)])[:, None]
+    found = Blocks(costs, plan.setting).simulate(cut)
+    times = (found.begin[..., 0], found.end[..., 0], found.makespan[0], found.busy[:, 0])
+    return Simulation(found.schedule, *times)
+
+
+def best_plans(
+    costs: Costs, settings: Iterable[Setting], *, memory: float = math.inf, parameter_scale: float = 2.0
+) -> list[Plan]:
+    """Return a plan for each setting in which the model fits, each with its best balance; the fastest comes first.
+
+    Example::
+
+        plans = best_plans(costs, settings(costs, partitions=4), memory=16 * 2**30)
+        print(plans[0].call())
+
+    Raises:
+        DoesNotFitError: The model fits in no setting.
+        ValueError: There are more stages than layers.
+    """
+    plans, least = [], math.inf
+    for setting in settings:
+        blocks = Blocks(costs, setting, parameter_scale=parameter_scale)
+        found = find(blocks, limit=memory)
+        least = min(least, found.least_bytes)
+        if found.fits:
+            plans.append(predict(costs, setting, found.balance, parameter_scale=parameter_scale, bound=found.bound))
+    if not plans and not math.isinf(least):
+        raise DoesNotFitError(
+            f"no plan fits into {memory:.0f} bytes a device: the one that needs least needs {least:.0f} bytes; "
+            "use more partitions, more chunks or checkpoint 'always'"
+        )
+    # Of equally fast ones, the first is the one that needs least memory.
+    return sorted(plans, key=lambda plan: (round(plan.step_seconds, 9), max(plan.memory_bytes)))
+
+
+def settings(
+    costs: Costs,
+    *,
+    partitions: int,
+    schedules: Sequence[str] = SCHEDULES,
+    checkpoints: Sequence[str] = CHECKPOINT_MODES,
+    chunks: Sequence[int] = (),
+    rounds: int = 2,
+) -> Iterator[Setting]:
+    """Yield the settings that are possible, of all that are asked for.
+
+    Args:
+        costs: Those of the model.
+        partitions: How many devices there are.
+        schedules: Names, of `SCHEDULES`.
+        checkpoints: Modes.
+        chunks: Numbers of micro-batches; by default powers of two, up to eight a partition, and no more than samples.
+        rounds: Stages a device, where they are interleaved.
+
+    Raises:
+        ValueError: There are more partitions than layers, or more chunks than samples.
+    """
+    check_partitions(len(costs.layers), partitions)
+    most = math.inf if costs.samples is None else costs.samples
+    for count in chunks:
+        if not 1 <= count <= most:
+            raise ValueError(f"chunks must be between 1 and the samples of a batch (chunks: {count}, samples: {most})")
+    counts = chunks or [count for count in (2**k for k in range(11)) if count <= min(8 * partitions, most)]
+    for schedule in schedules:
+        for checkpoint in checkpoints:
+            for count in counts:
+                if schedule != "interleaved":
+                    yield Setting(schedule, partitions, count, checkpoint)
+                elif partitions > 1 and count % partitions == 0 and partitions * rounds <= len(costs.layers):
+                    yield Setting(schedule, partitions, count, checkpoint, rounds)

@@ -1,0 +1,140 @@
+"""Plans as rows of text, for terminals and pages, and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pipesight.plan.costs import Costs
+from pipesight.plan.measured import Measured
+from pipesight.plan.planning import Plan
+
+__all__ = ["HEADINGS", "Outcome", "Row", "as_json", "best_of_each", "rows"]
+
+HEADINGS = ("", "schedule", "checkpoint", "chunks", "balance", "step", "saves", "bubble", "memory")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What was planned: for which costs, from which run, and the plans, the fastest first."""
+
+    costs: Costs
+    plans: Sequence[Plan]
+    measured: Measured | None = None
+    recorded: Plan | None = None
+    """The recorded setting, planned for: what memory it needs."""
+    devices: str | None = None
+    """What kind they are, such as ``cpu`` or ``cuda``."""
+
+    @property
+    def baseline(self) -> float | None:
+        """The predicted step of the recorded schedule, which plans are compared with: both are simulated."""
+        return None if self.measured is None else self.measured.predicted_seconds
+
+    @property
+    def knows_memory(self) -> bool:
+        """Whether any size is known."""
+        return any(layer.parameter_bytes or layer.kept_bytes for layer in self.costs.layers)
+
+    def fastest_to_run(self) -> Plan | None:
+        """Return the fastest plan that `pipesight.GPipe` can run."""
+        return next((plan for plan in self.plans if plan.setting.schedule == "gpipe"), None)
+
+    def call(self, plan: Plan) -> str | None:
+        """Return the code that runs a plan."""
+        n = plan.setting.partitions
+        if self.devices is None:
+            return plan.call()
+        return plan.call([self.devices if self.devices == "cpu" else f"{self.devices}:{j}" for j in range(n)])
+
+
+Row: TypeAlias = tuple[str, ...]
+"""A cell for each of `HEADINGS`."""
+
+
+def best_of_each(plans: Iterable[Plan]) -> list[Plan]:
+    """Return the fastest plan of each schedule, checkpoint mode and number of partitions."""
+    best: dict[tuple[str, str, int], Plan] = {}
+    for plan in plans:
+        best.setdefault((plan.setting.schedule, plan.setting.checkpoint, plan.setting.partitions), plan)
+    return list(best.values())
+
+
+def rows(
+    outcome: Outcome, plans: Iterable[Plan], *, seconds: Callable[[float], str], size: Callable[[float], str]
+) -> list[Row]:
+    """Return a row for the recorded schedule as measured, one as predicted, and one for each plan."""
+    found: list[Row] = []
+    if (known := outcome.measured) is not None:
+        what = (known.schedule_name, known.checkpoint, str(known.schedule.chunks), _balance(known.balance))
+        found.append(("recorded", *what, seconds(known.step_seconds), "", f"{known.bubble:.1%}", ""))
+        error = known.predicted_seconds / known.step_seconds - 1
+        told = (seconds(known.predicted_seconds), f"{error:+.1%} off", f"{known.predicted_bubble:.1%}")
+        found.append(("  simulated", *[""] * 4, *told, _memory(outcome, outcome.recorded, size)))
+    for place, plan in enumerate(plans):
+        saved = "" if outcome.baseline is None else f"{1 - plan.step_seconds / outcome.baseline:.1%}"
+        name = plan.setting.schedule + (f" x{plan.setting.rounds}" if plan.setting.rounds > 1 else "")
+        what = (name, plan.setting.checkpoint, str(plan.setting.chunks), _balance(plan.balance))
+        time = seconds(plan.step_seconds) + ("" if plan.proven else " *")
+        found.append(
+            ("best" if not place else "", *what, time, saved, f"{plan.bubble:.1%}", _memory(outcome, plan, size))
+        )
+    return found
+
+
+def _memory(outcome: Outcome, plan: Plan | None, size: Callable[[float], str]) -> str:
+    return size(max(plan.memory_bytes)) if plan is not None and outcome.knows_memory else "?"
+
+
+def _balance(balance: Sequence[int]) -> str:
+    if len(balance) <= 12:
+        return " ".join(map(str, balance)) or "?"
+    return f"{len(balance)} of {min(balance)} to {max(balance)}"
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Return all of it for machines. Times are in seconds, sizes in bytes."""
+    found: dict[str, Any] = {"format": "pipesight-plan", "format_version": 1, "notes": list(outcome.costs.notes)}
+    if (known := outcome.measured) is not None:
+        found["recorded"] = {
+            "schedule": known.schedule_name,
+            "partitions": known.schedule.stages,
+            "chunks": known.schedule.chunks,
+            "checkpoint": known.checkpoint,
+            "balance": list(known.balance),
+            "steps": known.steps,
+            "step_seconds": known.step_seconds,
+            "bubble": known.bubble,
+            "predicted_step_seconds": known.predicted_seconds,
+            "predicted_bubble": known.predicted_bubble,
+            "memory_bytes": _bytes(outcome, outcome.recorded),
+        }
+    found["plans"] = [_plan(outcome, plan) for plan in outcome.plans]
+    return found
+
+
+def _plan(outcome: Outcome, plan: Plan) -> dict[str, Any]:
+    setting = plan.setting
+    return {
+        "schedule": setting.schedule,
+        "partitions": setting.partitions,
+        "rounds": setting.rounds,
+        "chunks": setting.chunks,
+        "checkpoint": setting.checkpoint,
+        "balance": list(plan.balance),
+        "step_seconds": plan.step_seconds,
+        "window_seconds": plan.window_seconds,
+        "bubble": plan.bubble,
+        "memory_bytes": _bytes(outcome, plan),
+        "proven": plan.proven,
+        "bound_seconds": plan.bound_seconds,
+        "call": outcome.call(plan),
+    }
+
+
+def _bytes(outcome: Outcome, plan: Plan | None) -> list[int] | None:
+    if plan is None or not outcome.knows_memory:
+        return None
+    return [math.ceil(size) for size in plan.memory_bytes]

@@ -1,0 +1,222 @@
+"""`pipesight plan`: a table, JSON or a page of what other settings would give; what cannot be says why."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pipesight.cli import _quantities as quantities
+from processes import STRICT_PYTHON
+from synthetic import Made
+
+MODEL = """
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+
+def broken():
+    raise RuntimeError("no model today")
+
+number = 3
+"""
+
+
+def plan(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [*STRICT_PYTHON, "-X", "utf8", "-m", "pipesight", "plan", *map(str, args)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """A run of 2 partitions, the second twice as slow, with layers of equal times: [2, 4] layers are [3, 3] better."""
+    run = Made(tmp_path / "run", balance=[2, 4], chunks=4)
+    at = 0
+    for step in range(5):
+        at = run.gpipe(
+            step,
+            lambda phase, i, j: (1 + j) * (200 if phase == "backward" else 100),
+            at=at,
+            checkpointed=3,
+            layers=lambda j: [f"l{k}" for k in ((0, 1) if j == 0 else (2, 3, 4, 5))],
+        )
+        at += 100
+    return run.write()
+
+
+def test_table_has_the_recorded_schedule_and_plans(recorded):
+    """The table begins with what was recorded, then the best plan; the code to paste comes last."""
+    ended = plan(recorded)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[1].split()[:8] == ["recorded", "gpipe", "except_last", "4", "2", "4", "3.4", "ms"]
+    assert lines[2].split()[:5] == ["simulated", "3.4", "ms", "+0.0%", "off"]
+    assert lines[3].startswith("best")
+    assert {"gpipe", "1f1b", "interleaved", "zero-bubble"} <= {*ended.stdout.split()}
+    assert re.fullmatch(
+        r'GPipe\(model, balance=\[3, 3\], devices=\["cpu", "cpu"\], chunks=\d+, checkpoint="never"\)', lines[-1]
+    )
+
+
+def test_json_has_everything(recorded):
+    """With --json, all plans are there, the fastest first, and the recorded schedule is predicted."""
+    found = json.loads(plan(recorded, "--json", "--schedule", "gpipe", "--chunks", "4,8").stdout)
+    assert (found["format"], found["format_version"]) == ("pipesight-plan", 1)
+    assert found["recorded"]["balance"] == [2, 4]
+    assert found["recorded"]["predicted_step_seconds"] == pytest.approx(found["recorded"]["step_seconds"])
+    plans = found["plans"]
+    assert {(p["chunks"], p["checkpoint"]) for p in plans} == {
+        (m, mode) for m in (4, 8) for mode in ("always", "except_last", "never")
+    }
+    assert [p["step_seconds"] for p in plans] == sorted(p["step_seconds"] for p in plans)
+    assert all(p["balance"] == [3, 3] and p["proven"] and p["call"].startswith("GPipe(") for p in plans)
+    # 3 layers a partition: forwards of 150 us, backwards of 300; 5 clocks of each, 100 us outside.
+    never = next(p for p in plans if (p["chunks"], p["checkpoint"]) == (4, "never"))
+    assert never["step_seconds"] == pytest.approx((5 * (150 + 300) + 100) * 1e-6)
+    assert never["bubble"] == pytest.approx(1 / 5)
+    assert never["memory_bytes"] == [2 * 3000 + 300, 2 * 3000 + 100 + 300]
+
+
+def test_partitions_and_links(recorded):
+    """Plans may have other numbers of partitions, and links that take time."""
+    common = ["--json", "--schedule", "gpipe", "--checkpoint", "never", "--chunks", "1"]
+    found = json.loads(plan(recorded, *common, "--partitions", "1,3").stdout)
+    assert {p["partitions"]: p["step_seconds"] for p in found["plans"]} == {
+        n: pytest.approx(4 * (300 + 600) * 1e-6 + 100e-6) for n in (1, 3)
+    }
+    slow = json.loads(plan(recorded, *common, "--link-latency", "50us", "--link-bandwidth", "1MB/s").stdout)
+    # 100 bytes at 1 MB/s are 100 us; two ways.
+    assert slow["plans"][0]["step_seconds"] == pytest.approx((3600 + 100 + 2 * (50 + 100)) * 1e-6)
+
+
+class Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.texts, self.addresses = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_page_draws_both_timelines(recorded):
+    """The page has a drawing of the recorded and of the planned schedule, every task in it, and asks for nothing."""
+    odd = recorded.rename(recorded.with_name("<img src=x onerror=alert(1)>"))
+    page = recorded.with_name("plan.html")
+    assert plan(odd, "--schedule", "gpipe", "--checkpoint", "never", "--chunks", "2", "--html", page).returncode == 0
+    text = page.read_text(encoding="utf-8")
+    read = Page()
+    read.feed(text)
+    assert "img" not in read.tags
+    assert "script" not in read.tags
+    assert not read.addresses
+    assert "http" not in text
+    assert "Plans for <img src=x onerror=alert(1)>" in read.texts
+    tips = [tip for tip in read.texts if "of micro-batch" in tip]
+    assert len(tips) == (4 + 3 + 4) * 2 + (2 + 2) * 2
+    assert len([tip for tip in tips if tip.startswith("recompute")]) == 3 * 2
+    assert "prefers-color-scheme:dark" in text
+
+
+def test_memory_limit(recorded):
+    """Plans keep to the limit; one that nothing fits into says how much the least is."""
+    found = json.loads(plan(recorded, "--json", "--memory", "6.3kB").stdout)
+    assert found["plans"]
+    assert all(max(p["memory_bytes"]) <= 6300 for p in found["plans"])
+    ended = plan(recorded, "--memory", "5kB")
+    assert ended.returncode == 2
+    least = re.search(r"needs least needs (\d+)", ended.stderr)
+    assert least is not None
+    assert json.loads(plan(recorded, "--json", "--memory", f"{int(least[1]) + 1}B").stdout)["plans"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--partitions", "7"], "too few layers for the partitions (layers: 6, partitions: 7)"),
+        (["--partitions", "0"], "'0' is not a positive integer"),
+        (["--chunks", "33"], "chunks: 33, samples: 32"),
+        (["--schedule", "dualpipe"], "'dualpipe' is none of gpipe, 1f1b, interleaved, zero-bubble"),
+        (["--schedule", "interleaved", "--chunks", "3"], "no schedule is possible"),
+        (["--memory", "much"], "'much' is not a size, such as 16GiB"),
+        (["--link-bandwidth", "25"], "'25' is not a speed, such as 25GB/s"),
+        (["--model", "x:y"], "--model and --sample go together"),
+    ],
+)
+def test_what_cannot_be(recorded, args, words):
+    """Options that make no sense for the run end with code 2 and a line that says why."""
+    ended = plan(recorded, *args)
+    assert ended.returncode == 2
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not ended.stdout
+
+
+def test_runs_that_cannot_be_planned(tmp_path):
+    """What is no run, and a run without tasks, end with code 2 and a line that says why."""
+    empty = Made(tmp_path / "empty")
+    empty.span("dataloader", "fetch", begin=0, dur=10)
+    for path, words in ((empty.write(), "no tasks of a pipeline"), (tmp_path / "nothing", "nothing")):
+        ended = plan(path)
+        assert ended.returncode == 2
+        assert words in ended.stderr
+        assert "Traceback" not in ended.stderr
+    ended = plan()
+    assert ended.returncode == 2
+    assert "nothing to plan by" in ended.stderr
+
+
+def test_a_page_that_cannot_be_written(recorded):
+    """A folder that is not there is named, with code 1."""
+    ended = plan(recorded, "--html", recorded / "no" / "plan.html")
+    assert ended.returncode == 1
+    assert "plan.html" in ended.stderr
+
+
+def test_models_without_a_run(tmp_path):
+    """A model that was never run is profiled, and planned for."""
+    (tmp_path / "mine.py").write_text(MODEL)
+    args = ["--model", "mine:build", "--sample", "16x8", "--partitions", "2", "--json"]
+    ended = plan(*args, "--memory", "1MiB", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert "recorded" not in found
+    assert {p["chunks"] for p in found["plans"]} == {1, 2, 4, 8, 16}
+    assert all(sum(p["balance"]) == 4 and min(p["memory_bytes"]) > 0 for p in found["plans"])
+    for name, words in (
+        ("mine:broken", "no model today"),
+        ("mine:number", "must name a function or a module"),
+        ("mine:biuld", "there is no 'biuld'"),
+    ):
+        ended = plan("--model", name, "--sample", "16x8", "--partitions", "2", cwd=tmp_path)
+        assert (ended.returncode, words in ended.stderr) == (2, True), ended.stderr
+    ended = plan("--model", "mine:build", "--sample", "16y8", "--partitions", "2", cwd=tmp_path)
+    assert "--sample must be a shape" in ended.stderr
+    ended = plan("--model", "mine:build", "--sample", "16x8", cwd=tmp_path)
+    assert "--partitions N" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (quantities.size, "16GiB", 16 * 2**30),
+        (quantities.size, "800 mb", 8e8),
+        (quantities.size, "12", 12),
+        (quantities.seconds, "10us", 1e-5),
+        (quantities.seconds, ".5ms", 5e-4),
+        (quantities.bandwidth, "25GB/s", 25e9),
+        (quantities.bandwidth, "100Gb/s", 12.5e9),
+        (quantities.bandwidth, "1GiB/s", 2**30),
+    ],
+)
+def test_quantities(read, text, value):
+    """Sizes, times and speeds are read as people write them."""
+    assert read(text) == value
