@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from pipesight.report.run import open_run
 from processes import STRICT_PYTHON
+from synthetic import Made
 
 RECORD = """
 import os, signal, sys
@@ -287,6 +289,110 @@ def test_unknown_format(tmp_path):
     ended = convert("run.pfw.gz", "--to", "pdf")
     assert ended.returncode == 2
     assert "invalid choice: 'pdf' (choose from" in ended.stderr
+
+
+# A dataset.
+
+
+def a_run(folder: Path) -> Path:
+    made = Made(folder, chunks=2)
+    for rank in range(3):
+        made.gpipe(0, lambda phase, i, j: 10 + i, at=rank, rank=rank, layers=lambda j: [f"l{j}"])
+        made.stat("l0", "output", "mean", 0, 0.5, rank=rank)
+    made.log("2026-11-15T10:00:00 INFO mine hello")
+    return made.write()
+
+
+def test_dataset_is_a_run(tmp_path):
+    """Of a run becomes a dataset, a folder for each rank, which is the same run: tables, statistics, logs, notes."""
+    run = a_run(tmp_path / "run")
+    (run / "trace/rank-00007.pfw.gz").touch()
+    ended = convert(run, "--to", "parquet")
+    assert ended.returncode == 0
+    assert ended.stdout == f"48 spans of 3 ranks, in {tmp_path / 'run.parquet'}\n"
+    assert ended.stderr == f"pipesight convert: {run / 'trace/rank-00007.pfw.gz'}: left out: it is empty\n"
+    assert sorted(path.name for path in (tmp_path / "run.parquet/events").iterdir()) == ["rank=0", "rank=1", "rank=2"]
+    with open_run(run) as before, open_run(tmp_path / "run.parquet") as after:
+        for name in ("tasks", "layer_times", "names"):
+            columns = getattr(before, name)().columns()
+            assert {key: value.tolist() for key, value in columns.items()} == {
+                key: value.tolist() for key, value in getattr(after, name)().columns().items()
+            }
+        assert len(after.tasks()) == 24
+        assert (after.description, after.events, after.notes) == (before.description, before.events, before.notes)
+        assert list(after.statistics()) == list(before.statistics())
+        assert list(after.log_lines()) == list(before.log_lines())
+
+
+def test_dataset_of_a_trace_that_was_cut_off(tmp_path):
+    """One file, and whatever else a report can be made of, becomes a dataset, as far as it goes."""
+    record(tmp_path / "run", how="killed")
+    ended = convert("run.pfw.gz", "--to", "parquet", "-o", "set", cwd=tmp_path)
+    assert ended.returncode == 0
+    assert "run.pfw.gz: without an end: its process was killed, or is still writing\n" in ended.stderr
+    with open_run(tmp_path / "set") as run:
+        assert run.events == 10
+        assert run.notes[0].text.startswith("without an end")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.5}\n')
+    assert convert("metrics.jsonl", "--to", "parquet", "-o", "numbers", cwd=tmp_path).returncode == 0
+    with open_run(tmp_path / "numbers") as run:
+        assert [(line["iteration"], line["statistic"], line["value"]) for line in run.statistics()] == [
+            (4, "loss", 2.5)
+        ]
+
+
+def test_dataset_that_exists(tmp_path):
+    """A dataset is replaced with --force only, and no other folder is."""
+    a_run(tmp_path / "run")
+    assert convert("run", "--to", "parquet", cwd=tmp_path).returncode == 0
+    ended = convert("run", "--to", "parquet", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("/run.parquet'; replace it with --force, or name another with -o\n")
+    (tmp_path / "run.parquet/mine").touch()
+    assert convert("run", "--to", "parquet", "--force", cwd=tmp_path).returncode == 0
+    assert not (tmp_path / "run.parquet/mine").exists()
+    (tmp_path / "mine").mkdir()
+    for output, error in (("mine", "is no dataset"), ("run", "is the run itself"), ("-", "standard output")):
+        ended = convert("run", "--to", "parquet", "--force", "-o", output, cwd=tmp_path)
+        assert ended.returncode == 2
+        assert error in ended.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "run", "run.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "error"),
+    [("gone", "x", "no such file or folder: 'gone'"), ("empty", "x", "no events in 'empty'"), ("run", "a/b", "'a'")],
+)
+def test_dataset_that_cannot_be(name, output, error, tmp_path):
+    """What is no run is told in one line, and nothing is made."""
+    a_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    ended = convert(name, "--to", "parquet", "-o", output, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert error in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "run"]
+
+
+def test_dataset_on_a_full_disk(tmp_path):
+    """Where a dataset does not fit, nothing of it is left behind."""
+    made = Made(tmp_path / "run")
+    for number in range(5000):
+        made.span("a", str(number), begin=number**2, dur=number)
+    made.write()
+    limited = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+from pipesight.cli import main
+sys.exit(main(["convert", "run", "-o", "out", "--to", "parquet"]))
+"""
+    command = [*STRICT_PYTHON, "-c", limited]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("pipesight convert: error: out: ")
+    assert ended.stderr.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 # What it takes.

@@ -44,6 +44,7 @@ PUBLIC = [
     "pipesight.balance",
     "pipesight.context",
     "pipesight.logs",
+    "pipesight.plan",
     "pipesight.skip",
     "pipesight.stats",
     "pipesight.testing",
@@ -295,21 +296,6 @@ def test_public_names_exist_and_are_documented(module):
     for name in found.__all__:
         assert hasattr(found, name)
         assert re.search(rf"(?<!\w){name}(?!\w)", code), name
-
-
-def test_picture_is_one_of_this_demo():
-    """The picture in the README is as wide as a terminal at most, and shows the model and layers of the demo."""
-    from pipesight.demo.training import Training
-
-    picture = next(b.code for b in blocks((ROOT / "README.md").read_text(encoding="utf-8")) if b.language == "text")
-    assert max(map(len, picture)) <= 80
-    training = Training(partitions=4, chunks=4, checkpoint="except_last", seed=0)
-    assert picture[:3] == training.description.splitlines()
-    for j, partition in enumerate(training.pipe.partitions):
-        row = picture[j - 4].split()
-        layers = {name: type(layer).__name__ for name, layer in partition.named_children()}
-        assert row[:2] == [str(j), "cpu"]
-        assert row[2] == "idle" or row[3] == layers[row[2]]
 
 
 def test_readme_is_short():

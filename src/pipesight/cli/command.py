@@ -7,15 +7,17 @@ them and returns the exit code. What is slow to import is imported there.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from pipesight._version import __version__
-from pipesight.cli import convert, demo, stats
 
 __all__ = ["main"]
+
+COMMANDS = ("demo", "run", "report", "view", "watch", "plan", "convert", "stats")
 
 # What shells report of a program that SIGINT or SIGPIPE ended.
 INTERRUPTED = 128 + 2
@@ -34,9 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    demo.add_to(subcommands)
-    convert.add_to(subcommands)
-    stats.add_to(subcommands)
+    for name in COMMANDS:
+        importlib.import_module(f"pipesight.cli.{name}").add_to(subcommands)
     try:
         options = parser.parse_args(argv)
     except SystemExit as stop:  # argparse has said why

@@ -1,4 +1,4 @@
-"""`pipesight convert`: a trace for viewers that do not open it as it is."""
+"""`pipesight convert`: a trace for viewers that do not open it as it is, or a run for engines that take large ones."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     """Add the subcommand and its options."""
     parser = subcommands.add_parser(
         "convert",
-        help="make one file of a trace, or of a folder of traces, for other viewers",
-        description="Make one file of a trace and the parts that follow it, or of all traces in a folder. Traces that "
-        "were cut off, or are still being written, are taken as far as they go.",
+        help="make one file of a trace, or of a folder of traces, for other viewers; or a dataset of a run",
+        description="Make one file of a trace and the parts that follow it, or of all traces in a folder; or a dataset "
+        "of a run. Traces that were cut off, or are still being written, are taken as far as they go.",
     )
     add = parser.add_argument
     add("trace", type=Path, metavar="TRACE", help="a .pfw.gz or .pfw file, or a folder of such")
     add(
         "--to",
-        choices=["chrome"],
+        choices=["chrome", "parquet"],
         default="chrome",
-        help='chrome: a JSON object {"traceEvents": [...]}, for chrome://tracing and Perfetto (chrome)',
+        help='chrome: a JSON object {"traceEvents": [...]}, for chrome://tracing and Perfetto; parquet: a folder of '
+        "Parquet files, a folder for each rank, for `pipesight report` and for DuckDB, Dask and Spark (chrome)",
     )
     add(
         "-o",
@@ -43,7 +44,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=Path,
         metavar="FILE",
         help="where to write, compressed if it ends in .gz; - is the standard output (TRACE with .json for .pfw.gz; of "
-        "a folder, trace.json in it)",
+        "a folder, trace.json in it; to Parquet, TRACE with .parquet)",
     )
     add("--force", action="store_true", help="replace FILE if it is there")
     parser.set_defaults(run=run)
@@ -51,6 +52,57 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run(options: argparse.Namespace) -> int:
     """Convert, say what was made of what, and return the exit code."""
+    return _to_parquet(options) if options.to == "parquet" else _to_chrome(options)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"pipesight convert: error: {message}", file=sys.stderr)
+    return code
+
+
+# A dataset.
+
+
+def _to_parquet(options: argparse.Namespace) -> int:
+    from pipesight.report.run import NotARunError, open_run
+
+    output = options.output or _stem(options.trace.absolute(), ".parquet")
+    try:
+        _check_folder(output, options.trace, force=options.force)
+        with open_run(options.trace) as run:
+            run.write_dataset(output)
+            for note in run.notes:
+                _note(str(note))
+            ranks = len(run.ranks())
+            print(f"{run.events:,} spans of {ranks:,} {'rank' if ranks == 1 else 'ranks'}, in {output}")
+    except (FileExistsError, FileNotFoundError, NotARunError) as error:
+        return _fail(str(error), WRONG)
+    except OSError as error:
+        return _fail(f"{error.filename or output}: {error.strerror or error}", FAILED)
+    return 0
+
+
+def _check_folder(output: Path, trace: Path, *, force: bool) -> None:
+    from pipesight.report.run import is_dataset
+
+    if output == STDOUT:
+        raise FileNotFoundError("a dataset is a folder, and does not go to the standard output; name one with -o")
+    if not output.absolute().parent.is_dir():
+        raise FileNotFoundError(f"no such folder: {str(output.parent)!r}")
+    if not output.exists():
+        return
+    if trace.exists() and output.samefile(trace):
+        raise FileExistsError(f"the output is the run itself: {str(output)!r}; name another folder with -o")
+    if not is_dataset(output):
+        raise FileExistsError(f"the output exists, and is no dataset: {str(output)!r}; name another folder with -o")
+    if not force:
+        raise FileExistsError(f"the output exists: {str(output)!r}; replace it with --force, or name another with -o")
+
+
+# One file.
+
+
+def _to_chrome(options: argparse.Namespace) -> int:
     try:
         readers = _readers(options.trace)
         output = options.output or _output_for(options.trace)
@@ -68,14 +120,6 @@ def run(options: argparse.Namespace) -> int:
         return _fail(f"{error.filename or output}: {error.strerror or error}", FAILED)
     _report(readers, output)
     return 0
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"pipesight convert: error: {message}", file=sys.stderr)
-    return code
-
-
-# What to read.
 
 
 def _readers(trace: Path) -> list[TraceReader]:
@@ -97,13 +141,12 @@ def _readers(trace: Path) -> list[TraceReader]:
     return readers
 
 
-# What to write.
-
-
 def _output_for(trace: Path) -> Path:
-    if trace.is_dir():
-        return trace / "trace.json"
-    return trace.with_name(trace.name.removesuffix(".gz").removesuffix(".pfw") + ".json")
+    return trace / "trace.json" if trace.is_dir() else _stem(trace, ".json")
+
+
+def _stem(trace: Path, suffix: str) -> Path:
+    return trace.with_name(trace.name.removesuffix(".gz").removesuffix(".pfw") + suffix)
 
 
 def _check(output: Path, traces: Sequence[Path], *, force: bool) -> None:

@@ -27,6 +27,19 @@ INDENT = "    "
 NARROWEST, WIDTH = 20, 79
 """Columns that a line takes at most, in the narrowest terminal that counts and in wide ones."""
 NEXT = "Next: train a model of your own, as README.md says, or try more of the demo:"
+RECORDED = {
+    "every layer": {
+        "enabled": True,
+        "layers": {"layer_name_regex_pattern": ".*"},
+        "LogTensorStats": {
+            "enabled": True,
+            "tensors": ["activation", "gradient"],
+            "stats": ["mean", "std", "max"],
+            "freq": 10,
+        },
+    }
+}
+"""The statistics that the page of the demo shows."""
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,7 +48,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "demo",
         help="train a small GPT as a pipeline, and watch its partitions work",
         description="Train a character-level GPT on Shakespeare's sonnets, as a pipeline on the GPUs of this machine "
-        "or else on its CPU, and show what each partition is doing. Ctrl-C ends it.",
+        "or else on its CPU, show what each partition is doing, and report where the time went. Ctrl-C ends it.",
     )
     add = parser.add_argument
     add("--partitions", type=int, default=4, metavar="N", help="cut the model's 8 layers into 1 to 8 partitions (4)")
@@ -57,6 +70,13 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     length.add_argument("--seconds", type=float, default=20.0, metavar="S", help="train for S seconds (20)")
     length.add_argument("--steps", type=int, metavar="N", help="train for N steps instead, however long they take")
     add("--seed", type=int, default=0, metavar="N", help="same losses for the same seed, partitions and chunks (0)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("demo-run"),
+        metavar="RUN",
+        help="record into this folder, and replace the recording that is there (demo-run)",
+    )
     add("--plain", action="store_true", help="print lines, as when the output is no terminal")
     parser.set_defaults(run=run)
 
@@ -68,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
     from pipesight.demo.progress import Limit, Meter
     from pipesight.demo.training import Training, one_thread
     from pipesight.demo.watch import Watch
+    from pipesight.recording import observe
 
     console = Console()
     with one_thread():
@@ -76,14 +97,15 @@ def run(options: argparse.Namespace) -> int:
             training = Training(
                 partitions=options.partitions, chunks=options.chunks, checkpoint=options.checkpoint, seed=options.seed
             )
-        except ValueError as error:
+            recording = observe(options.out, stats=RECORDED, overwrite=True)
+        except (OSError, ValueError) as error:
             print(f"pipesight demo: error: {error}", file=sys.stderr)
             return 2
         columns = max(NARROWEST, min(console.width, WIDTH))
         print(_fit(training.description, columns), end="\n\n", flush=True)
         meter, watch = Meter(limit, batch=training.batch), Watch(len(training.pipe.partitions))
         try:
-            with watch, _display(training, watch, console, plain=options.plain) as display:
+            with watch, recording, _display(training, watch, console, plain=options.plain) as display:
                 while not meter.done:
                     display.show(meter.record(training.step()))
         except KeyboardInterrupt:
@@ -91,8 +113,17 @@ def run(options: argparse.Namespace) -> int:
             raise
         print(_fit(_summary("trained for", meter, training, watch), columns), end="\n\n", flush=True)
         verse = textwrap.indent(_fit(training.write(CHARACTERS).strip(), columns - len(INDENT)), INDENT)
-        print(f"what it writes now:\n\n{verse}\n\n{_fit(NEXT, columns)}\n{INDENT}{_command()} demo --help")
-    return 0
+        print(f"what it writes now:\n\n{verse}\n\nwhere the time went:\n", flush=True)
+    code = _report(options.out)
+    print(f"\n{_fit(NEXT, columns)}\n{INDENT}{_command()} demo --help")
+    return code
+
+
+def _report(recorded: Path) -> int:
+    """Say what the recording tells, as `pipesight report` does, and make its page."""
+    from pipesight.cli.command import main
+
+    return main(["report", os.fspath(recorded), "--html"])
 
 
 def _display(training: Training, watch: Watch, console: Console, *, plain: bool) -> LiveDisplay | PlainDisplay:

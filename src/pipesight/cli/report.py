@@ -1,0 +1,157 @@
+"""`pipesight report`: how large the bubble is, why, and what to change."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipesight.report.analysis import Report
+
+__all__ = ["add_to", "run"]
+
+FAILED, WRONG, OVER = 1, 2, 3
+"""Exit codes: reading or writing failed; what was asked cannot be; the bubble is larger than allowed."""
+
+
+def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its options."""
+    parser = subcommands.add_parser(
+        "report",
+        help="say how large the bubble of a run is, why, and what to change",
+        description="Say how large the bubble of a run is, why, and what to change; or what differs between two runs.",
+        epilog="exit codes: 0 all is well; 1 reading or writing failed; 2 there is no run, step, partition or layer "
+        "like that; 3 the bubble is larger than --fail-over allows",
+    )
+    add = parser.add_argument
+    add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or a trace")
+    add("other_path", type=Path, metavar="RUN_B", nargs="?", help="another one, to compare with the first")
+    add("--json", action="store_true", help="print JSON, as report.schema.json describes it")
+    add("--steps", type=_steps, metavar="A:B", help="only steps A to B, both included; 10:, :20 and 15 work too")
+    add("--partition", type=int, metavar="J", help="only this partition, and its layers")
+    add("--layer", metavar="NAME", help="only layers of this name; * stands for any part of one")
+    add("--step", type=int, metavar="N", help="draw this step (the one closest to the median)")
+    add("--width", type=_width, metavar="W", help="columns to write in, at least 60 (those of the terminal)")
+    add(
+        "--html",
+        nargs="?",
+        type=Path,
+        const=True,
+        metavar="FILE",
+        help="also write the page, to FILE or to report.html in RUN",
+    )
+    add("--fail-over", type=_share, metavar="SHARE", help="end with exit code 3 if the bubble is larger: 0.3, or 30%%")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Report, and return the exit code."""
+    from pipesight.report.run import NotARunError
+
+    try:
+        return _report(options)
+    except BrokenPipeError:
+        raise
+    except NotARunError as error:
+        return _fail(str(error), WRONG)
+    except OSError as error:
+        return _fail(f"{error.filename or options.run_path}: {error.strerror or error}", FAILED)
+    except ValueError as error:
+        return _fail(str(error), WRONG)
+
+
+def _report(options: argparse.Namespace) -> int:
+    first = _analyse(options.run_path, options)
+    if options.other_path is not None:
+        from pipesight.report.compare import compare, comparison_as_json, render_comparison
+
+        second = _analyse(options.other_path, options)
+        comparison = compare(first, second)
+        _print(comparison_as_json(comparison) if options.json else render_comparison(comparison, **_look(options)))
+    elif options.json:
+        from pipesight.report.as_json import as_json
+
+        _print(as_json(first))
+    else:
+        from pipesight.report.terminal import render
+
+        _print(render(first, step=options.step, **_look(options)))
+    if options.html is not None:
+        _write_page(options)
+    latest = first if options.other_path is None else second
+    over = options.fail_over is not None and latest.overall is not None and latest.overall.bubble > options.fail_over
+    if over and latest.overall is not None:
+        return _fail(f"the bubble is {latest.overall.bubble:.1%}, over {options.fail_over:.1%}", OVER)
+    return 0
+
+
+def _analyse(path: Path, options: argparse.Namespace) -> Report:
+    from pipesight.report.analysis import analyse
+    from pipesight.report.run import open_run
+
+    with open_run(path) as opened:
+        return analyse(opened, steps=options.steps, partition=options.partition, layer=options.layer)
+
+
+def _write_page(options: argparse.Namespace) -> None:
+    from pipesight.report.html import write_page
+
+    output = None if options.html is True else options.html
+    print(f"the page is {write_page(options.run_path, output=output)}", file=sys.stderr if options.json else sys.stdout)
+
+
+def _look(options: argparse.Namespace) -> dict[str, Any]:
+    """Return how to write: for a terminal, or for whatever reads the standard output."""
+    width = options.width or min(shutil.get_terminal_size((80, 24)).columns, 200)
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "")
+    return {"width": width, "colour": colour, "ascii": not encoding.startswith("utf")}
+
+
+def _print(what: str | dict[str, Any]) -> None:
+    text = what if isinstance(what, str) else json.dumps(what, indent=2, allow_nan=False) + "\n"
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"pipesight report: error: {message}", file=sys.stderr)
+    return code
+
+
+# Options.
+
+
+def _steps(text: str) -> range:
+    """Read ``A:B``, ``A:``, ``:B`` or ``A``."""
+    parts: Sequence[str] = text.split(":")
+    try:
+        first = int(parts[0]) if parts[0] else 0
+        last = first if len(parts) == 1 else int(parts[1]) if parts[1] else 2**62
+        if len(parts) <= 2 and text != "" and 0 <= first <= last:
+            return range(first, last + 1)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"steps must be A:B with A <= B, as in 10:20 (steps: {text!r})")
+
+
+def _width(text: str) -> int:
+    if text.isascii() and text.isdecimal() and 60 <= int(text) <= 10_000:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"the width must be at least 60 (width: {text!r})")
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = -1.0
+    if 0 <= share <= 1:
+        return share
+    raise argparse.ArgumentTypeError(f"a share must lie between 0 and 1, as 0.3 or 30% (share: {text!r})")

@@ -1,0 +1,111 @@
+"""`pipesight view`: the page of a run in a browser, which follows the run while it goes on."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipesight.report.publishing import Publisher
+
+__all__ = ["add_to", "run"]
+
+WRONG, FAILED = 2, 1
+"""Exit codes: there is no run and none can appear; the port cannot be had."""
+LAST_PORT = 65535
+
+
+def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its options."""
+    parser = subcommands.add_parser(
+        "view",
+        help="show a run in the browser, also while it goes on",
+        description="Serve the page of a run to browsers on this machine, and keep it up to date while the run goes "
+        "on. A run that is not there yet is waited for. Only who has the address that is printed can see it. Ctrl-C "
+        "ends it.",
+    )
+    add = parser.add_argument
+    add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or a trace")
+    add("--port", type=_port, default=0, metavar="N", help="where to listen on 127.0.0.1 (a free port)")
+    add("--no-browser", action="store_true", help="only print the address")
+    parser.set_defaults(run=run)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > LAST_PORT:
+        raise argparse.ArgumentTypeError(f"a port is a number from 0 to {LAST_PORT} (given: {text!r})")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C, and return the exit code."""
+    try:
+        return _serve(options.run_path, port=options.port, browser=not options.no_browser)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _serve(path: Path, *, port: int, browser: bool) -> int:
+    from pipesight.report.drawing import draw, empty_page
+    from pipesight.report.following import check_place
+    from pipesight.report.publishing import Publisher
+    from pipesight.report.run import NotARunError
+    from pipesight.report.serving import RunServer
+
+    try:
+        check_place(path)
+    except NotARunError as error:
+        return _fail(str(error), WRONG)
+    with Publisher(path, draw=draw) as publisher:
+        try:
+            server = RunServer(publisher, page=empty_page, port=port)
+        except OSError as error:
+            return _fail(_port_trouble(port, error), FAILED)
+        with server:
+            print(server.address, flush=True)
+            if browser:
+                _open(server.address)
+            _tell(publisher)
+    return 0
+
+
+def _port_trouble(port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} is in use; leave out --port to take a free one"
+    return f"cannot listen on port {port}: {error.strerror or error}; leave out --port to take a free one"
+
+
+def _open(address: str) -> None:
+    """Open a browser, unless it would be one that takes over the terminal."""
+    import webbrowser
+
+    windows = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if windows or os.environ.get("BROWSER"):
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+
+def _tell(publisher: Publisher) -> None:
+    """Say how far the run is, whenever that changes, until Ctrl-C."""
+    news = None
+    said = ""
+    while True:
+        news = publisher.wait(news, timeout=1.0)
+        state = publisher.state
+        words = {
+            "waiting": f"waiting for {publisher.path} to appear",
+            "running": f"{publisher.path} is going on",
+            "ended": f"{publisher.path} has ended: {state.outcome}; Ctrl-C ends this too",
+        }[state.phase]
+        if words != said:
+            print(words, file=sys.stderr, flush=True)
+            said = words
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"pipesight view: error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,188 @@
+"""`pipesight watch`: a run that is going on, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from pipesight.report.analysis import Report
+    from pipesight.report.following import Follower
+    from pipesight.report.live_terminal import Frame
+
+__all__ = ["add_to", "run"]
+
+WRONG = 2
+"""Exit code: there is no run and none can appear."""
+INTERVAL = 1.0  # seconds from one look to the next, at least
+SHARE = 2
+"""How many times longer than a look took to wait for the next."""
+LEAST = (40, 8)
+"""Columns and lines below which there is one line a step."""
+
+
+def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its options."""
+    parser = subcommands.add_parser(
+        "watch",
+        help="show a run in the terminal while it goes on",
+        description="Show the last step of a run while it goes on: how long it takes, the bubble of each partition, "
+        "where the time goes, the last log lines. A run that is not there yet is waited for. It ends with the run, or "
+        "by Ctrl-C. Where there is no terminal, it prints a line for each step.",
+    )
+    add = parser.add_argument
+    add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or a trace")
+    add("--plain", action="store_true", help="print a line for each step, also in a terminal")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Watch until the run has ended, and return the exit code."""
+    from rich.console import Console
+
+    from pipesight.report.following import Follower, check_place
+    from pipesight.report.run import NotARunError
+
+    try:
+        check_place(options.run_path)
+    except NotARunError as error:
+        print(f"pipesight watch: error: {error}", file=sys.stderr)
+        return WRONG
+    console = Console(markup=False, highlight=False, emoji=False)
+    live = console.is_terminal and not options.plain and not console.is_dumb_terminal
+    follower = Follower(options.run_path)
+    try:
+        if live and console.width >= LEAST[0] and console.height >= LEAST[1]:
+            _watch(follower, console)
+        else:
+            _print(follower, ascii=console.options.ascii_only)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        follower.close()
+    return 0
+
+
+# A line for each step.
+
+
+def _print(follower: Follower, *, ascii: bool) -> None:
+    from pipesight.report.live_figures import steps_of
+    from pipesight.report.live_terminal import line_of
+
+    shown = -1
+    said: set[str] = set()
+
+    def say(words: str) -> None:
+        if words not in said:
+            said.add(words)
+            print(words, flush=True)
+
+    while True:
+        begin = time.monotonic()
+        changed = follower.look()
+        if follower.state.phase == "waiting":
+            say(f"{follower.path}: {_state(follower)}")
+        if changed and (report := _report(follower)) is not None:
+            if report.nonfinite is not None:
+                found = report.nonfinite
+                say(f"not finite: {found.tensor} of {found.layer}, first in iteration {found.iteration}")
+            for step in steps_of(report):
+                if step.step > shown:
+                    print(line_of(step, ascii=ascii), flush=True)
+                    shown = step.step
+        if follower.state.phase == "ended":
+            say(f"{follower.path}: {_state(follower)}")
+            return
+        time.sleep(max(INTERVAL, SHARE * (time.monotonic() - begin)))
+
+
+# A picture that is drawn again and again.
+
+
+def _watch(follower: Follower, console: Console) -> None:
+    from rich.live import Live
+
+    frames = _frames(follower)
+    frame = next(frames)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(_drawn(frame, console), console=console, auto_refresh=False, screen=True) as live,
+    ):
+        for frame in frames:
+            live.update(_drawn(frame, console), refresh=True)
+    console.print(_drawn(frame, console, spare=1))  # what was seen last stays
+
+
+def _frames(follower: Follower) -> Iterator[Frame]:
+    """Yield what there is to see, now and then, until the run has ended."""
+    report: Report | None = None
+    yield _frame(follower, report)
+    while True:
+        begin = time.monotonic()
+        if follower.look():
+            report = _report(follower)
+        yield _frame(follower, report)
+        if follower.state.phase == "ended":
+            return
+        time.sleep(max(INTERVAL, SHARE * (time.monotonic() - begin)))
+
+
+def _drawn(frame: Frame, console: Console, *, spare: int = 0) -> Text:
+    from rich.text import Text
+
+    from pipesight.report.live_terminal import draw_frame
+
+    lines = draw_frame(
+        frame,
+        width=console.width,
+        height=console.height - spare,
+        colour=console.color_system is not None,
+        ascii=console.options.ascii_only,
+    )
+    return Text.from_ansi("\n".join(lines), no_wrap=True, end="")
+
+
+def _frame(follower: Follower, report: Report | None) -> Frame:
+    from pipesight.report.live_figures import figures_of
+    from pipesight.report.live_terminal import Frame
+
+    figures = figures_of(report) if report is not None else None
+    return Frame(str(follower.path), _state(follower), report, figures, list(follower.run.log_lines()))
+
+
+def _report(follower: Follower) -> Report | None:
+    from pipesight.report.analysis import analyse
+
+    return analyse(follower.run) if follower.run.steps() else None
+
+
+def _state(follower: Follower) -> str:
+    """Say how far the run is."""
+    state = follower.state
+    if state.phase == "waiting":
+        return "waiting for it to appear"
+    if state.phase == "ended":
+        return f"has ended: {state.outcome}"
+    yet = "" if follower.run.steps() else ", no whole step yet"
+    return f"going on{_since(follower.run.description.get('started'))}{yet}"
+
+
+def _since(started: object) -> str:
+    try:
+        begin = datetime.fromisoformat(str(started))
+    except ValueError:
+        return ""
+    seconds = int((datetime.now(UTC) - begin.astimezone(UTC)).total_seconds())
+    minutes, seconds = divmod(max(seconds, 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f" for {hours}:{minutes:02}:{seconds:02}" if hours else f" for {minutes}:{seconds:02}"

@@ -1,0 +1,147 @@
+"""What text in a terminal is made of: numbers with units, bars, columns, colour."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+__all__ = ["Style", "bar", "beside", "columns", "percent", "shown_width", "spark", "time"]
+
+READABLE = 100
+"""Columns of a sentence; longer lines are hard to follow."""
+
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36", "magenta": "35"}
+_ESCAPE = re.compile("\x1b\\[[0-9;]*m")
+_PIECES = re.compile("\x1b\\[[0-9;]*m|[^\x1b]+")
+# Names come from files: what would move the cursor, or turn text around, is shown as a question mark.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a report is written: in how many columns, with colour or without, in which characters."""
+
+    width: int = 80
+    colour: bool = False
+    ascii: bool = False
+
+    def paint(self, text: str, *styles: str) -> str:
+        """Put text in colour, if there is any."""
+        if not self.colour or not text:
+            return text
+        return f"\x1b[{';'.join(_CODES[style] for style in styles)}m{text}\x1b[0m"
+
+    def plain(self, text: str) -> str:
+        """Make text from a file safe to show."""
+        safe = _CONTROL.sub("?", text)
+        return safe.encode("ascii", "replace").decode() if self.ascii else safe
+
+    def cut(self, text: str, width: int) -> str:
+        """Make text safe, and no wider than that."""
+        safe = self.plain(text)
+        mark = "~" if self.ascii else "…"
+        return safe if len(safe) <= width else safe[: max(width - 1, 0)] + mark[:width]
+
+    def fit(self, line: str) -> str:
+        """Cut a line that is too wide, which may have colour in it."""
+        if shown_width(line) <= self.width:
+            return line
+        kept, room = [], self.width
+        for piece in _PIECES.findall(line):
+            if piece.startswith("\x1b"):
+                kept.append(piece)
+            else:
+                kept.append(piece[:room])
+                room = max(room - len(piece), 0)
+        return "".join(kept)
+
+    def wrapped(self, text: str, *, indent: str = "", first: str | None = None) -> list[str]:
+        """Break text into lines."""
+        start = indent if first is None else first
+        width = min(self.width, READABLE)
+        return textwrap.wrap(
+            self.plain(text), width, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False
+        )
+
+
+def shown_width(text: str) -> int:
+    """Return how many columns a text takes."""
+    return len(_ESCAPE.sub("", text))
+
+
+def time(microseconds: float) -> str:
+    """Write a time with three digits or so.
+
+    >>> time(12345), time(12.3), time(4_560_000)
+    ('12.3 ms', '12.3 µs', '4.56 s')
+    """
+    for size, unit in ((1e6, "s"), (1e3, "ms")):
+        if abs(microseconds) >= size * 0.9995:
+            return f"{_three(microseconds / size)} {unit}"
+    return f"{_three(microseconds)} µs"
+
+
+def _three(value: float) -> str:
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+
+
+def percent(share: float) -> str:
+    """Write a share.
+
+    >>> percent(0.4286), percent(0.0)
+    ('42.9%', '-')
+    """
+    return f"{share:.1%}" if abs(share) >= 0.0005 else "-"
+
+
+def bar(share: float, width: int, *, ascii: bool = False) -> str:
+    """Draw a share as a bar, to an eighth of a character."""
+    cells = max(0.0, min(share, 1.0)) * width
+    if ascii:
+        return "#" * round(cells)
+    whole, rest = divmod(round(cells * 8), 8)
+    return "█" * whole + " ▏▎▍▌▋▊▉"[rest].strip()
+
+
+def spark(values: Sequence[float], width: int, *, top: float, ascii: bool = False) -> str:
+    """Draw values as columns, each as high as its share of ``top``; of more than fit, the highest of each few.
+
+    >>> spark([1, 2, 8], 3, top=8)
+    '▁▂█'
+    """
+    levels = ".:-=+*%#" if ascii else "▁▂▃▄▅▆▇█"
+    count = min(len(values), width)
+    edges = [k * len(values) // max(count, 1) for k in range(count + 1)]
+    highest = [max(values[a:b]) for a, b in pairwise(edges)]
+    return "".join(levels[min(max(math.ceil(value / max(top, 1e-9) * 8), 1), 8) - 1] for value in highest)
+
+
+def columns(rows: Sequence[Sequence[str]], *, align: str, gap: int = 2) -> list[str]:
+    """Lay out cells, each column as wide as it must be; ``align`` has ``l`` or ``r`` for each."""
+    widths = [max(shown_width(row[k]) for row in rows) for k in range(len(align))]
+    lines = []
+    for row in rows:
+        cells = []
+        for cell, width, side in zip(row, widths, align, strict=True):
+            space = " " * (width - shown_width(cell))
+            cells.append(space + cell if side == "r" else cell + space)
+        lines.append((" " * gap).join(cells).rstrip())
+    return lines
+
+
+def beside(left: Sequence[str], right: Sequence[str], *, width: int, gap: int = 4) -> list[str]:
+    """Put two blocks of lines beside each other, or below if they are too wide for that."""
+    widest = max(map(shown_width, left), default=0)
+    if widest + gap + max(map(shown_width, right), default=0) > width:
+        return [*left, "", *right]
+    lines = []
+    for k in range(max(len(left), len(right))):
+        one, other = (block[k] if k < len(block) else "" for block in (left, right))
+        lines.append((one + " " * (widest + gap - shown_width(one)) + other).rstrip())
+    return lines

@@ -1,0 +1,162 @@
+"""Two runs side by side: what differs, and which loss explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipesight.report._text import Style, columns, percent, time
+from pipesight.report.analysis import Report
+from pipesight.report.as_json import as_json
+from pipesight.report.verdict import TITLES
+
+__all__ = ["Comparison", "Difference", "compare", "comparison_as_json", "render_comparison"]
+
+ALIKE = 0.01
+"""Of the first run's step, what two runs may differ and still be called alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A quantity in both runs."""
+
+    first: float
+    second: float
+
+    @property
+    def change(self) -> float:
+        """The second less the first."""
+        return self.second - self.first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """What differs between two runs. Times are microseconds of the mean step."""
+
+    first: Report
+    second: Report
+    text: str
+    quantities: Mapping[str, Difference]
+    parts: Mapping[str, Difference]
+
+
+def compare(first: Report, second: Report) -> Comparison:
+    """Compare two runs, the second with the first.
+
+    Raises:
+        ValueError: One of them has no complete step.
+    """
+    for report in (first, second):
+        if report.overall is None:
+            raise ValueError(f"there is no complete step to compare in {report.path!r}")
+    one, other = first.overall, second.overall
+    assert one is not None
+    assert other is not None
+    quantities = {
+        "step_time": Difference(one.time.median, other.time.median),
+        "steps_per_second": Difference(one.steps_per_second, other.steps_per_second),
+        "microbatches_per_second": Difference(one.microbatches_per_second, other.microbatches_per_second),
+        "bubble": Difference(one.bubble, other.bubble),
+        "bound": Difference(one.bound, other.bound),
+        "recompute": Difference(one.recompute, other.recompute),
+    }
+    if one.samples_per_second is not None and other.samples_per_second is not None:
+        quantities["samples_per_second"] = Difference(one.samples_per_second, other.samples_per_second)
+    parts = {name: Difference(one.parts[name], other.parts[name]) for name in one.parts}
+    return Comparison(first, second, _sentence(one.time.mean, other.time.mean, parts), quantities, parts)
+
+
+def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> str:
+    change = after - before
+    if abs(change) < ALIKE * before:
+        largest = max(parts, key=lambda name: abs(parts[name].change))
+        text = f"Both take the same time for a step, to within {ALIKE:.0%}"
+        if abs(parts[largest].change) < ALIKE * before:
+            return f"{text}, and spend it alike."
+        return f"{text}; most of what differs is {TITLES[largest]} ({_signed(parts[largest].change)})."
+    word = "slower" if change > 0 else "faster"
+    # What went the same way as the whole, the largest first, until most of it is explained.
+    causes = sorted((n for n in parts if parts[n].change * change > 0), key=lambda n: -abs(parts[n].change))
+    named, sum_so_far = [], 0.0
+    for name in causes[:3]:
+        if abs(sum_so_far) >= 0.8 * abs(change) or abs(parts[name].change) < 0.05 * abs(change):
+            break
+        named.append(f"{TITLES[name]} ({_signed(parts[name].change)})")
+        sum_so_far += parts[name].change
+    text = f"The second run is {abs(change) / before:.1%} {word}: {_signed(change)} a step. "
+    listed = (
+        ", ".join(named[:-1]) + (" and " if len(named) > 1 else "") + named[-1] if named else "spread over all parts"
+    )
+    return f"{text}Most of that is {listed}."
+
+
+def _signed(change: float) -> str:
+    return f"{'+' if change > 0 else '-'}{time(abs(change))}"
+
+
+def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
+    """Return a comparison as what `json.dumps` takes; both reports are in it."""
+    return {
+        "format": "pipesight-comparison",
+        "format_version": 1,
+        "text": comparison.text,
+        "quantities": {name: _difference(entry) for name, entry in comparison.quantities.items()},
+        "parts": {name: _difference(entry) for name, entry in comparison.parts.items()},
+        "first": as_json(comparison.first),
+        "second": as_json(comparison.second),
+    }
+
+
+def _difference(difference: Difference) -> dict[str, float]:
+    return {**asdict(difference), "change": difference.change}
+
+
+def render_comparison(comparison: Comparison, *, width: int = 80, colour: bool = False, ascii: bool = False) -> str:
+    """Write a comparison as text."""
+    style = Style(max(width, 60), colour, ascii)
+    runs = comparison.first, comparison.second
+    lines = [style.paint(line, "bold") for line in style.wrapped(comparison.text)]
+    lines.append("")
+    for mark, report in zip("AB", runs, strict=True):
+        lines.append(f"{mark}  {style.cut(report.path, style.width - 3)}")
+    rows = [["", "A", "B", "difference"]]
+    for name, title, write in _QUANTITIES:
+        if name in comparison.quantities:
+            rows.append([title, *_cells(comparison.quantities[name], write, style)])
+    rows.append(["", "", "", ""])
+    total = max(sum(part.first for part in comparison.parts.values()), 1e-9)
+    for name, part in comparison.parts.items():
+        if max(part.first, part.second) >= total * 0.0005:
+            rows.append([TITLES[name], *_cells(part, time, style)])
+    rows[0] = [style.paint(cell, "dim") for cell in rows[0]]
+    lines += ["", *columns(rows, align="lrrr", gap=4)]
+    text = "\n".join(map(style.fit, lines)) + "\n"
+    return text.replace("µs", "us") if ascii else text
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+_QUANTITIES = (
+    ("step_time", "step time, median", time),
+    ("steps_per_second", "steps/s", _rate),
+    ("samples_per_second", "samples/s", _rate),
+    ("microbatches_per_second", "micro-batches/s", _rate),
+    ("bubble", "bubble", percent),
+    ("bound", "the schedule's own", percent),
+    ("recompute", "recompute", percent),
+)
+
+
+def _cells(difference: Difference, write: Any, style: Style) -> list[str]:
+    if write is percent:
+        change = f"{difference.change * 100:+.1f} points" if abs(difference.change) >= 0.0005 else "-"
+    else:
+        share = difference.change / difference.first if difference.first else 0.0
+        change = f"{share:+.1%}" if difference.first and abs(share) >= 0.0005 else "-"
+        if write is time and abs(difference.change) >= 0.05:
+            change = f"{_signed(difference.change)}" + (f" ({change})" if difference.first else "")
+    shown = [write(value) if value or write is not time else "-" for value in (difference.first, difference.second)]
+    return [*shown, change]

@@ -1,0 +1,48 @@
+// Elements made of text: whatever a run holds, a layer's name too, only ever becomes text.
+
+export const byId = (id) => document.getElementById(id);
+
+const PROPERTIES = new Set(["value", "checked", "disabled", "hidden", "selected", "open"]);
+
+/** Make an element: `make("td", {class: "number", onclick: f}, "text", child)`. `vars` are CSS variables. */
+export function make(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+/** The same for a drawing. */
+export function makeSvg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "vars")
+      for (const [key, entry] of Object.entries(value)) element.style.setProperty(`--${key}`, entry);
+    else if (PROPERTIES.has(name)) element[name] = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  return put(element, children);
+}
+
+/** Put children into an element instead of those that it has; nothing, where one is missing. */
+export function put(element, ...children) {
+  element.replaceChildren(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
+  return element;
+}
+
+/** Text in which what a reader searches for is marked. */
+export function marked(text, pattern) {
+  if (!pattern) return [text];
+  const pieces = [];
+  let done = 0;
+  for (const found of text.matchAll(pattern)) {
+    if (!found[0]) continue;
+    pieces.push(text.slice(done, found.index), make("mark", {}, found[0]));
+    done = found.index + found[0].length;
+  }
+  return [...pieces, text.slice(done)];
+}

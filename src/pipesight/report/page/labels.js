@@ -1,0 +1,114 @@
+// Beside the timeline: the names of the lanes. Below it: what the blocks mean.
+
+import { byId, make, put } from "./dom.js";
+import { formatRoughShare, formatShare } from "./format.js";
+import { blockColours, palette } from "./palette.js";
+import { LETTERS, PHASES } from "./phases.js";
+import { listen, shownStep, state } from "./state.js";
+import { KINDS, KIND_NAMES } from "./surroundings.js";
+import { timeline } from "./timeline.js";
+
+export function startLabels() {
+  listen("run step", showLabels);
+  listen("run step theme", showLegend);
+}
+
+function showLabels() {
+  const step = shownStep();
+  const labels = byId("lane-labels");
+  labels.style.height = `${timeline.height}px`;
+  put(
+    labels,
+    ...timeline.rows.map((row) => {
+      const place = { vars: { top: `${row.top}px`, height: `${row.height}px` } };
+      if (row.kind === "program")
+        return make(
+          "div",
+          { ...place, class: "lane program" },
+          make("span", {}, state.run.payload.ranks > 1 ? `rank ${row.rank}` : "program"),
+        );
+      return laneLabel(step, row, place);
+    }),
+  );
+}
+
+function laneLabel(step, row, place) {
+  const { partition, rank, device, layers } = state.run.lanes[row.lane];
+  const names = layers.map((layer) => state.run.layerName(layer));
+  const bubble = step?.laneBubbles[row.lane] ?? null;
+  const bad = step?.marks.some(([, lane]) => lane === row.lane);
+  const many = state.run.payload.ranks > 1;
+  return make(
+    "div",
+    {
+      ...place,
+      class: row.height >= 34 ? "lane" : "lane low",
+      title: [state.run.laneName(row.lane), device, names.join(", ")].filter(Boolean).join("\n"),
+    },
+    make(
+      "span",
+      { class: "which" },
+      make("span", { class: "word" }, many ? `${rank}/` : "partition "),
+      `${partition}`,
+      bad && make("span", { class: "alarm", title: "values that are not finite" }, " \u2715"),
+    ),
+    make(
+      "span",
+      { class: "idle number", title: "bubble of this step" },
+      bubble === null ? "" : formatRoughShare(bubble),
+      make("span", { class: "offscreen" }, bubble === null ? "" : ` bubble, exactly ${formatShare(bubble)}`),
+    ),
+    row.height >= 34 && make("span", { class: "layers" }, [device, span(names)].filter(Boolean).join(" \u00b7 ")),
+  );
+}
+
+/** `span(["a", "b", "c"])` is "a … c". */
+function span(names) {
+  return names.length > 2 ? `${names[0]} \u2026 ${names.at(-1)}` : names.join(", ");
+}
+
+function showLegend() {
+  const step = shownStep();
+  if (!step || !palette.blocks.length) return;
+  const phases = [...new Set(step.phase)].sort();
+  const kinds = [...new Set(step.spans.kind)].sort();
+  const middle = Math.floor((state.run.chunks - 1) / 2);
+  put(
+    byId("legend"),
+    ...phases.map((phase) => {
+      const { fill, edge, ink } = blockColours(middle, phase);
+      return make(
+        "li",
+        {},
+        make(
+          "span",
+          { class: `swatch ${PHASES[phase]}`, "aria-hidden": "true", vars: { fill, edge, ink } },
+          LETTERS[phase],
+        ),
+        PHASES[phase],
+      );
+    }),
+    make(
+      "li",
+      {},
+      make("span", {
+        class: "ramp",
+        "aria-hidden": "true",
+        vars: {
+          from: blockColours(0, 2).fill,
+          middle: blockColours(middle, 2).fill,
+          to: blockColours(state.run.chunks - 1, 2).fill,
+        },
+      }),
+      state.run.chunks > 1 ? `micro-batches 0\u2013${state.run.chunks - 1}` : "micro-batch 0",
+    ),
+    make("li", {}, make("span", { class: "swatch idle", "aria-hidden": "true" }), "idle, with its share of the window"),
+    step.transfers.lane.length > 0 &&
+      make("li", {}, make("span", { class: "swatch transfer", "aria-hidden": "true" }), "transfer"),
+    ...kinds.map((kind) =>
+      make("li", {}, make("span", { class: `swatch ${KINDS[kind]}`, "aria-hidden": "true" }), KIND_NAMES[kind]),
+    ),
+    step.marks.length > 0 &&
+      make("li", {}, make("span", { class: "alarm", "aria-hidden": "true" }, "\u2715"), "not finite"),
+  );
+}

@@ -1,0 +1,107 @@
+// Log lines: those of the block that is open, of the step, or all.
+
+import { byId, make, marked, put } from "./dom.js";
+import { listed, plural } from "./format.js";
+import { PHASES } from "./phases.js";
+import { listen, shownStep, state } from "./state.js";
+
+const MOST = 500;
+let scope = "step";
+
+export function startLog() {
+  listen("selection", () => {
+    scope = state.selected === null ? (scope === "all" ? "all" : "step") : "block";
+  });
+  listen("run step selection search", showLog);
+}
+
+function showLog() {
+  const { lines, left_out } = state.run.logs;
+  byId("log-section").hidden = !lines.length;
+  if (!lines.length) return;
+  if (scope === "block" && state.selected === null) scope = "step";
+  const chosen = lines.map((line, index) => ({ ...line, index })).filter(belongs);
+  const seen = state.query ? chosen.filter(({ index }) => state.query.lines.has(index)) : chosen;
+  put(byId("log-scope"), ...scopes());
+  byId("log-facts").textContent = listed(
+    `${plural(seen.length, "line")}${state.query ? " found" : ""}`,
+    seen.length > MOST && `the first ${MOST} shown`,
+    left_out > 0 && `${plural(left_out, "line")} of the run not in the page`,
+  );
+  put(
+    byId("log"),
+    ...(seen.length
+      ? seen.slice(0, MOST).map(entry)
+      : [
+          make(
+            "p",
+            { class: "soft" },
+            scope === "all"
+              ? "No line matches."
+              : `No line ${state.query ? "matches " : ""}here. Lines of other steps: choose \u201call\u201d.`,
+          ),
+        ]),
+  );
+}
+
+function belongs(line) {
+  const step = shownStep();
+  if (scope === "all" || !step) return true;
+  if (line.step !== step.number) return false;
+  if (scope === "step") return true;
+  const block = state.selected;
+  const { rank, partition } = state.run.lanes[step.lane[block]];
+  return (
+    line.rank === rank &&
+    line.partition === partition &&
+    line.microbatch === step.microbatch[block] &&
+    (line.phase === null || line.phase === PHASES[step.phase[block]])
+  );
+}
+
+function scopes() {
+  const step = shownStep();
+  const names = [
+    ["all", "all"],
+    ["step", step ? `step ${step.number}` : "step"],
+    ...(state.selected === null ? [] : [["block", "this block"]]),
+  ];
+  return names.map(([name, text]) =>
+    make(
+      "button",
+      {
+        type: "button",
+        "aria-pressed": `${scope === name}`,
+        onclick: () => {
+          scope = name;
+          showLog();
+          byId("log-scope").querySelector('[aria-pressed="true"]').focus();
+        },
+      },
+      text,
+    ),
+  );
+}
+
+/** Where in the pipeline a line was written. */
+export function whereOf({ step, partition, microbatch, phase, layer }) {
+  const known = [
+    ["step", step],
+    ["partition", partition],
+    ["micro-batch", microbatch],
+    ["", phase],
+    ["layer", layer],
+  ].filter(([, value]) => value !== null);
+  return known.length ? `[${known.map(([name, value]) => `${name} ${value}`.trim()).join(" ")}] ` : "";
+}
+
+function entry(line) {
+  return make(
+    "p",
+    { class: `entry ${line.level.toLowerCase()}` },
+    make("span", { class: "when" }, line.time === null ? "" : `${(line.time / 1e6).toFixed(3)} s `),
+    make("span", { class: "level" }, `${line.level} `),
+    make("span", { class: "where" }, marked(whereOf(line), state.query?.pattern)),
+    marked(line.text, state.query?.pattern),
+  );
+}

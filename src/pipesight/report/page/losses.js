@@ -1,0 +1,133 @@
+// Where the time went: a bar for each partition and one for all, and what each part of it means.
+
+import { byId, make, put } from "./dom.js";
+import { formatShare, formatTime } from "./format.js";
+import { listen, shownStep, state } from "./state.js";
+
+const MOST_BARS = 32;
+let scope = "run";
+
+export function startLosses() {
+  listen("run", showLosses);
+  listen("step", () => scope === "step" && showLosses());
+}
+
+function showLosses() {
+  const { parts, run } = state.run.payload.losses;
+  const step = shownStep();
+  const ofStep = scope === "step" && step ? state.run.shown[state.step].losses : null;
+  const chosen = ofStep ? { all: ofStep, lanes: [] } : run;
+  byId("time-section").hidden = !run.all.some((time) => time > 0);
+  const lanes = chosen.lanes.slice(0, MOST_BARS);
+  const total = Math.max(sum(chosen.all), ...lanes.map(({ times }) => sum(times)), 1);
+  byId("time-facts").textContent = ofStep
+    ? `step ${step.number}, ${formatTime(sum(chosen.all))} from its first forward to the next step's`
+    : `mean of ${state.run.payload.losses.steps} training steps, ${formatTime(sum(chosen.all))} each`;
+  put(
+    byId("time"),
+    make(
+      "div",
+      { class: "choice", role: "group", "aria-label": "Which steps" },
+      choice("run", "whole run"),
+      choice("step", "this step"),
+    ),
+    make(
+      "div",
+      { class: "bars" },
+      bar("all", chosen.all, total, parts),
+      lanes.map(({ partition, times }) => bar(`partition ${partition}`, times, total, parts)),
+      chosen.lanes.length > MOST_BARS &&
+        make("p", { class: "soft" }, `and ${chosen.lanes.length - MOST_BARS} more partitions`),
+    ),
+    explanations(parts, chosen.all),
+  );
+}
+
+const choice = (name, text) =>
+  make(
+    "button",
+    {
+      type: "button",
+      "aria-pressed": `${scope === name}`,
+      onclick: () => {
+        scope = name;
+        showLosses();
+        byId("time").querySelector('[aria-pressed="true"]').focus();
+      },
+    },
+    text,
+  );
+
+function bar(name, times, total, parts) {
+  const said = parts
+    .map(({ name: part }, index) => (times[index] > 0 ? `${part} ${formatTime(times[index])}` : null))
+    .filter(Boolean)
+    .join(", ");
+  return make(
+    "div",
+    { class: name === "all" ? "stack all" : "stack" },
+    make("span", { class: "stack-name" }, name),
+    make(
+      "div",
+      { class: "stack-bar", role: "img", "aria-label": `${name}: ${said}` },
+      parts.map(
+        ({ key, name: part }, index) =>
+          times[index] > 0 &&
+          make("span", {
+            class: `part ${key}`,
+            vars: { share: times[index] / total },
+            title: `${part}: ${formatTime(times[index])}, ${formatShare(times[index] / sum(times))}`,
+          }),
+      ),
+    ),
+  );
+}
+
+function explanations(parts, all) {
+  const whole = Math.max(sum(all), 1);
+  const groups = [
+    ["busy", "Computing"],
+    ["loss", "Lost inside the window"],
+    ["outside", "Outside of the window"],
+  ];
+  return make(
+    "div",
+    { class: "explanations" },
+    groups.map(([kind, title]) => {
+      const members = parts
+        .map((part, index) => ({ ...part, time: all[index] }))
+        .filter((part) => part.kind === kind && (part.time > 0 || kind === "loss"));
+      if (!members.length) return null;
+      return make(
+        "div",
+        {},
+        make(
+          "h3",
+          {},
+          title,
+          make("span", { class: "number" }, formatShare(sum(members.map(({ time }) => time)) / whole)),
+        ),
+        make(
+          "dl",
+          {},
+          members.map(({ key, name, text, time }) =>
+            make(
+              "div",
+              { class: time > 0 ? null : "nothing" },
+              make(
+                "dt",
+                {},
+                make("span", { class: `part key ${key}`, "aria-hidden": "true" }),
+                name,
+                make("span", { class: "number" }, `${formatTime(time)} \u00b7 ${formatShare(time / whole)}`),
+              ),
+              make("dd", {}, text),
+            ),
+          ),
+        ),
+      );
+    }),
+  );
+}
+
+const sum = (times) => times.reduce((total, time) => total + time, 0);

@@ -1,0 +1,111 @@
+// Puts the page together, and shows a run, or a longer payload of the same run, in it.
+
+import { startBlock } from "./block.js";
+import { byId } from "./dom.js";
+import { startKeys } from "./keys.js";
+import { startLabels } from "./labels.js";
+import { startLayers } from "./layers.js";
+import { showLive, startLive } from "./live.js";
+import { startLog } from "./log.js";
+import { startLosses } from "./losses.js";
+import { startNames } from "./names.js";
+import "./palette.js";
+import { startPerfetto } from "./perfetto.js";
+import { startPointing } from "./pointing.js";
+import { Run } from "./run.js";
+import { startSearching } from "./searching.js";
+import { shownStep, state, tell } from "./state.js";
+import { startStatistics, statisticsDrawn } from "./statistics.js";
+import { startStepping } from "./stepping.js";
+import { startStepTable } from "./steptable.js";
+import { startSummary } from "./summary.js";
+import { startTheme } from "./theme.js";
+import { startTimeline, timeline } from "./timeline.js";
+import { unpackPayload } from "./unpack.js";
+import { isWhole, startZooming, wholeView } from "./view.js";
+
+/** Show a payload; what the reader looks at stays, if it is there still. */
+function update(payload) {
+  const before = state.run;
+  const step = before ? shownStep() : null;
+  const atEnd = step !== null && state.step === before.shown.length - 1 && before.shown.length > 1;
+  const whole = isWhole();
+  const selected = step !== null && state.selected !== null ? step.keyOf(state.selected) : null;
+  state.run = new Run(payload);
+  state.hovered = state.focused = null;
+  if (!step) state.step = payload.start;
+  else state.step = atEnd ? payload.shown.length - 1 : state.run.placeOf(step.number);
+  const now = shownStep();
+  state.selected = now?.blockOf(selected) ?? null;
+  if (now && (whole || !step)) state.view = wholeView(now);
+  const nothing = payload.live ? "Waiting for the first step." : "This run has no tasks of a pipeline to draw.";
+  notify(payload.shown.length ? "" : nothing);
+  showLive(payload.live);
+  tell("run");
+  tell("selection");
+}
+
+/** Say what is missing, if anything, and show the page. */
+function notify(text) {
+  byId("notice").textContent = text;
+  byId("notice").hidden = !text;
+  byId("main").classList.remove("waiting");
+}
+
+/** Facts about what is shown, for tests and the curious. */
+function inspect() {
+  const step = shownStep();
+  return {
+    revision: state.run?.payload.revision ?? null,
+    live: byId("live").hidden ? null : byId("live").textContent,
+    steps: state.run?.shown.map(({ number }) => number) ?? [],
+    step: step?.number ?? null,
+    blocks: step?.count ?? 0,
+    bubble: step?.bubble ?? null,
+    lanes:
+      step?.lanes.map(({ blocks }, lane) => ({
+        name: state.run.laneName(lane),
+        blocks: blocks.length,
+        bubble: step.laneBubbles[lane],
+        idle: step.idle[lane],
+      })) ?? [],
+    view: { ...state.view, end: step?.end ?? null },
+    drawn: { ...timeline.drawn },
+    rows: timeline.rows.map((row) => ({ ...row })),
+    selected:
+      step && state.selected !== null
+        ? { key: step.keyOf(state.selected), layers: step.layersOf(state.selected) }
+        : null,
+    focused: step && state.focused !== null ? step.keyOf(state.focused) : null,
+    found: state.query
+      ? { blocks: state.query.blocks.size, layers: state.query.layers.size, lines: state.query.lines.size }
+      : null,
+    statistics: { ...statisticsDrawn },
+  };
+}
+
+for (const start of [
+  startTimeline,
+  startLabels,
+  startStepping,
+  startSummary,
+  startNames,
+  startSearching,
+  startBlock,
+  startStepTable,
+  startLosses,
+  startLayers,
+  startStatistics,
+  startLog,
+  startPointing,
+  startKeys,
+  startZooming,
+  startPerfetto,
+  startTheme,
+])
+  start();
+window.pipesight = Object.freeze({ update, inspect });
+const payload = await unpackPayload();
+if (payload) update(payload);
+else notify("Waiting for the run.");
+startLive((fresh) => fresh.revision !== state.run?.payload.revision && update(fresh));

@@ -1,0 +1,6 @@
+// What a partition does with a micro-batch.
+
+export const PHASES = ["forward", "recompute", "backward", "weight"];
+export const LETTERS = ["F", "R", "B", "W"];
+export const RECOMPUTE = 1;
+export const BACKWARD = 2;

@@ -1,0 +1,45 @@
+// Where the lanes lie: a row for each partition, grouped by rank, and one above them for the rest of the program.
+
+import { state } from "./state.js";
+
+const GAP = 4;
+const PROGRAM = 16;
+const BETWEEN_RANKS = 10;
+
+/** Rows from top to bottom: {kind, rank, lane, top, height}; and how high they are together. */
+export function layOut(run) {
+  const height = laneHeight(run.lanes.length);
+  const rows = [];
+  let top = GAP;
+  let rank = null;
+  run.lanes.forEach((lane, index) => {
+    if (lane.rank !== rank) {
+      if (rank !== null) top += BETWEEN_RANKS;
+      rank = lane.rank;
+      if (run.payload.programs.includes(rank)) {
+        rows.push({ kind: "program", rank, lane: null, top, height: PROGRAM });
+        top += PROGRAM + GAP;
+      }
+    }
+    rows.push({ kind: "lane", rank, lane: index, top, height });
+    top += height + GAP;
+  });
+  return { rows, height: top };
+}
+
+function laneHeight(lanes) {
+  if (lanes <= 6) return 46;
+  if (lanes <= 10) return 36;
+  if (lanes <= 20) return 26;
+  return lanes <= 40 ? 20 : 14;
+}
+
+/** The row at a height, or null. */
+export function rowAt(rows, y) {
+  return rows.find((row) => row.top <= y && y < row.top + row.height) ?? null;
+}
+
+/** How high blocks of a phase are, of the row's height: heights tell phases apart, as letters and lines do. */
+export const HEIGHTS = [0.8, 0.56, 1, 0.4];
+
+export const isDimmed = (block) => state.query !== null && !state.query.blocks.has(block);

@@ -1,0 +1,76 @@
+// The first lines: the verdict, what to change, the figures; and the last: what the run was, and what is left out.
+
+import { byId, make, put } from "./dom.js";
+import { formatCount, formatShare, formatTime } from "./format.js";
+import { listen, state } from "./state.js";
+
+export function startSummary() {
+  listen("run", () => {
+    const { payload } = state.run;
+    document.title = `${payload.title} \u2013 pipesight`;
+    byId("title").textContent = payload.title;
+    const [first, ...rest] = payload.verdict.text.split(/(?<=[.!?]) /);
+    byId("verdict").textContent = first;
+    byId("verdict-more").textContent = rest.join(" ");
+    showChanges(payload.verdict.changes);
+    showFigures(payload.figures);
+    put(
+      byId("facts"),
+      ...payload.facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))),
+    );
+    put(byId("notes"), ...payload.notes.map((note) => make("li", {}, note)));
+  });
+}
+
+function showChanges(changes) {
+  const list = byId("changes");
+  list.hidden = !changes.length;
+  put(
+    list,
+    ...changes.map(({ what, why, gain, simulated }) =>
+      make(
+        "li",
+        {},
+        make("span", { class: "gain number" }, `${simulated ? "saves" : "saves up to"} ${formatShare(gain)}`),
+        make("span", {}, make("strong", {}, what), make("span", { class: "why" }, ` \u00b7 ${why}`)),
+      ),
+    ),
+  );
+}
+
+function showFigures(known) {
+  if (!known) return put(byId("figures"));
+  const { step_time, bubble, bound, throughput, recompute } = known;
+  const figures = [
+    [
+      "bubble",
+      formatShare(bubble),
+      bound === null ? "" : `bound ${formatShare(bound)}`,
+      "The share of the window in which partitions do not compute. The bound is the schedule's own part of it.",
+    ],
+    [
+      "step",
+      formatTime(step_time),
+      throughput === null ? "" : `${formatCount(Math.round(throughput))} samples/s`,
+      "Median over all training steps that were recorded.",
+    ],
+    recompute > 0 && [
+      "recompute",
+      formatShare(recompute),
+      "of computing",
+      "What checkpointing pays in time for the memory that it saves.",
+    ],
+  ].filter(Boolean);
+  put(
+    byId("figures"),
+    ...figures.map(([name, value, more, title]) =>
+      make(
+        "div",
+        { title },
+        make("dt", {}, name),
+        make("dd", { class: "number" }, value),
+        make("dd", { class: "more" }, more),
+      ),
+    ),
+  );
+}

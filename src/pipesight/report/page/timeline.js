@@ -1,0 +1,156 @@
+// The timeline: one canvas with a lane for each partition, drawn anew whenever something about it changes.
+
+import { AXIS_HEIGHT, drawAxis, drawGrid } from "./axis.js";
+import { drawFrame, drawLane } from "./blocks.js";
+import { Columns } from "./dense.js";
+import { byId } from "./dom.js";
+import { palette } from "./palette.js";
+import { Pen } from "./pen.js";
+import { layOut, rowAt } from "./rows.js";
+import { listen, shownStep, state } from "./state.js";
+import { firstAtOrAfter } from "./step.js";
+import { drawIdle, drawNonfinite, drawProgram, drawTransfers, drawWindows } from "./surroundings.js";
+
+export const timeline = {
+  rows: [], // all of them, from top to bottom
+  byLane: [], // those of partitions
+  height: 0,
+  drawn: { blocks: 0, shapes: 0, crosses: 0, milliseconds: 0, frames: 0 },
+};
+
+let lanesPen = null;
+let axisPen = null;
+let columns = null;
+let due = false;
+
+export function startTimeline() {
+  lanesPen = new Pen(byId("timeline"));
+  axisPen = new Pen(byId("axis"));
+  columns = new Columns();
+  new ResizeObserver(drawSoon).observe(byId("timeline").parentElement);
+  byId("stage").addEventListener("scroll", drawSoon, { passive: true });
+  listen("run", () => {
+    const { rows, height } = layOut(state.run);
+    timeline.rows = rows;
+    timeline.byLane = rows.filter((row) => row.kind === "lane");
+    timeline.height = height;
+    byId("timeline").style.height = `${height}px`;
+  });
+  listen("run step view selection hover search theme", drawSoon);
+}
+
+/** Draw with the next frame, once however often it is asked for. */
+function drawSoon() {
+  if (due) return;
+  due = true;
+  requestAnimationFrame(() => {
+    due = false;
+    draw();
+  });
+}
+
+function draw() {
+  const step = shownStep();
+  const width = lanesPen.canvas.clientWidth;
+  if (!step || !width) return;
+  const started = performance.now();
+  axisPen.begin(width, AXIS_HEIGHT);
+  drawAxis(axisPen, state.view);
+  lanesPen.begin(width, timeline.height);
+  lanesPen.look(state.view);
+  drawGrid(lanesPen, state.view);
+  const seen = visibleRows();
+  for (const row of seen) if (row.kind === "lane") drawIdle(lanesPen, step, row);
+  drawWindows(lanesPen, step, seen);
+  for (const row of seen) if (row.kind === "program") drawProgram(lanesPen, step, row);
+  const counts = drawLanes(
+    step,
+    seen.filter((row) => row.kind === "lane"),
+  );
+  drawTransfers(lanesPen, step, timeline.byLane);
+  const crosses = drawNonfinite(lanesPen, step, timeline.byLane);
+  drawFrames(step);
+  const milliseconds = performance.now() - started;
+  timeline.drawn = { ...counts, crosses, milliseconds, frames: timeline.drawn.frames + 1 };
+}
+
+function drawLanes(step, rows) {
+  columns.begin(lanesPen, rows.length);
+  const counts = { blocks: 0, shapes: 0 };
+  rows.forEach((row, place) => {
+    const { blocks, shapes } = drawLane(lanesPen, step, row, columns, place);
+    counts.blocks += blocks;
+    counts.shapes += shapes;
+  });
+  columns.paint(lanesPen, rows);
+  return counts;
+}
+
+/** Rows scrolled out of sight are not drawn. */
+function visibleRows() {
+  const stage = byId("stage");
+  const top = stage.scrollTop - 60;
+  const bottom = stage.scrollTop + stage.clientHeight + 60;
+  return timeline.rows.filter((row) => row.top + row.height >= top && row.top <= bottom);
+}
+
+function drawFrames(step) {
+  const { accent, ink } = palette.colours;
+  for (const [block, colour, weight] of [
+    [state.hovered, ink, 1.5],
+    [state.selected, accent, 3],
+    [state.focused, ink, 3],
+  ]) {
+    if (block !== null) drawFrame(lanesPen, step, timeline.byLane[step.lane[block]], block, colour, weight);
+  }
+}
+
+/** The block at a point of the canvas, or null. */
+export function blockAt(x, y) {
+  const step = shownStep();
+  const row = rowAt(timeline.rows, y);
+  if (!step || row?.kind !== "lane") return null;
+  const lane = step.lanes[row.lane];
+  const time = timeAt(x);
+  const slack = 2 / lanesPen.scale;
+  let best = null;
+  let distance = slack;
+  for (
+    let place = firstAtOrAfter(lane.reach, time - slack);
+    place < lane.from.length && lane.from[place] <= time + slack;
+    place += 1
+  ) {
+    const away = Math.max(lane.from[place] - time, time - lane.to[place], 0);
+    if (best === null ? away <= distance : away < distance) [best, distance] = [lane.blocks[place], away];
+  }
+  return best;
+}
+
+/** What else lies at a point: {kind: "idle" | "span" | "transfer", ...}, or null. */
+export function placeAt(x, y) {
+  const step = shownStep();
+  const row = rowAt(timeline.rows, y);
+  if (!step || !row) return null;
+  const time = timeAt(x);
+  const slack = 2 / lanesPen.scale;
+  if (row.kind === "program") {
+    const { rank, kind, begin, time: lasts } = step.spans;
+    const place = rank.findIndex(
+      (of, at) => of === row.rank && begin[at] - slack <= time && time <= begin[at] + lasts[at] + slack,
+    );
+    return place < 0 ? null : { what: "span", kind: kind[place], from: begin[place], to: begin[place] + lasts[place] };
+  }
+  const gap = step.idle[row.lane].find(([from, to]) => from <= time && time <= to);
+  return gap ? { what: "idle", lane: row.lane, from: gap[0], to: gap[1], share: gap[2] } : null;
+}
+
+const timeAt = (x) => state.view.from + (x / Math.max(lanesPen.width, 1)) * (state.view.to - state.view.from);
+
+/** Where a block is on the canvas: its middle. */
+export function middleOf(block) {
+  const step = shownStep();
+  const row = timeline.byLane[step.lane[block]];
+  const left = Math.max(lanesPen.x(step.from[block]), 0);
+  const right = Math.min(lanesPen.x(step.to[block]), lanesPen.width);
+  return { x: (left + right) / 2, y: row.top + row.height * 0.7 };
+}

@@ -1,0 +1,12 @@
+// The payload as it lies in the page: JSON, compressed, in base64.
+
+import { byId } from "./dom.js";
+
+/** The payload in this page, or null: then it is fetched. */
+export async function unpackPayload() {
+  const text = byId("payload").textContent.trim();
+  if (!text) return null;
+  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).json();
+}

@@ -1,0 +1,60 @@
+"""Which steps a page shows, where there is no room for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipesight.report.tables import Column
+
+__all__ = ["choose_steps", "median_place"]
+
+
+def choose_steps(times: Sequence[int] | Column, sizes: Sequence[int] | Column, *, most: int) -> list[int]:
+    """Return the places of steps to show, those that matter most first; the first of them always is one.
+
+    They are the median step, the last, the slowest, the first, and others evenly between them.
+
+    Example::
+
+        >>> choose_steps([10, 30, 20, 20, 20], [8, 8, 8, 8, 8], most=32)
+        [2, 4, 1, 0]
+
+    Args:
+        times: How long each step took.
+        sizes: How many blocks each has.
+        most: How many blocks there is room for.
+    """
+    if not len(times):
+        return []
+    chosen: dict[int, None] = {}
+    room = most
+    for place in _by_importance(np.asarray(times)):
+        if place in chosen or (chosen and sizes[place] > room):
+            continue
+        chosen[place] = None
+        room -= int(sizes[place])
+    return list(chosen)
+
+
+def median_place(times: Sequence[int] | Column) -> int:
+    """Return the place of the step of median length: of those, the middle one."""
+    times = np.asarray(times)
+    distance = np.abs(times - np.median(times))
+    closest = np.flatnonzero(distance == distance.min())
+    return int(closest[len(closest) // 2])
+
+
+def _by_importance(times: Column) -> Iterator[int]:
+    yield median_place(times)
+    yield len(times) - 1
+    yield int(np.argmax(times))
+    yield 0
+    # Halves, quarters, eighths: wherever it ends, they are spread over all steps.
+    parts = 2
+    while parts < 2 * len(times):
+        for number in range(1, parts, 2):
+            yield number * (len(times) - 1) // parts
+        parts *= 2
+    yield from range(len(times))

@@ -1,0 +1,216 @@
+"""The whole payload of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipesight.report.analysis import Report
+from pipesight.report.payload.limits import LIMITS, Limits
+from pipesight.report.payload.logs import logs_of
+from pipesight.report.payload.losses import losses_of, losses_of_step
+from pipesight.report.payload.marks import marks_of_step
+from pipesight.report.payload.statistics import Marks, statistics_of
+from pipesight.report.payload.timeline import Timelines
+from pipesight.report.reading import find_traces
+from pipesight.report.run import Run
+
+__all__ = ["page_payload"]
+
+VERSION = 1
+
+
+def page_payload(run: Run, report: Report, *, limits: Limits = LIMITS) -> dict[str, Any]:
+    """Return what the page draws of a run, as JSON has it.
+
+    Args:
+        run: The run.
+        report: Its analysis.
+        limits: How much there is room for.
+    """
+    timelines = Timelines(report.minibatches, report.tasks, run.spans(), run.transfers(), limits=limits)
+    statistics, marks = statistics_of(run.statistics(), most=limits.values)
+    shown, layered = _shown(run, report, timelines, marks, limits)
+    numbers = [step["number"] for step in shown]
+    logs = logs_of(run.log_lines(), steps=numbers, begin=timelines.begin, most=limits.log_lines)
+    return {
+        "version": VERSION,
+        "revision": 0,
+        "live": False,
+        "path": str(run.path),
+        "title": _title(run.path),
+        "facts": _facts(report),
+        "verdict": _verdict(report),
+        "figures": _figures(report),
+        "losses": losses_of(report),
+        "ranks": len({lane.rank for lane in timelines.all_lanes}),
+        "chunks": timelines.chunks,
+        "lanes": _lanes(report, timelines),
+        "programs": timelines.programs(),
+        "layers": _layers(report),
+        "steps": _steps(report, timelines, marks),
+        "shown": shown,
+        "start": numbers.index(timelines.start) if timelines.start in numbers else 0,
+        "statistics": statistics,
+        "logs": logs,
+        "names": [[name.category, name.name, name.count, name.total] for name in report.names],
+        "notes": [*_notes(timelines, shown, layered), *_remarks(report)],
+        "traces": _traces(run.path),
+    }
+
+
+def _shown(
+    run: Run, report: Report, timelines: Timelines, marks: Marks, limits: Limits
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the steps, in order, and how many of them have their layers."""
+    layers = {(layer.partition, layer.name): k for k, layer in enumerate(report.layers)}
+    partitions = {layer.name: layer.partition for layer in reversed(report.layers)}
+    bubbles = {int(s): report.steps.bubble[report.steps.step == s] for s in np.unique(report.steps.step)}
+    room = limits.layer_runs if layers else 0
+    found, layered = [], 0
+    for number in timelines.chosen:
+        step = timelines.step(number)
+        step["bubble"] = round(float(bubbles[number].mean()), 6) if number in bubbles else None
+        step["losses"] = losses_of_step(report, number)
+        step["nonfinite"] = marks_of_step(marks, number, lanes=timelines.lanes, partitions=partitions)
+        step["layers"] = None
+        if room > 0:
+            runs = timelines.layers(number, run.layer_runs(number), layers)
+            room -= len(runs["layer"])
+            if room >= 0:
+                step["layers"] = runs
+                layered += 1
+        found.append(step)
+    return sorted(found, key=lambda step: int(step["number"])), layered
+
+
+def _steps(report: Report, timelines: Timelines, marks: Marks) -> dict[str, Any]:
+    """Return a line for every step, also of those that are not shown."""
+    bubbles = dict(zip(report.steps.step.tolist(), report.steps.bubble.tolist(), strict=True))
+    return {
+        "number": timelines.numbers,
+        "time": timelines.times.tolist(),
+        "bubble": [round(bubbles[n], 4) if n in bubbles else None for n in timelines.numbers],
+        "nonfinite": sorted(marks.of_step),
+    }
+
+
+def _lanes(report: Report, timelines: Timelines) -> list[dict[str, Any]]:
+    devices = {(row.partition, r): row.device for p in report.pipelines for row in p.rows for r in row.ranks}
+    return [
+        {
+            "rank": lane.rank,
+            "partition": lane.partition,
+            "replica": lane.replica,
+            "device": devices.get((lane.partition, lane.rank)),
+            "layers": [k for k, layer in enumerate(report.layers) if layer.partition == lane.partition],
+        }
+        for lane in timelines.lanes
+    ]
+
+
+def _layers(report: Report) -> list[dict[str, Any]]:
+    sizes = {
+        (layer.partition, layer.name): layer.parameter_bytes
+        for pipeline in report.pipelines
+        for layer in pipeline.facts.layers
+    }
+
+    def mean(time: float, runs: int) -> float | None:
+        return round(time, 1) if runs else None
+
+    return [
+        {
+            "name": layer.name,
+            "class": layer.type,
+            "partition": layer.partition,
+            "forward": mean(layer.forward, layer.runs[0]),
+            "recompute": mean(layer.recompute, layer.runs[1]),
+            "backward": mean(layer.backward, layer.runs[2]),
+            "longest": layer.longest,
+            "share": round(layer.share, 5),
+            "parameter_bytes": sizes.get((layer.partition, layer.name)),
+        }
+        for layer in report.layers
+    ]
+
+
+def _verdict(report: Report) -> dict[str, Any]:
+    changes = [
+        {"what": change.what, "why": change.why, "gain": round(change.gain, 4), "simulated": change.simulated}
+        for change in report.verdict.changes
+    ]
+    return {"text": report.verdict.text, "changes": changes}
+
+
+def _figures(report: Report) -> dict[str, Any] | None:
+    overall = report.overall
+    if overall is None:
+        return None
+    return {
+        "bubble": overall.bubble,
+        "bound": overall.bound,
+        "step_time": overall.time.median,
+        "throughput": overall.samples_per_second,
+        "recompute": overall.recompute,
+    }
+
+
+def _facts(report: Report) -> list[list[str]]:
+    """Return what the run was, in pairs of words."""
+    known = report.description
+    facts: list[list[str]] = []
+
+    def add(name: str, value: object) -> None:
+        if value not in (None, "", [], ()):
+            facts.append([name, ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)])
+
+    command = known.get("command")
+    add("command", " ".join(map(str, command)) if isinstance(command, list) else command)
+    for pipeline in report.pipelines:
+        add("schedule", pipeline.facts.schedule)
+        add("partitions", pipeline.partitions)
+        add("chunks", pipeline.chunks)
+        add("balance", pipeline.facts.balance)
+        add("checkpoint", pipeline.facts.checkpoint)
+        add("batch", pipeline.facts.batch_size)
+    for name in ("host", "started", "ended", "outcome", "python", "torch", "cuda", "pipesight"):
+        add(name, known.get(name))
+    add("events", f"{report.events:,}")
+    return facts
+
+
+def _notes(timelines: Timelines, shown: Sequence[Mapping[str, Any]], layered: int) -> list[str]:
+    """Return what there was no room for."""
+    notes = []
+    if len(shown) < len(timelines.numbers):
+        notes.append(
+            f"The timeline shows {len(shown):,} of {len(timelines.numbers):,} steps: the first, the last, the slowest, "
+            "the median one, and others evenly between them."
+        )
+    if 0 < layered < len(shown):
+        notes.append(f"The layers of blocks are in the page for {layered:,} of these steps.")
+    if len(timelines.lanes) < len(timelines.all_lanes):
+        notes.append(f"The timeline shows {len(timelines.lanes):,} of {len(timelines.all_lanes):,} lanes.")
+    return notes
+
+
+def _remarks(report: Report) -> list[str]:
+    return [remark.text if remark.path is None else f"{remark.path}: {remark.text}" for remark in report.remarks]
+
+
+def _title(path: Path) -> str:
+    return path.name or path.absolute().name
+
+
+def _traces(path: Path) -> list[str]:
+    """Return the files that Perfetto opens, as seen from the page."""
+    try:
+        found = find_traces(path)
+    except FileNotFoundError:
+        return []
+    folder = path if path.is_dir() else path.parent
+    return [str(file.relative_to(folder)) for file in found]

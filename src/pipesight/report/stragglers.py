@@ -1,0 +1,88 @@
+"""Ranks and partitions that hold the others up: always, or now and then.
+
+A partition that several ranks have is compared over these, step by step; one that only one rank has, with the other
+partitions. A burst is a step in which it takes much longer than it usually does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Lane", "Straggler", "find_stragglers"]
+
+SLOWER = 1.1
+"""Times the median of its peers, from which on a lane is slower than they are."""
+BURST = 1.5
+"""Times its own median, from which on a step is a burst."""
+SHORTEST = 100.0
+"""Microseconds that a burst must cost."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """A partition of a rank: how long it computed in each step, in microseconds."""
+
+    rank: int
+    partition: int
+    step: NDArray[np.int64]
+    busy: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A lane that is slower than its peers, or at times than itself."""
+
+    rank: int
+    partition: int
+    slower: float | None
+    """How many times the median of its peers, if that is much."""
+    peers: str
+    """``"ranks"`` or ``"partitions"``."""
+    bursts: tuple[int, ...]
+    """The steps that took it much longer than it usually takes."""
+    burst: float
+    """How many times as long, at the median of these."""
+
+
+def find_stragglers(lanes: Sequence[Lane]) -> list[Straggler]:
+    """Return the lanes that hold others up, the slowest first."""
+    lanes = [lane for lane in lanes if len(lane.busy) and np.median(lane.busy) > 0]
+    usual = np.array([np.median(lane.busy) for lane in lanes])
+    partitions = np.array([lane.partition for lane in lanes])
+    late = [
+        (lane.busy >= BURST * mine) & (lane.busy - mine >= SHORTEST) for lane, mine in zip(lanes, usual, strict=True)
+    ]
+    alone = _few_are_late(lanes, late)
+    found = []
+    for k, lane in enumerate(lanes):
+        others = np.arange(len(lanes)) != k
+        same = others & (partitions == lane.partition)
+        peers = usual[same] if same.any() else usual[others]
+        ratio = usual[k] / np.median(peers) if len(peers) else 1.0
+        bursts = late[k] & np.isin(lane.step, alone)
+        if ratio >= SLOWER or bursts.any():
+            found.append(
+                Straggler(
+                    rank=lane.rank,
+                    partition=lane.partition,
+                    slower=float(ratio) if ratio >= SLOWER else None,
+                    peers="ranks" if same.any() else "partitions",
+                    bursts=tuple(lane.step[bursts].tolist()),
+                    burst=float(np.median(lane.busy[bursts]) / usual[k]) if bursts.any() else 1.0,
+                )
+            )
+    return sorted(found, key=lambda straggler: (-(straggler.slower or 0), -len(straggler.bursts), straggler.rank))
+
+
+def _few_are_late(lanes: Sequence[Lane], late: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
+    """Return the steps in which half of the lanes at most are late; all are if a step is long, or the machine busy."""
+    if not lanes:
+        return np.zeros(0, np.int64)
+    steps, which = np.unique(np.concatenate([lane.step for lane in lanes]), return_inverse=True)
+    there, behind = np.bincount(which), np.bincount(which, np.concatenate(late))
+    few: NDArray[np.int64] = steps[2 * behind <= there]
+    return few

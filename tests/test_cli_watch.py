@@ -1,0 +1,352 @@
+"""`pipesight watch`: a run that is going on, drawn in a terminal, or a line for each step."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import termios
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from growing import LIMIT, GrowingRun, recorder, wait_for
+from pipesight.report.analysis import analyse
+from pipesight.report.live_figures import figures_of, steps_of
+from pipesight.report.live_terminal import Frame, draw_frame, line_of
+from pipesight.report.run import LogLine, open_run
+from processes import STRICT_PYTHON
+
+ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")
+
+
+class Terminal:
+    """A terminal with a `pipesight watch` in it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], descriptor: int) -> None:
+        self.process = process
+        self._descriptor = descriptor
+        self._text = b""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                chunk = os.read(self._descriptor, 65536)
+            except OSError:  # how Linux says that nobody has the terminal any more
+                return
+            if not chunk:
+                return
+            self._text += chunk
+
+    @property
+    def text(self) -> str:
+        return self._text.decode(errors="replace")
+
+    @property
+    def frames(self) -> list[list[str]]:
+        """What was drawn, each time, without colours."""
+        drawn = self.text.split("\x1b[?1049l")[0].split("\x1b[H")
+        return [[line.rstrip() for line in ESCAPE.sub("", frame).splitlines()] for frame in drawn[1:]]
+
+    def wait_until_seen(self, words: str) -> list[str]:
+        """Wait until a frame has these words, and return it."""
+        return wait_for(lambda: next((f for f in self.frames if any(words in line for line in f)), None))
+
+    def end(self) -> str:
+        """Wait until it ends; return what stays."""
+        assert self.process.wait(LIMIT) == 0
+        self._reader.join()
+        return ESCAPE.sub("", self.text.rpartition("\x1b[?1049l")[2])
+
+
+@contextlib.contextmanager
+def terminal(*command: object, columns: int = 80, lines: int = 24, **environment: str) -> Iterator[Terminal]:
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    surroundings = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
+    process = subprocess.Popen(
+        [*STRICT_PYTHON, "-m", "pipesight", "watch", *map(str, command)],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        start_new_session=True,
+        env={**surroundings, "TERM": "xterm-256color", **environment},
+    )
+    os.close(child)
+    seen = Terminal(process, parent)
+    try:
+        yield seen
+    finally:
+        process.kill()
+        process.wait(LIMIT)
+        seen._reader.join()
+        os.close(parent)
+
+
+@contextlib.contextmanager
+def piped(*command: object) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [*STRICT_PYTHON, "-m", "pipesight", "watch", *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def run(tmp_path):
+    return GrowingRun(tmp_path / "run", balance=[1, 1], chunks=2)
+
+
+# In a terminal.
+
+
+def test_terminal(run):
+    """A run is waited for, drawn while it goes on, and the last picture stays when it has ended."""
+    with terminal(run.folder) as seen:
+        seen.wait_until_seen("waiting for it to appear")
+        run.begin()
+        seen.wait_until_seen("no whole step yet")
+        run.step()
+        run.step()
+        run.say("2026-11-15T10:00:00.123456 WARNING train [step 1] the loss is large")
+        frame = seen.wait_until_seen("Step 0,")
+        assert any("Bubble" in line and "33.3%" in line for line in frame)
+        frame = seen.wait_until_seen("the loss is large")
+        run.step()
+        run.end()
+        stays = seen.end()
+    assert "has ended: ok" in stays
+    assert "Step 2," in stays
+    assert "F0" in stays
+    assert stays.endswith("\r\n")
+    for frame in seen.frames:
+        assert len(frame) <= 24
+        assert max(map(len, frame), default=0) <= 80
+
+
+def test_terminal_is_left_as_it_was(run):
+    """Ctrl-C ends it with exit code 0: the cursor is back, the screen too, and there is no traceback."""
+    run.begin()
+    run.step()
+    with terminal(run.folder) as seen:
+        seen.wait_until_seen("going on")
+        seen.process.send_signal(signal.SIGINT)
+        stays = seen.end()
+    assert "Traceback" not in seen.text
+    assert seen.text.count("\x1b[?1049h") == seen.text.count("\x1b[?1049l") == 1
+    assert seen.text.rindex("\x1b[?25h") > seen.text.rindex("\x1b[?25l")
+    assert "going on" in stays
+
+
+def test_nonfinite_in_terminal(run):
+    """The first tensor that is not finite is said in red."""
+    run.begin()
+    run.step()
+    run.measure(iteration=0, layer="l0", tensor="output", statistic="max", value=None, nonfinite="nan", nans=3)
+    run.end()
+    with terminal(run.folder) as seen:
+        stays = seen.end()
+    assert "Not finite: output of l0, first in iteration 0 (3 NaN)" in stays
+    assert "\x1b[1;31m" in seen.text
+
+
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {}])
+def test_no_room(run, environment):
+    """Where a terminal cannot draw, or is too small, there is a line for each step."""
+    run.begin()
+    run.step()
+    run.end()
+    size = {} if environment else {"columns": 30, "lines": 5}
+    with terminal(run.folder, **size, **environment) as seen:
+        seen.end()
+    assert "\x1b[?1049h" not in seen.text
+    assert "step 0   6.50 ms" in " ".join(seen.text.split("\r\n"))
+
+
+# In a pipe.
+
+
+def test_pipe(tmp_path):
+    """Without a terminal, each step of a traced process is a line, as soon as it is whole, and so is the end."""
+    with recorder(tmp_path / "run") as process:
+        process.step()
+        process.step()
+        with piped(tmp_path / "run") as watch:
+            assert watch.stdout is not None
+            assert re.match(r"step 0   .* bubble .*%", watch.stdout.readline())
+            process.step()
+            assert watch.stdout.readline().startswith("step 1 ")
+            process.end()
+            assert watch.stdout.readline().startswith("step 2 ")
+            assert watch.stdout.readline() == f"{tmp_path / 'run'}: has ended: ok\n"
+            assert watch.communicate(timeout=LIMIT) == ("", "")
+            assert watch.returncode == 0
+
+
+def test_pipe_from_nothing(run):
+    """A run that is not there is waited for; what is not finite is said once."""
+    with piped(run.folder) as watch:
+        assert watch.stdout is not None
+        assert watch.stdout.readline() == f"{run.folder}: waiting for it to appear\n"
+        run.begin()
+        for step in range(3):
+            run.measure(iteration=step, layer="l0", tensor="output", statistic="max", value=None, nonfinite="nan")
+            run.step()
+        run.end("ValueError: too bad")
+        lines = watch.stdout.read().splitlines()
+        assert watch.wait(LIMIT) == 0
+    assert lines[0] == "not finite: output of l0, first in iteration 0"
+    assert [line.partition("   ")[0] for line in lines[1:4]] == ["step 0", "step 1", "step 2"]
+    assert lines[4:] == [f"{run.folder}: has ended: ValueError: too bad"]
+
+
+def test_pipe_interrupted(run):
+    """Ctrl-C ends it there too, with exit code 0 and not a word."""
+    run.begin()
+    run.step()
+    run.step()
+    with piped(run.folder) as watch:
+        assert watch.stdout is not None
+        assert watch.stdout.readline().startswith("step 0 ")
+        watch.send_signal(signal.SIGINT)
+        assert watch.communicate(timeout=LIMIT) == ("", "")
+        assert watch.returncode == 0
+
+
+def test_reader_leaves(run):
+    """A reader of the pipe that leaves ends it without a traceback."""
+    run.begin()
+    run.step()
+    run.step()
+    with piped(run.folder) as watch:
+        assert watch.stdout is not None
+        watch.stdout.readline()
+        watch.stdout.close()
+        run.step()
+        run.step()
+        assert watch.wait(LIMIT) != 0
+        assert watch.stderr is not None
+        assert watch.stderr.read() == ""
+
+
+def test_plain(run):
+    """--plain prints lines in a terminal too."""
+    run.begin()
+    run.step()
+    run.end()
+    with terminal(run.folder, "--plain") as seen:
+        seen.end()
+    assert "\x1b" not in seen.text
+    assert seen.text.startswith("step 0 ")
+
+
+def test_no_run(tmp_path):
+    """What is no run is refused in one line."""
+    (tmp_path / "notes.txt").write_text("hello")
+    with piped(tmp_path) as watch:
+        out, err = watch.communicate(timeout=LIMIT)
+    assert (watch.returncode, out) == (2, "")
+    assert err.startswith("pipesight watch: error: not a run: ")
+    assert err.count("\n") == 1
+
+
+# What is drawn.
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """A report of five steps of three partitions, the third step twice as long."""
+    run = GrowingRun(tmp_path_factory.mktemp("drawn") / "run", balance=[1, 1, 1], chunks=2, pid=1).begin()
+    for step in range(5):
+        run.step(task=2000 if step == 2 else 1000)
+    run.end()
+    with open_run(run.folder) as opened:
+        return analyse(opened)
+
+
+def test_figures(report):
+    """The last step and the median are those of the schedule; a partition's bubble is what it does not compute."""
+    figures = figures_of(report)
+    assert figures is not None
+    assert figures.steps == 5
+    assert figures.last.step == 4
+    assert figures.usual.time == 9000  # 2 x (2 + 3 - 1) tasks, and the pause after them
+    assert figures.last.bubble == pytest.approx(0.5)
+    assert [(row.last, row.usual) for row in figures.partitions] == [(0.5, 0.5)] * 3
+    assert figures.usual.samples_per_second == pytest.approx(16 / 9e-3)
+    assert [step.step for step in steps_of(report)] == list(range(5))
+    assert steps_of(report)[2].time > figures.usual.time
+    for step in steps_of(report):
+        assert sum(step.parts) == pytest.approx(step.time)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 400])
+@pytest.mark.parametrize("height", [8, 10, 14, 24, 60])
+@pytest.mark.parametrize("ascii", [False, True])
+def test_fits(report, width, height, ascii):
+    """Whatever the size of the terminal, nothing is wider or higher, and the numbers are there."""
+    log = [LogLine(0, None, "INFO", "train", f"line {k} {'x' * 300}\nmore", step=k) for k in range(50)]
+    frame = Frame("R" * 200, "going on for 0:01", report, figures_of(report), log)
+    lines = draw_frame(frame, width=width, height=height, ascii=ascii)
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    assert any(line.startswith("Step time") for line in lines)
+    assert any(line.startswith("Bubble") for line in lines)
+    if height >= 10:
+        assert any(line.startswith("Step 4,") for line in lines)
+    if height >= 24:
+        assert "Where the time goes" in "\n".join(lines)
+        assert "line 49" in lines[-1]
+    if ascii:
+        assert "\n".join(lines).isascii()
+
+
+def test_names_are_text(report):
+    """Escape codes in names and messages are not carried out."""
+    log = [LogLine(0, None, "INFO", "train", "\x1b[2J\x1b]0;title\x07 hello")]
+    lines = draw_frame(Frame("a\x1b[31m", "b\x07", report, figures_of(report), log), width=80, height=40)
+    assert "\x1b" not in "".join(lines)
+    assert "\x07" not in "".join(lines)
+
+
+def test_engine_log(report):
+    """Lines that the engine logs for every task make room for those of the program, but for warnings."""
+    engine = [LogLine(0, None, "INFO", "pipesight.pipeline", f"task {k}") for k in range(50)]
+    warning = LogLine(0, None, "WARNING", "pipesight.trace", "events are lost")
+    own = LogLine(0, None, "INFO", "train", "loss 3.1")
+    figures = figures_of(report)
+
+    def drawn(log):
+        return [
+            line.split(None, 1)[1] for line in draw_frame(Frame("", "", report, figures, log), width=80, height=40)[-2:]
+        ]
+
+    assert drawn([own, warning, *engine]) == ["loss 3.1", "events are lost"]
+    assert drawn(engine) == ["task 48", "task 49"]
+
+
+def test_line(report):
+    """The line of a step has its time, its throughput and its bubble beside the schedule's own."""
+    step = steps_of(report)[1]
+    text = "step 1   9.00 ms   1,778 samples/s   bubble 50.0%, the schedule's own is 50.0%"
+    assert line_of(step) == text
+
+
+def test_nothing_to_draw():
+    """Before the first step there is a title, how far it is, and the log."""
+    log = [LogLine(0, None, "", "", "hello")]
+    lines = draw_frame(Frame("RUN", "going on", log=log), width=40, height=10)
+    assert lines == ["RUN" + " " * 29 + "going on", "", "Log", "  hello"]

@@ -1,0 +1,580 @@
+"""The page in a real browser: what it draws of a run whose every time is known, and how it is moved through."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import browser
+from pipesight.report.analysis import analyse
+from pipesight.report.html import write_page
+from pipesight.report.run import open_run
+from synthetic import Made
+
+pytestmark = pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)
+
+N, M, STEPS = 4, 4, 12
+FORWARD, BACKWARD = 100, 200
+WINDOW = (M + N - 1) * (FORWARD + BACKWARD)
+PERIOD = WINDOW + 400
+BUBBLE = (N - 1) / (M + N - 1)
+BAD_STEP = 9
+EVIL = "</script><img src=x onerror=window.hit=1>"
+LAYERS = [["embed", "block0"], ["block1", "block2"], ["block3", EVIL], ["block4", "head"]]
+NAMES = [name for layers in LAYERS for name in layers]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """GPipe without a gap: every forward takes 100, every backward 200; step 6 takes twice as long."""
+    made = Made(tmp_path_factory.mktemp("page") / "<img src=x onerror=window.hit=1>", balance=[2] * N, chunks=M)
+    at = 0
+    for step in range(STEPS):
+        slow = 2 if step == 6 else 1
+        end = made.gpipe(
+            step,
+            lambda phase, i, j, slow=slow: slow * {"forward": FORWARD, "backward": BACKWARD}[phase],
+            at=at,
+            layers=LAYERS.__getitem__,
+        )
+        made.span("compute", "step", begin=end + 50, dur=150)
+        made.span("dataloader", "fetch", begin=end + 250, dur=100)
+        made.transfer(step, partition=1, microbatch=0, begin=at + 95, dur=5)
+        at = end + 400
+        for k, layer in enumerate(NAMES):
+            made.stat(layer, "activation", "mean", step, 0.1 * k - 0.3)
+            made.stat(layer, "activation", "std", step, 10.0 ** -(step % 5))
+        for i in range(M):
+            made.log(_log(step, f"partition 2 micro-batch {i} forward", f"hello {i}"))
+        made.log(_log(step, "", "the loss went down", level="WARNING"))
+    bad = {"iteration": BAD_STEP, "layer": "block3", "tensor": "wgrad", "statistic": "mean"}
+    made.stats[0].append({**bad, "value": None, "nonfinite": "nan", "nans": 17})
+    made.stats[0].append({**bad, "iteration": BAD_STEP - 1, "value": 1.0})
+    made.log(_log(3, "partition 0 micro-batch 0 forward", EVIL))
+    folder = made.write()
+    write_page(folder)
+    return folder
+
+
+def _log(step, where, message, level="INFO"):
+    return f"2023-11-14T22:13:20.000000+00:00 {level} train [{f'step {step} {where}'.strip()}] {message}"
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory):
+    with browser.open_browser(tmp_path_factory.mktemp("profile") / "profile") as page:
+        yield page
+
+
+@pytest.fixture
+def page(window, run):
+    """The page, freshly opened, at a step without anything special."""
+    window.resize(1280, 800)
+    window.prefer("light")
+    window.open(run / "report.html")
+    window.complaints()
+    go(window, 3)
+    yield window
+    assert window.complaints() == []
+
+
+def go(page, place):
+    """Move the slider."""
+    page.run(
+        "(e => { e.value = arguments[0]; e.dispatchEvent(new Event('input', { bubbles: true })) })"
+        "(document.getElementById('step'))",
+        place,
+    )
+
+
+def width(facts):
+    return facts["view"]["to"] - facts["view"]["from"]
+
+
+def type_into(page, selector, text):
+    page.run(
+        "(e => { e.value = arguments[1]; e.dispatchEvent(new Event('input', { bubbles: true })) })"
+        "(document.querySelector(arguments[0]))",
+        selector,
+        text,
+    )
+
+
+# What is drawn.
+
+
+def test_every_task_of_a_step_is_a_block(page):
+    """A step shows a block for each partition, micro-batch and phase, and all of them are drawn."""
+    facts = page.inspect()
+    assert facts["blocks"] == facts["drawn"]["blocks"] == facts["drawn"]["shapes"] == N * M * 2
+    assert [lane["blocks"] for lane in facts["lanes"]] == [M * 2] * N
+
+
+def test_the_bubble_is_that_of_the_report(page, run):
+    """The page, the analysis and arithmetic give one number."""
+    with open_run(run) as opened:
+        report = analyse(opened)
+    assert report.overall.bubble == pytest.approx(BUBBLE)
+    assert page.inspect()["bubble"] == pytest.approx(BUBBLE, abs=1e-6)
+    assert f"{report.overall.bubble:.1%}" in page.text("#figures")
+    assert f"bubble {BUBBLE:.1%}" in page.text("#step-facts")
+    assert page.text("#verdict") == report.verdict.text.split(". ")[0].rstrip(".") + "."
+
+
+def test_gaps_have_their_share_of_the_window(page):
+    """Idle time of a lane adds up to its bubble."""
+    for lane in page.inspect()["lanes"]:
+        assert sum(share for _, _, share in lane["idle"]) == pytest.approx(BUBBLE, abs=1e-6)
+        assert lane["bubble"] == pytest.approx(BUBBLE, abs=1e-6)
+
+
+def test_phases_differ_without_colour(page):
+    """Blocks of two phases have different heights: the top of a forward's row is empty, that of a backward is not."""
+    page.inspect()
+    # Pixels near the top of the last lane, from end to end; no idle time is drawn where a block is.
+    script = """((lane, times) => {
+        const canvas = document.getElementById("timeline");
+        const { rows, view } = window.pipesight.inspect();
+        const ratio = canvas.width / canvas.clientWidth;
+        const { top } = rows.find((row) => row.lane === lane);
+        const { data } = canvas.getContext("2d").getImageData(0, (top + 3) * ratio, canvas.width, 1);
+        const scale = canvas.width / (view.to - view.from);
+        return times.map((time) => data[4 * Math.round((time - view.from) * scale) + 3]);
+    })(arguments[0], arguments[1])"""
+    forward = (N - 1) * FORWARD + FORWARD / 3
+    backward = (M + N - 1) * FORWARD + BACKWARD / 3
+    assert page.run(script, N - 1, [forward, backward]) == [0, 255]
+    assert page.run("[...document.querySelectorAll('#legend .swatch')].map(e => e.innerText).join('')") == "FB"
+
+
+def test_the_optimizer_and_data_loading_have_a_row(page):
+    """What the program does beside the pipeline lies in a row of its own, after the window."""
+    assert [row["kind"] for row in page.inspect()["rows"]] == ["program"] + ["lane"] * N
+    assert "optimizer" in page.text("#legend")
+    assert "data loading" in page.text("#legend")
+    assert "transfer" in page.text("#legend")
+    x, _ = page.place_of(0, WINDOW + 100)
+    top = page.run("document.getElementById('timeline').getBoundingClientRect().top")
+    page.point(x, top + 10)
+    assert "Optimizer\n\n150 µs" in page.text("#tooltip")
+
+
+def test_what_is_not_finite_is_marked(page):
+    """A NaN in a gradient is a cross on the backwards of its partition, in the step strip's step alone."""
+    assert page.inspect()["drawn"]["crosses"] == 0
+    go(page, BAD_STEP)
+    assert page.inspect()["drawn"]["crosses"] == M
+    assert "✕" in page.text("#lane-labels")
+    page.point(*page.place_of(2, (M + N) * FORWARD + 1.5 * BACKWARD))
+    assert "block3: wgrad has 17 NaN" in page.text("#tooltip")
+
+
+# Looking closer.
+
+
+def test_hovering_says_where_how_long_and_which_layers(page):
+    """The tooltip names phase, micro-batch, partition, time, share and layers."""
+    page.point(*page.place_of(1, FORWARD + FORWARD / 2))
+    text = page.text("#tooltip")
+    assert "Forward of micro-batch 0" in text
+    assert "partition 1" in text
+    assert f"100 µs · {FORWARD / WINDOW:.1%} of the window" in text
+    assert "block1\n50.0 µs" in text
+    page.point(5, 5)
+    page.frame()
+    assert not page.seen("#tooltip")
+
+
+def test_hovering_a_gap_says_how_long(page):
+    """Idle time has a tooltip too."""
+    page.point(*page.place_of(N - 1, FORWARD))
+    assert "Idle" in page.text("#tooltip")
+    assert f"300 µs · {3 * FORWARD / WINDOW:.1%} of the window" in page.text("#tooltip")
+
+
+def test_a_click_opens_the_layers_of_a_block(page):
+    """Clicking a block shows its layers, side by side; clicking it again closes them."""
+    place = page.place_of(1, FORWARD * 1.5)
+    page.click_at(*place)
+    assert [layer["name"] for layer in page.inspect()["selected"]["layers"]] == LAYERS[1]
+    assert "Forward of micro-batch 0 in partition 1" in page.text("#block")
+    names = page.run("[...document.querySelectorAll('.layer-strip .layer-name')].map(e => e.innerText)")
+    assert names == LAYERS[1]
+    page.click_at(*place)
+    assert page.inspect()["selected"] is None
+    assert not page.seen("#block")
+
+
+def test_the_wheel_zooms_where_the_mouse_is(page):
+    """The time under the mouse stays under it."""
+    before = page.inspect()
+    time = WINDOW * 0.25
+    x, y = page.place_of(1, time)
+    page.wheel(x, y, by=-400)
+    after = page.until(lambda facts: width(facts) < width(before) * 0.6)
+    assert page.place_of(1, time)[0] == pytest.approx(x, abs=2)
+    assert after["drawn"]["blocks"] < before["drawn"]["blocks"]
+
+
+def test_a_page_that_cannot_zoom_out_scrolls(page):
+    """The wheel does not hold a reader up who only wants to scroll past the timeline."""
+    x, y = page.place_of(1, 500)
+    page.wheel(x, y, by=300)
+    page.wait("window.scrollY > 0")
+
+
+def test_dragging_pans(page):
+    """What was under the mouse when the button went down stays there, and a drag is no click."""
+    x, y = page.place_of(1, WINDOW / 2)
+    whole = width(page.inspect())
+    page.wheel(x, y, by=-800)
+    before = page.until(lambda facts: width(facts) < whole / 2)
+    page.point(x, y)
+    page.point(x, y, "mousePressed", button="left", clickCount=1)
+    page.point(x - 100, y, "mouseMoved", button="left", buttons=1)
+    page.point(x - 100, y, "mouseReleased", button="left", clickCount=1)
+    after = page.inspect()
+    canvas = page.run("document.getElementById('timeline').clientWidth")
+    assert after["view"]["from"] - before["view"]["from"] == pytest.approx(100 / canvas * width(before), rel=0.02)
+    assert after["selected"] is None
+
+
+def test_two_fingers_zoom(page):
+    """Fingers that move apart take what lies under them along."""
+    page.resize(400, 800, touch=True)
+    page.frame()
+    page.run("document.getElementById('timeline').scrollIntoView({ block: 'center' })")
+    before = page.inspect()
+    x, y = page.place_of(1, WINDOW / 2)
+
+    def touch(kind, *places):
+        points = [{"x": place, "y": y, "id": number} for number, place in enumerate(places)]
+        page.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        page.frame()
+
+    touch("touchStart", x - 20)
+    touch("touchStart", x - 20, x + 20)
+    for apart in (30, 45, 60):
+        touch("touchMove", x - apart, x + apart)
+    touch("touchEnd")
+    assert width(page.inspect()) == pytest.approx(width(before) / 3, rel=0.05)
+
+
+def test_keys_go_from_block_to_block(page):
+    """Arrows move the focus in a lane and between lanes, and a screen reader hears where it is."""
+    page.focus("#timeline")
+    page.keys("\ue014")  # right
+    assert page.inspect()["focused"] == "3/0/0/0/0/0"
+    page.keys("\ue014")
+    assert page.inspect()["focused"] == "3/0/0/1/0/0"
+    page.keys("\ue015")  # down: what runs there at the time
+    assert page.inspect()["focused"].startswith("3/0/1/0/0")
+    said = page.run("document.getElementById('announce').textContent")
+    assert said.startswith("forward of micro-batch 0 in partition 1, 100 µs, 4.8% of the window")
+    assert "layers block1, block2" in said
+    assert "Forward of micro-batch 0" in page.text("#tooltip")
+    page.keys("\ue007")  # enter
+    assert page.inspect()["selected"]["key"].startswith("3/0/1/0/0")
+    page.keys("\ue00c")  # escape
+    assert page.inspect()["selected"] is None
+
+
+def test_keys_zoom_and_pan(page):
+    """Plus, minus, Shift with arrows and Home do what the mouse does."""
+    page.focus("#timeline")
+    whole = page.inspect()
+    page.keys("+", "+")
+    closer = page.inspect()
+    assert width(closer) == pytest.approx(width(whole) / 1.5**2, rel=0.01)
+    page.keys("d")
+    assert page.inspect()["view"]["from"] > closer["view"]["from"]
+    page.keys("-")
+    assert width(page.inspect()) == pytest.approx(width(whole) / 1.5, rel=0.01)
+    page.keys("\ue011")  # home
+    assert page.inspect()["view"] == whole["view"]
+
+
+def test_buttons_zoom(page):
+    """So does who has no wheel and no keyboard."""
+    whole = page.inspect()
+    page.click("#zoom-in")
+    assert width(page.inspect()) < width(whole)
+    page.click("#zoom-whole")
+    assert page.inspect()["view"] == whole["view"]
+
+
+def test_layers_lie_in_their_block_where_there_is_room(page):
+    """A double click fills the timeline with a block."""
+    x, y = page.place_of(2, (M + N) * FORWARD + 1.5 * BACKWARD)
+    page.click_at(x, y)
+    page.click_at(x, y, times=2)
+    facts = page.inspect()
+    assert width(facts) == pytest.approx(1.5 * BACKWARD, rel=0.05)
+    assert facts["selected"]["layers"][0]["name"] == "block3"
+
+
+# Steps.
+
+
+def test_the_slider_and_its_buttons_change_the_step(page):
+    """Step, figures and blocks follow; the reader begins at the median step."""
+    page.click("#step-next")
+    assert page.inspect()["step"] == 4
+    page.click("#step-previous")
+    page.click("#step-previous")
+    assert page.text("#step-title") == "Step 2"
+    go(page, 6)
+    facts = page.inspect()
+    assert facts["view"]["end"] == 2 * WINDOW + 400
+    assert facts["steps"] == list(range(STEPS))
+    page.focus("#timeline")
+    page.keys("\ue00f")  # page down
+    assert page.inspect()["step"] == 7
+
+
+def test_the_page_begins_with_a_usual_step(window, run):
+    """Not with the first, which is not like the others, nor with the slowest."""
+    window.open(run / "report.html")
+    assert window.inspect()["view"]["end"] == PERIOD
+
+
+def test_the_step_as_a_table(page):
+    """The same facts in a table, for who cannot see the timeline."""
+    page.click("#step-table summary")
+    page.wait("document.querySelector('#step-table-body tbody')")
+    rows = page.run("document.querySelectorAll('#step-table-body tbody tr').length")
+    assert rows == N + N * M * 2
+    assert f"partition 3\t8\t1.20 ms\t{BUBBLE:.1%}" in page.text("#step-table-body")
+
+
+def test_a_trace_without_a_pipeline_has_a_page_too(window, tmp_path):
+    """There is no timeline then; a table says where the time went."""
+    made = Made(tmp_path / "run")
+    made.span("compute", EVIL, begin=0, dur=70)
+    window.complaints()
+    window.driver.get(write_page(made.write()).as_uri())
+    window.wait("window.pipesight?.inspect().revision === 0")
+    assert not window.seen("#timeline")
+    assert "no tasks of a pipeline" in window.text("#notice")
+    assert f"compute\t{EVIL}\t1\t70.0 µs" in window.text("#names")
+    assert window.complaints() == []
+
+
+# Searching.
+
+
+@pytest.mark.parametrize(
+    ("query", "blocks", "layers"),
+    [
+        ("block3", 2 * M, 1),
+        ("micro-batch 2", 2 * N, 0),
+        ("backward", N * M, 0),
+        ("partition 1 forward", M, 0),
+        ("partition 1 micro-batch 0", 2, 0),
+    ],
+)
+def test_searching_finds_blocks_and_layers(page, query, blocks, layers):
+    """A word finds layers by name, and blocks by phase, micro-batch, partition, or the layers in them."""
+    type_into(page, "#search", query)
+    found = page.inspect()["found"]
+    assert (found["blocks"], found["layers"]) == (blocks, layers)
+    assert f"{blocks} blocks" in page.text("#search-found")
+
+
+def test_searching_finds_log_lines(page):
+    """Lines that hold the words are left, with the words marked; Escape brings the others back."""
+    page.focus("#search")
+    page.keys("loss down")
+    assert page.inspect()["found"]["lines"] == STEPS
+    assert page.run("[...document.querySelectorAll('#log mark')].map(e => e.innerText)") == ["loss", "down"]
+    page.keys("\ue00c")
+    assert page.inspect()["found"] is None
+
+
+def test_enter_goes_to_the_next_block_found(page):
+    """One after the other, in the order of time."""
+    page.keys("/")
+    page.keys("block3", "\ue007")
+    assert page.inspect()["selected"]["key"] == "3/0/2/0/0/0"
+    page.keys("\ue007")
+    assert page.inspect()["selected"]["key"] == "3/0/2/1/0/0"
+
+
+# Below the timeline.
+
+
+def test_bars_say_where_the_time_went(page):
+    """The parts are those of the mean step, to which one of twelve adds twice as much, and they are explained."""
+    text = page.text("#time")
+    assert re.search(rf"forward\s+{400 * 13 / 12:.0f} µs · {400 * 13 / (12 * PERIOD + WINDOW):.1%}", text)
+    assert re.search(rf"fill and drain\s+{900 * 13 / 12:.0f} µs", text)
+    assert re.search(r"optimizer\s+150 µs", text)
+    assert "More micro-batches make it smaller" in text
+    bars = page.run("[...document.querySelectorAll('#time .stack-name')].map(e => e.innerText)")
+    assert bars == ["all", *(f"partition {j}" for j in range(N))]
+    page.run("[...document.querySelectorAll('#time .choice button')].at(-1).click()")
+    assert page.text("#time-facts").startswith("step 3, 2.50 ms")
+
+
+def test_layers_sort_and_narrow(page):
+    """A click on a title sorts by it, another the other way round; typing narrows the table."""
+
+    def names():
+        return page.run("[...document.querySelectorAll('#layers tbody th')].map(e => e.innerText)")
+
+    assert names() == [name for layers in LAYERS for name in sorted(layers)]
+    page.run("document.querySelector('#layers [data-key=name]').click()")
+    assert names() == sorted(NAMES, key=lambda name: name.lower())
+    page.run("document.querySelector('#layers [data-key=name]').click()")
+    assert names()[-1] == sorted(NAMES)[0]
+    assert page.run("document.querySelector('#layers th[aria-sort=descending]').innerText").startswith("layer")
+    type_into(page, "#layers-search", "partition 3")
+    assert sorted(names()) == ["block4", "head"]
+
+
+def test_the_heat_map_has_a_cell_for_each_layer_and_step(page):
+    """And another one for another statistic, which the reader chooses."""
+    drawn = page.inspect()["statistics"]
+    assert (drawn["cells"], drawn["crosses"]) == (2 * N * STEPS, 0)
+    page.run(
+        "(e => { e.value = 'wgrad'; e.dispatchEvent(new Event('change', { bubbles: true })) })"
+        "(document.getElementById('tensor'))"
+    )
+    drawn = page.inspect()["statistics"]
+    assert (drawn["cells"], drawn["crosses"], drawn["lineCrosses"], drawn["points"]) == (2, 1, 1, 1)
+    assert "1 value not finite" in page.text("#statistics-facts")
+
+
+def test_a_cell_chooses_layer_and_step(page):
+    """The line chart shows the layer, the timeline the step."""
+    box = page.run(
+        "(e => { e.scrollIntoView({ block: 'center' }); const r = e.getBoundingClientRect();"
+        " return [r.left, r.top, r.width, r.height] })(document.querySelector('.heatmap'))"
+    )
+    page.click_at(box[0] + box[2] * 5.5 / STEPS, box[1] + box[3] * 2.5 / (2 * N))
+    facts = page.inspect()
+    assert facts["step"] == 5
+    assert facts["statistics"]["layer"] == "block1"
+    assert facts["statistics"]["points"] == STEPS
+    assert page.text("#statistics h3") == "block1 · activation mean"
+    label = page.run("document.querySelector('.line-chart').getAttribute('aria-label')")
+    assert label == f"block1, activation mean: {STEPS} values, from \u22120.1 to \u22120.1, 0 not finite"
+
+
+def test_log_lines_of_the_step_and_of_the_block(page):
+    """Lines of the step, then of the block that is opened."""
+    assert "7 lines" in page.text("#log-facts") or "6 lines" in page.text("#log-facts")
+    page.click_at(*page.place_of(2, 2.5 * FORWARD))
+    page.frame()
+    assert page.text("#log-facts") == "1 line"
+    assert "hello 0" in page.text("#log")
+
+
+# The page itself.
+
+
+def test_names_from_a_run_are_text(page):
+    """A layer, a log line and a folder named like markup are shown as they are called, and do nothing."""
+    go(page, 3)
+    page.click_at(*page.place_of(2, 2.5 * FORWARD))
+    page.point(*page.place_of(2, 2.5 * FORWARD))
+    page.frame()
+    assert EVIL in page.text("#block")
+    assert EVIL in page.text("#layers")
+    assert EVIL in page.text("#tooltip")
+    assert page.text("#title") == "<img src=x onerror=window.hit=1>"
+    page.run("document.querySelector('#log-scope button').click()")
+    assert EVIL in page.text("#log")
+    assert page.run("document.images.length") == 0
+    assert page.run("window.hit === undefined")
+
+
+def test_nothing_is_fetched(window, run):
+    """The page asks nobody for anything, and its policy would not let it."""
+    window.requests()
+    window.open(run / "report.html")
+    go(window, 2)
+    window.frame()
+    asked = [address for address in window.requests() if not address.startswith("data:")]
+    assert asked == [(run / "report.html").resolve().as_uri()]
+    text = (run / "report.html").read_text()
+    assert "connect-src 'none'" in text
+    assert "http" not in re.sub(
+        r"https://ui\.perfetto\.dev|http://www\.w3\.org/2000/svg|https?:\"|http-equiv", "", text
+    )
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (400, 800), (320, 640)])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_page_fits_every_width(page, size, theme):
+    """No part sticks out, whatever is open; the timeline is seen on the first screen of a desktop."""
+    page.prefer(theme)
+    page.resize(*size)
+    page.frame()
+    go(page, BAD_STEP)
+    page.focus("#timeline")
+    page.keys("\ue014", "\ue007")
+    page.frame()
+    assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    if size[0] == 1280:
+        assert page.run("document.getElementById('timeline').getBoundingClientRect().bottom") < 800
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (400, 800)])
+def test_nothing_moves_while_the_page_comes_up(window, run, size):
+    """What is shown first stays where it is."""
+    window.resize(*size)
+    window.open(run / "report.html")
+    window.frame()
+    script = """const [done] = arguments, moved = [];
+        const where = ({ node, previousRect, currentRect }) => [node?.id || node?.nodeName, previousRect, currentRect];
+        new PerformanceObserver((list) => moved.push(...list.getEntries().map((entry) => entry.sources.map(where))))
+            .observe({ type: "layout-shift", buffered: true });
+        setTimeout(() => done(moved), 200);"""
+    assert window.driver.execute_async_script(script) == []
+
+
+def test_dark_and_light(page):
+    """The page follows the system, until the reader says otherwise."""
+
+    def paper():
+        return page.run("getComputedStyle(document.body).backgroundColor")
+
+    light = paper()
+    page.prefer("dark")
+    page.frame()
+    dark = paper()
+    assert sum(map(int, re.findall(r"\d+", dark))) < 150 < 600 < sum(map(int, re.findall(r"\d+", light)))
+    page.click("#theme")
+    assert paper() == light
+    assert page.run("document.getElementById('theme').getAttribute('aria-label')") == "Dark theme"
+    page.click("#theme")
+    assert paper() == dark
+    page.run("localStorage.clear()")
+
+
+def test_everything_has_a_name(page):
+    """What can be focused says what it is."""
+    nameless = page.run("""
+        [...document.querySelectorAll("button, input, select, canvas[tabindex], [role=region], summary, a")]
+          .filter((e) => e.getClientRects().length)
+          .filter((e) => !(e.getAttribute("aria-label") || e.innerText?.trim() || e.labels?.length))
+          .map((e) => e.outerHTML)
+    """)
+    assert nameless == []
+    assert page.run("document.getElementById('timeline').getAttribute('aria-label')").startswith(
+        f"Timeline of step 3: {N * M * 2} blocks in {N} partitions"
+    )
+    assert page.run("document.documentElement.lang") == "en"
+
+
+def test_perfetto_is_explained_in_a_file(page):
+    """A page that is a file cannot read the trace beside it, so it says what to drop where."""
+    page.click("#perfetto")
+    text = page.text("#perfetto-help")
+    assert "trace/rank-00000.pfw.gz" in text
+    assert "pipesight view" in text
+    page.click("#perfetto-help button")
+    page.frame()
+    assert not page.seen("#perfetto-help")

@@ -1,0 +1,276 @@
+"""What goes into the page: which steps, how much of them, and that it stays small."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipesight.report import html
+from pipesight.report.analysis import analyse
+from pipesight.report.html import MOST_BYTES, Limits, Served, page_html, page_payload, write_page
+from pipesight.report.payload.chosen import choose_steps
+from pipesight.report.payload.logs import logs_of
+from pipesight.report.payload.statistics import statistics_of
+from pipesight.report.run import LogLine, open_run
+from synthetic import Made
+
+TIMES = {"forward": 100, "recompute": 100, "backward": 200}
+
+
+def payload_of(folder, **limits):
+    with open_run(folder) as run:
+        return page_payload(run, analyse(run), limits=Limits(**limits))
+
+
+def unpacked(page):
+    packed = re.search(r'id="payload">([^<]*)<', page)[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def made(folder, *, steps=6, balance=(1, 1), chunks=2, layers=None, **description):
+    run = Made(folder, balance=balance, chunks=chunks, **description)
+    at = 0
+    for step in range(steps):
+        at = 100 + run.gpipe(step, lambda phase, i, j: TIMES[phase] + i, at=at, checkpointed=1, layers=layers)
+    return run
+
+
+# Steps.
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 40), st.integers(1, 400))
+def test_steps_that_matter_are_chosen_first(times, size, most):
+    """The median, the last, the slowest and the first step are shown before any other, and never more than fit."""
+    chosen = choose_steps(times, [size] * len(times), most=most)
+    assert len(chosen) == len({*chosen}) == max(1, min(len(times), most // size))
+    assert {*chosen} <= {*range(len(times))}
+    distance = [abs(time - np.median(times)) for time in times]
+    assert distance[chosen[0]] == min(distance)
+    if len(chosen) >= 4:
+        assert {0, len(times) - 1} <= {*chosen[:4]}
+        assert max(times) in [times[place] for place in chosen[:4]]
+
+
+def test_a_step_is_shown_however_large(tmp_path):
+    """Its earliest blocks are, at least."""
+    payload = payload_of(made(tmp_path / "run", chunks=8).write(), blocks=10)
+    assert len(payload["shown"]) == 1
+    assert len(payload["shown"][0]["tasks"]["lane"]) == 10
+    assert "shows 1 of 6 steps" in payload["notes"][0]
+
+
+def test_columns_hold_every_time(tmp_path):
+    """Begins are differences within a step; with them and the times, every task is where it was."""
+    run = made(tmp_path / "run", layers=lambda j: [f"a{j}", f"b{j}"])
+    payload = payload_of(run.write())
+    assert [step["number"] for step in payload["shown"]] == list(range(6))
+    with open_run(run.folder) as opened:
+        tasks = opened.tasks(range(3, 4))
+    step = payload["shown"][3]
+    begin = np.cumsum(step["tasks"]["begin"])
+    assert sorted(begin + tasks.begin.min()) == sorted(tasks.begin)
+    assert sorted(step["tasks"]["time"]) == sorted(tasks.end - tasks.begin)
+    assert sum(step["layers"]["count"]) == len(step["layers"]["layer"]) == 2 * len(tasks)
+    names = [payload["layers"][k]["name"] for k in step["layers"]["layer"]]
+    first = step["tasks"]["lane"][0]
+    assert names[: step["layers"]["count"][0]] == [f"a{first}", f"b{first}"]
+    assert step["layers"]["begin"][:2] == [0, step["layers"]["time"][0]]
+
+
+def test_layers_are_there_for_as_many_steps_as_fit(tmp_path):
+    """The others say that they have none, and so does a note."""
+    run = made(tmp_path / "run", layers=lambda j: [f"a{j}"])
+    payload = payload_of(run.write(), layer_runs=25)
+    with_layers = [step["number"] for step in payload["shown"] if step["layers"] is not None]
+    assert len(with_layers) == 2
+    assert payload["shown"][payload["start"]]["number"] in with_layers
+    assert any("for 2 of these steps" in note for note in payload["notes"])
+
+
+def test_lanes_beyond_the_limit_are_left_out(tmp_path):
+    """A run of many ranks shows the first of them, and says so."""
+    run = Made(tmp_path / "run", balance=[1, 1], chunks=2)
+    for rank in range(4):
+        for step in range(2):
+            run.gpipe(step, lambda phase, i, j: TIMES[phase], at=step * 5000, rank=rank)
+    payload = payload_of(run.write(), lanes=5)
+    assert [(lane["rank"], lane["partition"]) for lane in payload["lanes"]] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    assert {*payload["shown"][0]["tasks"]["lane"]} == {0, 1, 2, 3, 4}
+    assert any("5 of 8 lanes" in note for note in payload["notes"])
+
+
+def test_evaluations_lie_in_the_step_during_which_they_ran(tmp_path):
+    """They are drawn, but their windows are no part of the bubble of lanes."""
+    run = Made(tmp_path / "run", balance=[1], chunks=1)
+    for step, at in enumerate((0, 1000, 2000)):
+        run.task(step, partition=0, microbatch=0, phase="forward", begin=at, dur=100, minibatch=2 * step + 1)
+        run.task(step, partition=0, microbatch=0, phase="backward", begin=at + 100, dur=100, minibatch=2 * step + 1)
+    run.task(1, partition=0, microbatch=0, phase="forward", begin=1500, dur=50, minibatch=4)
+    step = payload_of(run.write())["shown"][1]
+    assert np.cumsum(step["tasks"]["begin"]).tolist() == [0, 100, 500]
+    assert step["lane_bubbles"] == [0]
+    assert len(step["windows"]) == 2
+
+
+def test_the_last_step_of_a_killed_run_has_no_bubble(tmp_path):
+    """Its tasks are drawn as far as they go."""
+    run = made(tmp_path / "run")
+    run.task(6, partition=0, microbatch=0, phase="forward", begin=10_000, dur=100)
+    last = payload_of(run.write(end=False))["shown"][-1]
+    assert last["number"] == 6
+    assert last["bubble"] is None
+    assert last["lane_bubbles"] == [None, None]
+
+
+def test_a_trace_without_a_pipeline_has_names(tmp_path):
+    """There is no timeline then, but where the time went by name."""
+    run = Made(tmp_path / "run")
+    run.span("compute", "work", begin=0, dur=70)
+    payload = payload_of(run.write())
+    assert payload["shown"] == []
+    assert payload["names"] == [["compute", "work", 1, 70]]
+    assert payload["figures"] is None
+
+
+# Statistics and log lines.
+
+
+def line(step, value, layer="a", **more):
+    return {"iteration": step, "layer": layer, "tensor": "x", "statistic": "mean", "value": value, **more}
+
+
+def test_statistics_are_tables_of_layers_and_steps():
+    """A row a layer, a column a step; what is missing is null, what is not finite is named."""
+    lines = [line(0, 1.0), line(1, 1 / 3), line(1, None, "b", nonfinite="-inf", infs=2), {"value": 1}, line("1", 2)]
+    found, marks = statistics_of(lines, most=100)
+    assert found["names"] == ["a", "b"]
+    assert found["groups"][0]["steps"] == [0, 1]
+    assert found["groups"][0]["values"] == [1.0, 0.33333, None, "-inf"]
+    assert marks.of_step == {1: {("b", "x"): (0, "2 Inf")}}
+    json.dumps(found, allow_nan=False)
+
+
+def test_statistics_are_thinned_but_keep_what_is_not_finite():
+    """Every third step is left, the last, and those with a NaN."""
+    lines = [line(step, float(step)) for step in range(30)]
+    lines[7] = line(7, None, nonfinite="nan")
+    found, _ = statistics_of(lines, most=10)
+    assert found["groups"][0]["steps"] == [0, 3, 6, 7, 9, 12, 15, 18, 21, 24, 27, 29]
+    assert found["left_out"] == 3
+
+
+def test_log_lines_of_shown_steps_and_warnings_come_first():
+    """The others fill the room that is left; how many were left out is counted."""
+    lines = [LogLine(0, 1000 * k, "WARNING" if k == 7 else "INFO", "x", f"{k}", step=k) for k in range(10)]
+    found = logs_of(lines, steps=[2, 3], begin=0, most=5)
+    assert [entry["text"] for entry in found["lines"]] == ["0", "1", "2", "3", "7"]
+    assert found["left_out"] == 5
+
+
+# The file.
+
+
+def test_the_page_of_a_normal_run_is_small(tmp_path):
+    """4 partitions, 4 micro-batches, 8 layers, 200 steps, statistics and log lines: under 2 MB, nothing left out."""
+    rng = random.Random(0)
+    run = Made(tmp_path / "run", balance=[2] * 4, chunks=4)
+    at = 0
+    for step in range(200):
+        time = lambda phase, i, j: int(TIMES[phase] * 8 * rng.uniform(0.8, 1.3))
+        at = 900 + run.gpipe(step, time, at=at, checkpointed=3, layers=lambda j: [f"block{2 * j}", f"block{2 * j + 1}"])
+        run.span("compute", "step", begin=at - 800, dur=rng.randrange(500, 700))
+        for layer in range(8):
+            for statistic in ("mean", "std", "min", "max"):
+                run.stat(f"block{layer}", "activation", statistic, step, rng.gauss(0, 1))
+        for j in range(4):
+            run.log(f"2023-11-14T22:13:20.000000+00:00 INFO train [step {step} partition {j}] {rng.random()}")
+    page = write_page(run.write())
+    assert page == tmp_path / "run" / "report.html"
+    assert page.stat().st_size < MOST_BYTES
+    payload = unpacked(page.read_text())
+    assert len(payload["shown"]) == 200
+    assert all(step["layers"] for step in payload["shown"])
+    assert payload["logs"]["left_out"] == 0
+    assert not any("of 200 steps" in note for note in payload["notes"])
+
+
+def test_a_page_that_is_too_large_shows_less(tmp_path, monkeypatch):
+    """Half of everything, and half again, until it fits; it says that steps are missing."""
+    rng = random.Random(0)
+    run = Made(tmp_path / "run", balance=[1] * 4, chunks=8)
+    at = 0
+    for step in range(60):
+        at = run.gpipe(step, lambda phase, i, j: rng.randrange(1, 10**6), at=at)
+    folder = run.write()
+    bare = len(page_html(None))
+    monkeypatch.setattr(html, "LIMITS", Limits(blocks=4000))
+    monkeypatch.setattr(html, "MOST_BYTES", bare + 16_000)
+    page = write_page(folder)
+    assert page.stat().st_size <= bare + 16_000
+    payload = unpacked(page.read_text())
+    assert 0 < len(payload["shown"]) < 60
+    assert f"shows {len(payload['shown'])} of 60 steps" in payload["notes"][0]
+
+
+def test_the_page_goes_where_it_is_asked_to_go(tmp_path):
+    """An output of one's own; nothing else is left behind."""
+    folder = made(tmp_path / "run").write()
+    before = {*folder.rglob("*")}
+    assert write_page(folder, output=tmp_path / "elsewhere.html") == tmp_path / "elsewhere.html"
+    assert {*folder.rglob("*")} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere.html", "run"]
+
+
+def test_the_payload_is_json_that_every_parser_reads(tmp_path):
+    """No NaN, no infinity, and back again as it was."""
+    run = made(tmp_path / "run")
+    run.stat("a", "x", "mean", 0, float("nan"))
+    payload = payload_of(run.write())
+    assert json.loads(json.dumps(payload, allow_nan=False)) == payload
+    assert unpacked(page_html(payload)) == payload
+
+
+def test_markup_in_names_never_reaches_the_markup_of_the_page(tmp_path):
+    """The payload is base64, the title is escaped."""
+    evil = "</script><img src=x onerror=alert(1)>"
+    run = made(tmp_path / "<b>&", layers=lambda j: [evil], command=[evil])
+    page = page_html(payload_of(run.write()))
+    assert "<title>&lt;b&gt;&amp;</title>" in page
+    assert evil not in page
+    assert page.count("</script>") == 2
+
+
+def test_the_policy_names_this_script_and_this_style():
+    """Whatever else would be run or loaded is not."""
+    page = page_html(None)
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert len(re.findall(r"'sha256-[\w+/=]{44}'", policy)) == 2
+
+
+def test_a_served_page_says_where_to_ask():
+    """A file asks nobody; a served page its own server, at the addresses that it is given."""
+    assert "pipesight-events" not in page_html(None).partition("</head>")[0]
+    page = page_html(None, served=Served(events="e", payload="p?x=1&y=2", trace=None))
+    head = page.partition("</head>")[0]
+    assert '<meta name="pipesight-events" content="e">' in head
+    assert '<meta name="pipesight-payload" content="p?x=1&amp;y=2">' in head
+    assert "pipesight-trace" not in head
+    assert "connect-src 'self'" in head
+
+
+def test_scripts_that_import_each_other_in_a_circle_are_refused(monkeypatch):
+    """They are joined one after the other, so there must be an order."""
+    scripts = {"a.js": 'import { b } from "./b.js";\nexport const a = b;\n', "b.js": 'import { a } from "./a.js";\n'}
+    monkeypatch.setattr(html, "_asset", scripts.__getitem__)
+    with pytest.raises(ImportError, match=r"in a circle: a\.js -> b\.js -> a\.js"):
+        html._script.__wrapped__("a.js")

@@ -1,0 +1,496 @@
+"""A run that grows: each look reads what is new, shows whole steps, and knows when it has ended."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from growing import GrowingRun, recorder
+from pipesight.report import _growing, _recent, following
+from pipesight.report.analysis import analyse
+from pipesight.report.following import Follower, check_place
+from pipesight.report.run import NotARunError, open_run
+from synthetic import Made
+
+
+@pytest.fixture
+def run(tmp_path):
+    return GrowingRun(tmp_path / "run", balance=[1, 2], chunks=2)
+
+
+@pytest.fixture
+def follow():
+    """Makes followers, and closes them."""
+    made = []
+
+    def make(path, **options):
+        made.append(Follower(path, **options))
+        return made[-1]
+
+    yield make
+    for follower in made:
+        follower.close()
+
+
+def same(one, other) -> bool:
+    """Tell whether two tables are equal, row for row."""
+    columns = other.columns()
+    return all(np.array_equal(column, columns[name]) for name, column in one.columns().items())
+
+
+# Whole steps.
+
+
+def test_from_nothing(run, follow):
+    """A run is waited for, begins, and ends when run.json says so, with all its steps."""
+    follower = follow(run.folder)
+    assert not follower.look()
+    assert follower.state.phase == "waiting"
+    run.begin()
+    assert follower.look()
+    assert follower.state.phase == "running"
+    assert follower.run.description["pid"] == os.getpid()
+    run.step()
+    run.end("ValueError: too bad")
+    assert follower.look()
+    assert (follower.state.phase, follower.state.outcome) == ("ended", "ValueError: too bad")
+    assert follower.run.steps() == [0]
+    assert not follower.look()
+
+
+def test_whole_steps(run, follow):
+    """A step is shown when the next has begun, one look later; the last when the run has ended."""
+    follower = follow(run.begin().folder)
+    shown = []
+    for _ in range(3):
+        run.step()
+        follower.look()
+        shown.append(follower.run.steps())
+    follower.look()
+    assert [*shown, follower.run.steps()] == [[], [], [0], [0, 1]]
+    assert set(follower.run.tasks().step.tolist()) == {0, 1}
+    run.end()
+    follower.look()
+    assert set(follower.run.tasks().step.tolist()) == {0, 1, 2}
+
+
+def test_slowest_rank(run, follow):
+    """With several ranks, a step is shown when all of them have gone on."""
+    run.begin()
+    follower = follow(run.folder)
+    run.step(ranks=2)
+    run.step(ranks=2)
+    run.step(ranks=1)
+    for _ in range(2):
+        follower.look()
+    assert follower.run.steps() == [0]
+    assert follower.run.ranks() == [0, 1]
+
+
+def test_nothing_new(run, follow):
+    """A look at what has not changed has nothing to show."""
+    follower = follow(run.begin().folder)
+    run.step()
+    run.step()
+    while follower.look():
+        pass
+    assert follower.run.steps() == [0]
+    assert not follower.look()
+
+
+def test_recorded(tmp_path, follow):
+    """What a traced process writes is read as it comes."""
+    with recorder(tmp_path / "run") as process:
+        process.step()
+        process.step()
+        follower = follow(tmp_path / "run")
+        for _ in range(2):
+            follower.look()
+        assert follower.run.steps() == [0]
+        assert len(follower.run.tasks()) == 4
+        process.end()
+        follower.look()
+        assert follower.state.phase == "ended"
+        assert follower.run.steps() == [0, 1]
+
+
+# As of any other run.
+
+
+def test_same_as_on_disk(run, follow):
+    """Once it has ended, everything is as if it had been opened then."""
+    run.begin()
+    follower = follow(run.folder)
+    for step in range(4):
+        run.step(ranks=2, write=False)
+        run.transfer(step, partition=1, microbatch=0, begin=step * 10_000, dur=50)
+        run.task(step, partition=0, microbatch=0, phase="forward", begin=1, dur=3, device="cuda:0", layers={"l0": 2})
+        run.span("dataloader", "fetch", begin=step * 10_000 + 7, dur=2)
+        run.flush()
+        follower.look()
+    run.end()
+    follower.look()
+    with open_run(run.folder) as whole:
+        mine = follower.run
+        assert mine.steps() == whole.steps()
+        assert mine.ranks() == whole.ranks()
+        assert mine.events == whole.events
+        assert same(mine.tasks(), whole.tasks())
+        assert same(mine.tasks(range(1, 3)), whole.tasks(range(1, 3)))
+        assert same(mine.transfers(), whole.transfers())
+        assert same(mine.spans(), whole.spans())
+        assert same(mine.layer_times(), whole.layer_times())
+        assert same(mine.layer_runs(2), whole.layer_runs(2))
+        assert same(mine.names(), whole.names())
+
+
+def test_statistics(run, follow):
+    """Statistics come as their lines say, and half a line waits for the rest."""
+    follower = follow(run.begin().folder)
+    run.measure(layer="a", value=1.0)
+    run.measure(layer="b", value=None, nonfinite="nan")
+    run.measure(layer="c", value=1.0, nans=3)
+    with (run.folder / "stats/rank-00000.jsonl").open("a") as file:
+        file.write('no JSON\n{"layer": ')
+    assert follower.look()
+    assert [entry["layer"] for entry in follower.run.statistics()] == ["a", "b", "c"]
+    with (run.folder / "stats/rank-00000.jsonl").open("a") as file:
+        file.write('"d"}\n')
+    assert follower.look()
+    assert [entry["layer"] for entry in follower.run.statistics()] == ["a", "b", "c", "d"]
+
+
+def test_first_nonfinite(run, follow, monkeypatch):
+    """Old statistics make room for new ones, but for the first that were not finite."""
+    monkeypatch.setattr(_recent, "MOST_STATISTICS", 4)
+    follower = follow(run.begin().folder)
+    for iteration in range(3):
+        run.measure(iteration=iteration, layer="a", tensor="output", value=1.0)
+    for layer in "bc":
+        run.measure(iteration=3, layer=layer, tensor="output", value=None, nonfinite="nan")
+    follower.look()
+    assert [entry["layer"] for entry in follower.run.statistics()] == ["a", "a", "b", "c"]
+    for iteration in range(4, 9):
+        run.measure(iteration=iteration, layer="d", tensor="output", value=None, nonfinite="inf")
+    follower.look()
+    assert [entry["layer"] for entry in follower.run.statistics()] == ["b", "c", "d", "d", "d", "d"]
+
+
+def test_last_step(run, follow):
+    """The last step that is shown ends where the next begins, and what came after is none of it."""
+    run.begin()
+    for _ in range(4):
+        run.step()
+    run.span("compute", "step", begin=10**9, dur=5)
+    run.flush()
+    follower = follow(run.folder)
+    for _ in range(2):
+        follower.look()
+    steps = analyse(follower.run).steps
+    assert steps.step.tolist() == [0, 1, 2]
+    assert len(set(steps.period.tolist())) == 1
+    run.end()
+    follower.look()
+    assert analyse(follower.run).steps.period[3] > 10**8
+
+
+def test_log_lines(run, follow):
+    """Log lines are read with their place in the pipe, whatever bytes are in them."""
+    follower = follow(run.begin().folder)
+    run.say("2026-11-15T10:00:00.123456 INFO pipesight.pipeline [step 3 partition 1 micro-batch 0 forward] hello")
+    with (run.folder / "logs/rank-00000.log").open("ab") as file:
+        file.write(b"and \xff more\n")
+    assert follower.look()
+    (line,) = follower.run.log_lines()
+    assert (line.step, line.partition, line.message) == (3, 1, "hello\nand \ufffd more")
+
+
+# Files as they grow.
+
+
+@settings(max_examples=30)
+@given(cuts=st.lists(st.integers(0, 10_000), max_size=12), compress=st.booleans())
+def test_cut_anywhere(tmp_path_factory, cuts, compress):
+    """However a file comes in, cut wherever, each event is read once."""
+    run = GrowingRun(tmp_path_factory.mktemp("cut") / "run", balance=[1], chunks=2).begin()
+    for _ in range(3):
+        run.step()
+    run.append("]\n")
+    path = run.trace_of()
+    whole = path.read_bytes() if compress else gzip.decompress(path.read_bytes())
+    if not compress:
+        path.unlink()
+        path = path.with_suffix("")
+    path.write_bytes(b"")
+    follower = Follower(run.folder)
+    for cut in [*sorted(cut % (len(whole) + 1) for cut in cuts), len(whole)]:
+        path.write_bytes(whole[:cut]) if cut == 0 else append_until(path, whole, cut)
+        follower.look()
+    run.describe(ended="now")
+    follower.look()
+    try:
+        assert follower.run.events == len(run.events[0])
+        assert len(follower.run.tasks()) == 3 * 4
+    finally:
+        follower.close()
+
+
+def append_until(path, whole: bytes, size: int) -> None:
+    with path.open("ab") as file:
+        file.write(whole[file.tell() : size])
+
+
+def test_reads_only_what_is_new(run, follow, monkeypatch):
+    """A look costs what was added since the last one, however long the run."""
+    for _ in range(200):
+        run.step(write=False)
+    run.begin()
+    run.flush()
+    follower = follow(run.folder)
+    read = []
+    pread = os.pread
+    monkeypatch.setattr(_growing.os, "pread", lambda *args: read.append(pread(*args)) or read[-1])
+    follower.look()
+    before = run.trace_of().stat().st_size
+    read.clear()
+    follower.look()
+    assert sum(map(len, read)) == 0
+    run.step()
+    follower.look()
+    assert sum(map(len, read)) == run.trace_of().stat().st_size - before
+
+
+def test_damage(run, follow):
+    """A member that is damaged costs its own events, not those after it; zeros cost none."""
+    run.begin()
+    run.step()
+    good = run.trace_of().read_bytes()
+    bad = bytearray(gzip.compress(b"x" * 1000, mtime=0))
+    bad[12:20] = b"\xff" * 8
+    with run.trace_of().open("ab") as file:
+        file.write(bytes(bad))
+    run.step()
+    with run.trace_of().open("ab") as file:
+        file.write(b"\0" * 5000)
+    run.step()
+    run.end()
+    follower = follow(run.folder)
+    follower.look()
+    assert follower.run.steps() == [0, 1, 2]
+    assert follower.run.events == len(run.events[0])
+    (note,) = follower.run.notes
+    assert note.path == run.trace_of()
+    assert "left out" in note.text
+    assert len(good) < len(run.trace_of().read_bytes())
+
+
+def test_parts_and_children(run, follow):
+    """Parts that follow a file, and files of processes that a rank started, are read as they appear."""
+    run.begin()
+    follower = follow(run.folder)
+    run.step()
+    follower.look()
+    first = run.trace_of()
+    first.rename(first.with_name("rank-00000.part2.pfw.gz"))
+    run._written.clear()
+    first.write_bytes(b"")
+    run.events[0].clear()
+    run.step()
+    child = Made(run.folder, balance=[1])
+    child.event("dataloader", "fetch", begin=0, dur=5)
+    text = "\n".join(["[", *map(json.dumps, child.events[0])]) + "\n"
+    (run.folder / "trace/rank-00000-4711.pfw.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    for _ in range(2):
+        follower.look()
+    run.describe(ended="now")
+    follower.look()
+    assert follower.run.steps() == [0, 1]
+    assert len(follower.run.spans()) == len(follower.run.spans().where(follower.run.spans().kind == 1))
+    assert follower.run.names().name.tolist().count("fetch") == 1
+
+
+def test_too_much_at_once(run, follow, monkeypatch):
+    """Of a long run that is opened late, the end is read, and a note says so."""
+    run.begin()
+    for _ in range(400):
+        run.step()
+    run.end()
+    monkeypatch.setitem(following._MOST, "trace", 2**16)
+    assert run.trace_of().stat().st_size > 2**17
+    follower = follow(run.folder)
+    follower.look()
+    steps = follower.run.steps()
+    assert steps == list(range(steps[0], 400))
+    assert 0 < steps[0] < 390
+    assert "were left out" in follower.run.notes[0].text
+
+
+def test_bounded(run, follow):
+    """No more than the last steps are kept, however long it goes on."""
+    run.begin()
+    follower = follow(run.folder, steps=8)
+    for _ in range(40):
+        run.step()
+        follower.look()
+    steps = follower.run.steps()
+    assert 6 <= len(steps) <= 10
+    assert steps == list(range(steps[0], 38))
+    tasks = follower.run.tasks()
+    assert sorted(set(tasks.step.tolist())) == steps
+    assert follower.run.spans().end.min() > tasks.begin.min()
+    assert follower.run.events == len(run.events[0])
+
+
+def test_another_run(run, follow):
+    """A run that begins anew in the same folder is followed from its beginning."""
+    run.begin()
+    follower = follow(run.folder)
+    for _ in range(3):
+        run.step()
+        follower.look()
+    assert follower.run.steps() == [0]
+    again = GrowingRun(run.folder, balance=[1, 2], chunks=2, started="2024-01-01T00:00:00+00:00")
+    again.trace_of().unlink()
+    again.begin()
+    again.step(task=77)
+    again.end()
+    follower.look()
+    assert follower.run.steps() == [0]
+    assert set((follower.run.tasks().end - follower.run.tasks().begin).tolist()) == {77}
+
+
+def test_gone(run, follow):
+    """A folder that disappears while it is followed is no error."""
+    run.begin()
+    run.step()
+    follower = follow(run.folder)
+    follower.look()
+    run.trace_of().unlink()
+    (run.folder / "run.json").unlink()
+    follower.look()
+    assert follower.state.phase == "running"
+
+
+def test_links(run, follow, tmp_path):
+    """A link that leads out of the run is not followed."""
+    other = GrowingRun(tmp_path / "other", balance=[1, 2], chunks=2).begin()
+    other.step()
+    other.say("secret")
+    run.begin()
+    run.trace_of().symlink_to(other.trace_of())
+    (run.folder / "logs/rank-00000.log").symlink_to(other.folder / "logs/rank-00000.log")
+    run.describe(ended="now")
+    follower = follow(run.folder)
+    follower.look()
+    assert follower.run.steps() == []
+    assert list(follower.run.log_lines()) == []
+
+
+# How it ends.
+
+
+def test_killed(run, follow):
+    """A run whose process is gone, and that has been quiet for a while, has ended; one whose process lives has not."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    now = [0.0]
+    run.description["pid"] = child.pid
+    run.begin()
+    run.step()
+    follower = follow(run.folder, clock=lambda: now[0], quiet=1000)
+    follower.look()
+    assert follower.state.phase == "running"
+    now[0] = 1001.0
+    follower.look()
+    assert follower.state.phase == "ended"
+    assert "killed" in follower.state.outcome
+    assert follower.run.steps() == [0]
+
+
+@pytest.mark.parametrize("facts", [{}, {"host": "elsewhere", "pid": 1}, {"pid": None}, {"pid": 1}])
+def test_not_killed(run, follow, facts):
+    """A run whose process lives, or about which nobody here can know, goes on however quiet it is."""
+    now = [0.0]
+    run.begin()
+    run.step()
+    run.describe(**facts)
+    follower = follow(run.folder, clock=lambda: now[0])
+    follower.look()
+    now[0] = 1e6
+    follower.look()
+    assert follower.state.phase == "running"
+
+
+def test_other_ranks(run, follow):
+    """Where rank 0 has ended, the others get a while to write the rest."""
+    now = [0.0]
+    run.begin()
+    run.step(ranks=2)
+    run.describe(world_size=2, ended="now")
+    follower = follow(run.folder, clock=lambda: now[0], quiet=1000)
+    follower.look()
+    assert follower.state.phase == "running"
+    now[0] = 1001.0
+    follower.look()
+    assert follower.state.phase == "ended"
+
+
+def test_traces_alone(run, follow):
+    """A folder of traces without run.json has ended when each has its end and has been quiet for a while."""
+    run.begin()
+    (run.folder / "run.json").unlink()
+    now = [0.0]
+    run.step()
+    follower = follow(run.folder, clock=lambda: now[0], quiet=1000)
+    follower.look()
+    now[0] = 1001.0
+    follower.look()
+    assert follower.state.phase == "running"
+    run.append("]\n")
+    follower.look()
+    assert follower.state.phase == "running"
+    now[0] = 2002.0
+    follower.look()
+    assert follower.state.phase == "ended"
+
+
+def test_one_trace(run, follow):
+    """A single trace can be followed, with its parts."""
+    run.begin()
+    run.step()
+    run.step()
+    follower = follow(run.trace_of())
+    for _ in range(2):
+        follower.look()
+    assert follower.run.steps() == [0]
+
+
+# Where a run can be.
+
+
+def test_places(run, tmp_path):
+    """A run, a trace, an empty folder and nothing at all may become runs; anything else does not."""
+    check_place(tmp_path / "nothing")
+    check_place(tmp_path)
+    run.begin()
+    check_place(run.folder)
+    check_place(run.folder / "trace")
+    (run.folder / "run.json").unlink()
+    check_place(run.folder)
+    run.step()
+    check_place(run.trace_of())
+    check_place(run.folder / "trace")
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "notes.txt").write_text("hello")
+    for path in (text, text / "notes.txt"):
+        with pytest.raises(NotARunError, match=r"^not a run: "):
+            check_place(path)

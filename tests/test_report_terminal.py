@@ -1,0 +1,318 @@
+"""The report in the terminal: what matters first, in any width, in any terminal, whatever layers are called."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipesight.report._text import Style, bar, beside, columns, percent, shown_width, spark, time
+from pipesight.report.analysis import Report, analyse
+from pipesight.report.compare import compare, render_comparison
+from pipesight.report.run import open_run
+from pipesight.report.tables import BACKWARD, FORWARD, RECOMPUTE
+from pipesight.report.terminal import render
+from pipesight.report.timeline import Glyphs, draw_step
+from synthetic import Made
+
+EVEN = {"forward": 100, "recompute": 100, "backward": 200}
+
+
+def analysed(made: Made) -> Report:
+    with open_run(made.write()) as run:
+        return analyse(run)
+
+
+def busy_run(folder: Path, *, slow: float = 1, layers: list[list[str]] | None = None, loading: int = 300) -> Report:
+    """Analyse a run with something of everything in it."""
+    names = layers or [["embed", "block0"], ["block1"], ["block2"], ["block3", "head"]]
+    made = Made(folder, balance=[len(own) for own in names], chunks=4)
+    rng = np.random.default_rng(0)
+    at = 0
+    for step in range(12):
+        made.span("dataloader", "fetch", begin=at, dur=loading)
+        warm = 3 if step == 0 else 1
+        time = lambda phase, i, j, warm=warm: int(EVEN[phase] * warm * (slow if j == 1 else 1) + rng.integers(9))
+        at = made.gpipe(step, time, at=at + loading, checkpointed=3, layers=lambda j: names[j])
+        made.span("compute", "step", begin=at + 7, dur=120)
+        at += 150
+    made.stats[0] = [{"iteration": 5, "layer": "block1", "tensor": "activation", "nonfinite": "nan", "nans": 3}]
+    return analysed(made)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Report:
+    return busy_run(tmp_path_factory.mktemp("runs") / "run", slow=1.7)
+
+
+# All of it.
+
+
+def test_verdict_comes_first(report):
+    """After the name of the run, the first thing to read is how large the bubble is; then what to change."""
+    blocks = render(report).split("\n\n")
+    assert report.path in blocks[0]
+    assert blocks[1].startswith("The bubble is ")
+    assert blocks[2].startswith("What would help")
+    assert " ".join(blocks[1].split()) == report.verdict.text
+
+
+def test_everything_is_there(report):
+    """Step time, throughput, bubble, losses, layers, partitions, a drawn step, warm-up, and what is not finite."""
+    text = render(report)
+    for words in (
+        "Step time",
+        "steps/s",
+        "samples/s",
+        "Bubble",
+        "Recompute",
+        "fill and drain",
+        "imbalance",
+        "data loading",
+        "optimizer",
+        "block1",
+        "Partitions",
+        "Step ",
+        "Left out: step 0",
+        "Not finite: activation of layer block1 is the first, in iteration 5",
+        "partition 1 takes 1.68 times as long as the other partitions",
+    ):
+        assert words in text, words
+
+
+def test_lines_fit(report):
+    """No line is longer than the terminal is wide."""
+    for width in range(60, 221):
+        assert max(map(len, render(report, width=width).splitlines())) <= width, width
+
+
+def test_wide_terminals_are_used(report):
+    """In 160 columns, there is more: the drawn step is wider, and layers are beside the losses."""
+    lines = render(report, width=160).splitlines()
+    assert any("Where the time goes" in line and "layers" in line.lower() for line in lines)
+    assert max(map(len, lines)) > 150
+
+
+def test_colour_only_where_asked_for(report):
+    """There are no escape codes without colour; with it, the same text."""
+    plain, coloured = render(report), render(report, colour=True)
+    assert "\x1b" not in plain
+    assert "\x1b" in coloured
+    assert re.sub("\x1b\\[[0-9;]*m", "", coloured) == plain
+
+
+def test_ascii(report):
+    """Where the terminal has no more, everything is ASCII, and phases are still told apart."""
+    text = render(report, ascii=True)
+    assert text.isascii()
+    assert re.search(r"\|F0.*B3.*R2.*\|", text)
+
+
+def test_names_cannot_command_the_terminal(tmp_path):
+    """Names are text: what would move the cursor or turn text around is not sent to the terminal."""
+    evil = "\x1b[2Jgone\u202e\r\n"
+    text = render(busy_run(tmp_path / "run", layers=[[evil, "b"], ["c"], ["d"], ["e"]]))
+    assert "gone" in text
+    assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", text)
+
+
+def test_long_names_are_cut(tmp_path):
+    """Layers with names as long as a line do not break the table."""
+    text = render(busy_run(tmp_path / "run", layers=[["x" * 300, "b"], ["c"], ["d"], ["e"]]))
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_bars_show_shares(report):
+    """The parts that are drawn add up to the mean step that is shown below them."""
+    text = render(report)
+    block = next(block for block in text.split("\n\n") if block.startswith("Where the time goes"))
+    shares = [float(share) for share in re.findall(r"(?m)^  \w.*?([\d.]+)%", block)[:-1]]
+    assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
+
+
+def test_many_partitions(tmp_path):
+    """Of very many partitions, those that stand still most and least are listed."""
+    made = Made(tmp_path / "run", balance=[1] * 70, chunks=2)
+    made.gpipe(0, lambda phase, i, j: EVEN[phase] + j)
+    text = render(analysed(made))
+    assert "54 more" in text
+    assert "and 38 more partitions" in text
+
+
+def test_trace_without_tasks(tmp_path):
+    """Without a pipeline, there is a table of names, and why there is no bubble."""
+    made = Made(tmp_path / "run")
+    made.span("posix", "read", begin=0, dur=1500)
+    text = render(analysed(made))
+    assert "no bubble" in text
+    assert re.search(r"posix +read +1 +1.50 ms +100.0%", text)
+
+
+def test_remarks_are_shown(tmp_path):
+    """What was left out of the files, and why, is said."""
+    made = Made(tmp_path / "run", left_out={"steps": 90, "events": 0}, outcome="RuntimeError: no")
+    made.gpipe(0, lambda phase, i, j: EVEN[phase])
+    text = render(analysed(made))
+    assert "90 steps were left out" in text
+    assert "RuntimeError: no" in text
+
+
+# A step, drawn.
+
+
+@pytest.fixture
+def drawn(tmp_path) -> Report:
+    made = Made(tmp_path / "run", balance=[1, 1], chunks=2)
+    made.gpipe(0, lambda phase, i, j: EVEN[phase], checkpointed=1)
+    return analysed(made)
+
+
+def test_step_is_drawn(drawn):
+    """A block is as long as its task, with its phase, and its micro-batch; dots are the bubble."""
+    timeline = draw_step(drawn, 0, width=40)
+    assert timeline.end - timeline.begin == 1000
+    assert timeline.lines[0] == "F0━━F1━━············B1══════R0╌╌B0══════"
+    assert timeline.lines[1] == "····F0━━F1━━B1══════R0╌╌B0══════········"
+    assert timeline.bubbles == pytest.approx((0.3, 0.3))
+
+
+def test_phases_are_distinct(drawn):
+    """Forward, recompute and backward differ without colour: in their letter, and in how they are filled."""
+    for glyphs in (Glyphs(), Glyphs.ascii()):
+        timeline = draw_step(drawn, 0, width=80, glyphs=glyphs)
+        for line, phases in zip(timeline.lines, timeline.phases, strict=True):
+            for character, phase in zip(line, phases, strict=True):
+                allowed = {-1: glyphs.idle, FORWARD: "F", RECOMPUTE: "R", BACKWARD: "B"}[phase]
+                assert character in allowed + (glyphs.fill[phase] + "0123456789" if phase >= 0 else "")
+
+
+def test_parts_of_the_drawn_step(drawn):
+    """Below the drawn step, it says where the time of that step went."""
+    text = " ".join(render(drawn, step=0).split())
+    assert "The whole step takes 1.00 ms: computing 70.0%, fill and drain 30.0%." in text
+
+
+def test_every_step_is_drawn(report):
+    """The time and the bubble of each step that counts are a column each."""
+    lines = render(report).splitlines()
+    at = next(k for k, line in enumerate(lines) if line.startswith("Each step"))
+    assert [len(re.search("[▁-█]+", line)[0]) for line in lines[at : at + 2]] == [11, 11]
+
+
+def test_other_step_can_be_drawn(drawn):
+    """A step that was not recorded is an error that says which were."""
+    assert "Step 0" in render(drawn, step=0)
+    with pytest.raises(ValueError, match=r"no tasks of step 7 were recorded \(recorded: 0 to 0\)"):
+        render(drawn, step=7)
+
+
+# Two runs.
+
+
+def test_comparison_names_the_loss(tmp_path):
+    """Of two runs, the loss that makes one slower is named."""
+    fast = busy_run(tmp_path / "fast")
+    slow = busy_run(tmp_path / "slow", loading=1400)  # that of the first of 11 steps was before it
+    found = compare(fast, slow)
+    assert "slower" in found.text
+    assert "Most of that is data loading (+1.00 ms)" in found.text
+    assert found.parts["data_loading"].change == pytest.approx(1000)
+    text = render_comparison(found)
+    assert re.search(r"data loading +273 µs +1.27 ms +\+1.00 ms \(\+366.7%\)", text)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "faster" in compare(slow, fast).text
+
+
+def test_comparison_with_itself(report):
+    """A run is like itself."""
+    found = compare(report, report)
+    assert "the same time" in found.text
+    assert "alike" in found.text
+    assert all(difference.change == 0 for difference in found.parts.values())
+
+
+def test_comparison_needs_steps(report, tmp_path):
+    """A run without a complete step cannot be compared."""
+    made = Made(tmp_path / "run")
+    made.span("posix", "read", begin=0, dur=1)
+    with pytest.raises(ValueError, match="no complete step"):
+        compare(report, analysed(made))
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "text"),
+    [(0, "0.00 µs"), (1.234, "1.23 µs"), (999, "999 µs"), (999.6, "1.00 ms"), (12345, "12.3 ms"), (9.9996e6, "10.0 s")],
+)
+def test_times(microseconds, text):
+    """Times have three digits and a unit."""
+    assert time(microseconds) == text
+
+
+@given(st.floats(0, 1), st.integers(1, 60))
+def test_bars_are_as_long_as_shares(share, width):
+    """A bar is no longer than its room, and as long as its share of it."""
+    drawn = bar(share, width)
+    assert abs(len(drawn) - share * width) <= 1
+    assert len(bar(share, width, ascii=True)) <= width
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=200), st.integers(1, 80))
+def test_columns_are_as_high_as_values(values, width):
+    """Every value has a column, or shares one with its neighbours, of which the highest shows."""
+    drawn = spark(values, width, top=100)
+    assert len(drawn) == min(len(values), width)
+    assert drawn.count("█") <= sum(value > 87.5 for value in values)
+    if max(values) > 87.5:
+        assert "█" in drawn
+
+
+def test_columns_align():
+    """Cells are aligned by what is seen of them, not by escape codes."""
+    red = Style(colour=True).paint("ab", "red")
+    lines = columns([["x", red], ["long", "abcd"]], align="lr")
+    assert [shown_width(line) for line in lines] == [10, 10]
+
+
+def test_blocks_that_do_not_fit_go_below():
+    """Two blocks are beside each other only where there is room."""
+    assert beside(["aa"], ["bb"], width=8, gap=4) == ["aa    bb"]
+    assert beside(["aa"], ["bb"], width=7, gap=4) == ["aa", "", "bb"]
+
+
+def test_percent_of_nothing_is_a_dash():
+    """What is not there is not shown as a number."""
+    assert (percent(0), percent(0.0004), percent(0.0123)) == ("-", "-", "1.2%")
+
+
+def test_every_loss_fits(tmp_path):
+    """Partitions that lose time in every way, on several ranks, still fit into 80 columns."""
+    made = Made(tmp_path / "run", balance=[1, 1, 1], chunks=3)
+    rng = np.random.default_rng(1)
+    for rank in range(2):
+        for step in range(5):
+            at, places = step * 9000, [(j, i) for i in range(3) for j in range(3)]
+            tasks = [("forward", *place) for place in places] + [("backward", *place) for place in places[::-1]]
+            for phase, j, i in tasks:
+                dur = int(EVEN[phase] * (1 + j) * rng.uniform(0.5, 2))
+                made.transfer(step, partition=j, microbatch=i, begin=at - 20, dur=20, rank=rank)
+                made.task(step, partition=j, microbatch=i, phase=phase, begin=at, dur=dur, rank=rank, device="cuda:0")
+                at += dur + 30
+    made.description["pipelines"] = [{"partitions": 3, "chunks": 3, "devices": ["cuda:0", "cuda:0", "cuda:1"]}]
+    text = render(analysed(made))
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"partition +rank +busy +bubble +fill +share +imbal. +jitter +transf. +gaps", text)
+
+
+def test_cutting_keeps_colour_whole():
+    """A line that is cut keeps its escape codes, so that colour ends where it should."""
+    style = Style(width=60, colour=True)
+    line = style.fit(style.paint("a" * 50, "red") + style.paint("b" * 50, "green"))
+    assert shown_width(line) == 60
+    assert line.endswith("b" * 10 + "\x1b[0m")
