@@ -17,10 +17,10 @@ from collections.abc import Iterator
 import pytest
 
 from growing import LIMIT, GrowingRun, recorder, wait_for
-from pipesight.report.analysis import analyse
-from pipesight.report.live_figures import figures_of, steps_of
-from pipesight.report.live_terminal import Frame, draw_frame, line_of
-from pipesight.report.run import LogLine, open_run
+from pipesight.report.analysis.analysing import analyse
+from pipesight.report.live.figures import figures_of, steps_of
+from pipesight.report.live.terminal import Frame, draw_frame, line_of
+from pipesight.report.reading.run import LogLine, open_run
 from processes import STRICT_PYTHON
 
 ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")

@@ -45,6 +45,8 @@ PUBLIC = [
     "pipesight.context",
     "pipesight.logs",
     "pipesight.plan",
+    "pipesight.recording",
+    "pipesight.report",
     "pipesight.skip",
     "pipesight.stats",
     "pipesight.testing",

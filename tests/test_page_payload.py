@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesight.report import html
-from pipesight.report.analysis import analyse
+from pipesight.report.analysis.analysing import analyse
 from pipesight.report.html import MOST_BYTES, Limits, Served, page_html, page_payload, write_page
 from pipesight.report.payload.chosen import choose_steps
 from pipesight.report.payload.logs import logs_of
 from pipesight.report.payload.statistics import statistics_of
-from pipesight.report.run import LogLine, open_run
+from pipesight.report.reading.run import LogLine, open_run
 from synthetic import Made
 
 TIMES = {"forward": 100, "recompute": 100, "backward": 200}

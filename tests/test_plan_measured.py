@@ -15,7 +15,7 @@ from torch import nn
 from pipesight.plan import Costs, Layer, Link, gpipe, measure, predict, profile, recomputed, simulate, with_sizes
 from pipesight.plan.measured import NoTasksError
 from pipesight.plan.schedules import KINDS
-from pipesight.report.run import open_run
+from pipesight.report.reading.run import open_run
 from synthetic import Made
 
 PHASES = ("forward", "recompute", "backward")

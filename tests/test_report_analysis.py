@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipesight.report.analysis import Report, analyse
-from pipesight.report.bubble import LOSSES
-from pipesight.report.changes import Change
-from pipesight.report.facts import pipelines_of
-from pipesight.report.nonfinite import first_nonfinite
-from pipesight.report.run import open_run
-from pipesight.report.stragglers import Lane, find_stragglers
+from pipesight.report.analysis.analysing import Report, analyse
+from pipesight.report.analysis.bubble import LOSSES
+from pipesight.report.analysis.changes import Change
+from pipesight.report.analysis.facts import pipelines_of
+from pipesight.report.analysis.nonfinite import first_nonfinite
+from pipesight.report.analysis.stragglers import Lane, find_stragglers
+from pipesight.report.reading.run import open_run
 from processes import STRICT_PYTHON
 from synthetic import Made
 

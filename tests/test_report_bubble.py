@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesight.plan.schedules import Schedule, gpipe, one_f_one_b
-from pipesight.report.bubble import LOSSES, Split, split_windows
-from pipesight.report.run import open_run
-from pipesight.report.tables import BACKWARD, FORWARD, RECOMPUTE, Tasks, Transfers
-from pipesight.report.windows import INCOMPLETE, find_minibatches
+from pipesight.report.analysis.bubble import LOSSES, Split, split_windows
+from pipesight.report.analysis.windows import INCOMPLETE, find_minibatches
+from pipesight.report.reading.run import open_run
+from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE, Tasks, Transfers
 from synthetic import Made
 
 Durations = Callable[[int, int, int, int], int]  # of a task, by mini-batch, phase, partition and micro-batch

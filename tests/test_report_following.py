@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from growing import GrowingRun, recorder
-from pipesight.report import _growing, _recent, following
-from pipesight.report.analysis import analyse
-from pipesight.report.following import Follower, check_place
-from pipesight.report.run import NotARunError, open_run
+from pipesight.report.analysis.analysing import analyse
+from pipesight.report.live import _growing, _recent, following
+from pipesight.report.live.following import Follower, check_place
+from pipesight.report.reading.run import NotARunError, open_run
 from synthetic import Made
 
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipesight.report._foreign import ChromeReader
-from pipesight.report.run import NotARunError, Run, open_run
-from pipesight.report.tables import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, WEIGHT
+from pipesight.report.reading._foreign import ChromeReader
+from pipesight.report.reading.run import NotARunError, Run, open_run
+from pipesight.report.reading.tables import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, WEIGHT
 from processes import STRICT_PYTHON
 from synthetic import Made
 
@@ -345,7 +345,7 @@ def test_little_memory_for_a_large_profile(tmp_path):
     measured = """
 import sys
 from pathlib import Path
-from pipesight.report.run import open_run
+from pipesight.report.reading.run import open_run
 def main():
     with open_run(sys.argv[1]) as run:
         print(run.events, len(run.notes))

@@ -15,8 +15,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipesight.report.run import NotARunError, Run, open_run
-from pipesight.report.tables import BACKWARD, CHECKPOINT, COMMUNICATION, DATA, FORWARD, OPTIMIZER, RECOMPUTE, Table
+from pipesight.report.reading.run import NotARunError, Run, open_run
+from pipesight.report.reading.tables import (
+    BACKWARD,
+    CHECKPOINT,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTE,
+    Table,
+)
 from processes import STRICT_PYTHON
 from synthetic import START, Made
 
@@ -131,9 +140,10 @@ def test_layers(tmp_path):
     with open_run(made.write()) as run:
         assert rows(run.layer_times()) == [(0, 1, "a", FORWARD, 2, 90, 60), (0, 1, 'b"</script>', FORWARD, 2, 90, 50)]
         assert rows(run.layer_runs(1)) == [
-            (0, 2, 1, 0, FORWARD, "a", START, START + 30),
-            (0, 2, 1, 0, FORWARD, 'b"</script>', START + 30, START + 80),
+            (0, 1, 2, 1, 0, FORWARD, "a", START, START + 30),
+            (0, 1, 2, 1, 0, FORWARD, 'b"</script>', START + 30, START + 80),
         ]
+        assert run.layer_runs(0, 1).step.tolist() == [0, 0, 1, 1]
         assert len(run.layer_runs(9)) == 0
 
 
@@ -287,6 +297,10 @@ def test_lines_of_any_length(length, place, tmp_path):
         assert table["short"] == 2
         assert ("long" in table) != ("left out: 1 line that is no event" in texts(run))
         assert "long" in table or length > 2**20
+    (tmp_path / "b.pfw").write_bytes(short)
+    with open_run(tmp_path) as run:
+        assert dict(zip(run.names().name.tolist(), run.names().count.tolist(), strict=True))["short"] == 3
+        assert ("long" in run.names().name) == ("long" in table)
 
 
 @pytest.mark.parametrize("size", [1, 2**23])
@@ -632,7 +646,7 @@ def test_run_that_is_being_written_and_then_killed(tmp_path):
 MEASURE = """
 import sys
 from pathlib import Path
-from pipesight.report.run import open_run
+from pipesight.report.reading.run import open_run
 def main():
     with open_run(sys.argv[1]) as run:
         tables = [run.tasks(), run.transfers(), run.spans(), run.layer_times(), run.names(), run.steps(), run.ranks()]

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesight.report._text import Style, bar, beside, columns, percent, shown_width, spark, time
-from pipesight.report.analysis import Report, analyse
+from pipesight.report.analysis.analysing import Report, analyse
 from pipesight.report.compare import compare, render_comparison
-from pipesight.report.run import open_run
-from pipesight.report.tables import BACKWARD, FORWARD, RECOMPUTE
+from pipesight.report.reading.run import open_run
+from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE
 from pipesight.report.terminal import render
 from pipesight.report.timeline import Glyphs, draw_step
 from synthetic import Made

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from pipesight.report.reading import NotATraceError, TraceReader, find_traces
+from pipesight.report.reading.traces import NotATraceError, TraceReader, find_traces
 
 __all__ = ["add_to", "run"]
 
@@ -64,7 +64,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _to_parquet(options: argparse.Namespace) -> int:
-    from pipesight.report.run import NotARunError, open_run
+    from pipesight.report.reading.run import NotARunError, open_run
 
     output = options.output or _stem(options.trace.absolute(), ".parquet")
     try:
@@ -83,7 +83,7 @@ def _to_parquet(options: argparse.Namespace) -> int:
 
 
 def _check_folder(output: Path, trace: Path, *, force: bool) -> None:
-    from pipesight.report.run import is_dataset
+    from pipesight.report.reading.run import is_dataset
 
     if output == STDOUT:
         raise FileNotFoundError("a dataset is a folder, and does not go to the standard output; name one with -o")

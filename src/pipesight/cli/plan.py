@@ -145,7 +145,7 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
         assert profiled is not None
         return profiled, None
     from pipesight.plan.measured import measure
-    from pipesight.report.run import open_run
+    from pipesight.report.reading.run import open_run
 
     with open_run(options.run_path) as opened:
         measured = measure(opened, link=_link(options))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipesight.report.analysis import Report
+    from pipesight.report.analysis.analysing import Report
 
 __all__ = ["add_to", "run"]
 
@@ -52,7 +52,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run(options: argparse.Namespace) -> int:
     """Report, and return the exit code."""
-    from pipesight.report.run import NotARunError
+    from pipesight.report.reading.run import NotARunError
 
     try:
         return _report(options)
@@ -75,7 +75,7 @@ def _report(options: argparse.Namespace) -> int:
         comparison = compare(first, second)
         _print(comparison_as_json(comparison) if options.json else render_comparison(comparison, **_look(options)))
     elif options.json:
-        from pipesight.report.as_json import as_json
+        from pipesight.report.json_report import as_json
 
         _print(as_json(first))
     else:
@@ -92,8 +92,8 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _analyse(path: Path, options: argparse.Namespace) -> Report:
-    from pipesight.report.analysis import analyse
-    from pipesight.report.run import open_run
+    from pipesight.report.analysis.analysing import analyse
+    from pipesight.report.reading.run import open_run
 
     with open_run(path) as opened:
         return analyse(opened, steps=options.steps, partition=options.partition, layer=options.layer)

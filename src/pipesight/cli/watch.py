@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from pipesight.report.analysis import Report
-    from pipesight.report.following import Follower
-    from pipesight.report.live_terminal import Frame
+    from pipesight.report.analysis.analysing import Report
+    from pipesight.report.live.following import Follower
+    from pipesight.report.live.terminal import Frame
 
 __all__ = ["add_to", "run"]
 
@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
     """Watch until the run has ended, and return the exit code."""
     from rich.console import Console
 
-    from pipesight.report.following import Follower, check_place
-    from pipesight.report.run import NotARunError
+    from pipesight.report.live.following import Follower, check_place
+    from pipesight.report.reading.run import NotARunError
 
     try:
         check_place(options.run_path)
@@ -76,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(follower: Follower, *, ascii: bool) -> None:
-    from pipesight.report.live_figures import steps_of
-    from pipesight.report.live_terminal import line_of
+    from pipesight.report.live.figures import steps_of
+    from pipesight.report.live.terminal import line_of
 
     shown = -1
     said: set[str] = set()
@@ -140,7 +140,7 @@ def _frames(follower: Follower) -> Iterator[Frame]:
 def _drawn(frame: Frame, console: Console, *, spare: int = 0) -> Text:
     from rich.text import Text
 
-    from pipesight.report.live_terminal import draw_frame
+    from pipesight.report.live.terminal import draw_frame
 
     lines = draw_frame(
         frame,
@@ -153,15 +153,15 @@ def _drawn(frame: Frame, console: Console, *, spare: int = 0) -> Text:
 
 
 def _frame(follower: Follower, report: Report | None) -> Frame:
-    from pipesight.report.live_figures import figures_of
-    from pipesight.report.live_terminal import Frame
+    from pipesight.report.live.figures import figures_of
+    from pipesight.report.live.terminal import Frame
 
     figures = figures_of(report) if report is not None else None
     return Frame(str(follower.path), _state(follower), report, figures, list(follower.run.log_lines()))
 
 
 def _report(follower: Follower) -> Report | None:
-    from pipesight.report.analysis import analyse
+    from pipesight.report.analysis.analysing import analyse
 
     return analyse(follower.run) if follower.run.steps() else None
 

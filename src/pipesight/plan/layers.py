@@ -10,11 +10,11 @@ import numpy as np
 from pipesight.plan.costs import Layer
 from pipesight.plan.schedules import B, F, R
 from pipesight.plan.simulation import Times
-from pipesight.report.facts import LayerFacts, PipelineFacts
-from pipesight.report.tables import LayerTimes
+from pipesight.report.analysis.facts import LayerFacts, PipelineFacts
+from pipesight.report.reading.tables import LayerTimes
 
 if TYPE_CHECKING:
-    from pipesight.report.run import Run
+    from pipesight.report.reading.run import Run
 
 __all__ = ["RunLayers", "layers_of"]
 

@@ -16,12 +16,12 @@ from pipesight.plan.layers import MICROSECOND, layers_of
 from pipesight.plan.schedules import B, F, R, Schedule, gpipe, recomputed
 from pipesight.plan.simulation import Times, simulate
 from pipesight.plan.windows import Windows
-from pipesight.report.facts import PipelineFacts, device_of_partition, pipelines_of
-from pipesight.report.tables import Column, Transfers
-from pipesight.report.windows import TRAINING, MiniBatches, Steps, find_minibatches, find_steps, replicas_of
+from pipesight.report.analysis.facts import PipelineFacts, device_of_partition, pipelines_of
+from pipesight.report.analysis.windows import TRAINING, MiniBatches, Steps, find_minibatches, find_steps, replicas_of
+from pipesight.report.reading.tables import Column, Transfers
 
 if TYPE_CHECKING:
-    from pipesight.report.run import Run
+    from pipesight.report.reading.run import Run
 
 __all__ = ["Measured", "NoTasksError", "measure"]
 

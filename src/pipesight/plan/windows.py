@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from pipesight.plan.schedules import KINDS, B, F, R, Schedule, recorded
 from pipesight.plan.simulation import Times
-from pipesight.report.tables import Tasks
-from pipesight.report.windows import MiniBatches
+from pipesight.report.analysis.windows import MiniBatches
+from pipesight.report.reading.tables import Tasks
 
 __all__ = ["Windows"]
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipesight.report._text import Style, columns, percent, time
-from pipesight.report.analysis import Report
-from pipesight.report.as_json import as_json
-from pipesight.report.verdict import TITLES
+from pipesight.report.analysis.analysing import Report
+from pipesight.report.analysis.verdict import TITLES
+from pipesight.report.json_report import as_json
 
 __all__ = ["Comparison", "Difference", "compare", "comparison_as_json", "render_comparison"]
 

@@ -52,8 +52,8 @@ def write_page(run_path: str | os.PathLike[str], *, output: str | os.PathLike[st
     Raises:
         NotARunError: there is nothing to show.
     """
-    from pipesight.report.analysis import analyse
-    from pipesight.report.run import open_run
+    from pipesight.report.analysis.analysing import analyse
+    from pipesight.report.reading.run import open_run
 
     run_path = Path(run_path)
     with open_run(run_path) as run:

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pipesight.report._text import Style, bar, beside, columns, percent, shown_width, spark, time
-from pipesight.report.analysis import Overall, Report
-from pipesight.report.breakdown import OUTSIDE, PARTS
-from pipesight.report.bubble import LOSSES
-from pipesight.report.pipelines import PartitionReport, PipelineReport
-from pipesight.report.stragglers import Straggler
+from pipesight.report.analysis.analysing import Overall, Report
+from pipesight.report.analysis.breakdown import OUTSIDE, PARTS
+from pipesight.report.analysis.bubble import LOSSES
+from pipesight.report.analysis.pipelines import PartitionReport, PipelineReport
+from pipesight.report.analysis.stragglers import Straggler
+from pipesight.report.analysis.verdict import TITLES
 from pipesight.report.timeline import Glyphs, draw_step
-from pipesight.report.verdict import TITLES
 
 __all__ = ["render"]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.report.analysis import Report
-from pipesight.report.tables import BACKWARD, FORWARD, RECOMPUTE, Column, Tasks
-from pipesight.report.windows import EVALUATION
+from pipesight.report.analysis.analysing import Report
+from pipesight.report.analysis.windows import EVALUATION
+from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE, Column, Tasks
 
 __all__ = ["Glyphs", "Timeline", "draw_step"]
 

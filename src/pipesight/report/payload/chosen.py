@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipesight.report.tables import Column
+from pipesight.report.reading.tables import Column
 
 __all__ = ["choose_steps", "median_place"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from pipesight.report.run import LogLine
+from pipesight.report.reading.run import LogLine
 
 __all__ = ["logs_of"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from pipesight.report.analysis import Report
-from pipesight.report.breakdown import OUTSIDE, PARTS
-from pipesight.report.bubble import LOSSES
-from pipesight.report.tables import PHASES
-from pipesight.report.verdict import TITLES
+from pipesight.report.analysis.analysing import Report
+from pipesight.report.analysis.breakdown import OUTSIDE, PARTS
+from pipesight.report.analysis.bubble import LOSSES
+from pipesight.report.analysis.verdict import TITLES
+from pipesight.report.reading.tables import PHASES
 
 __all__ = ["losses_of", "losses_of_step"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipesight.report.payload.statistics import Marks
 from pipesight.report.payload.timeline import Lane
-from pipesight.report.tables import BACKWARD, FORWARD
+from pipesight.report.reading.tables import BACKWARD, FORWARD
 
 __all__ = ["marks_of_step"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from pipesight.report.analysis.windows import EVALUATION, INCOMPLETE, MiniBatches, Steps, find_steps, replicas_of
 from pipesight.report.payload.chosen import choose_steps, median_place
 from pipesight.report.payload.limits import Limits
-from pipesight.report.tables import Column, LayerRuns, Spans, Tasks, Transfers
-from pipesight.report.windows import EVALUATION, INCOMPLETE, MiniBatches, Steps, find_steps, replicas_of
+from pipesight.report.reading.tables import Column, LayerRuns, Spans, Tasks, Transfers
 
 __all__ = ["Lane", "Timelines"]
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from pipesight.report.analysis import Report
+from pipesight.report.analysis.analysing import Report
 from pipesight.report.payload.limits import LIMITS, Limits
 from pipesight.report.payload.logs import logs_of
 from pipesight.report.payload.losses import losses_of, losses_of_step
 from pipesight.report.payload.marks import marks_of_step
 from pipesight.report.payload.statistics import Marks, statistics_of
 from pipesight.report.payload.timeline import Timelines
-from pipesight.report.reading import find_traces
-from pipesight.report.run import Run
+from pipesight.report.reading.run import Run
+from pipesight.report.reading.tables import LayerRuns
+from pipesight.report.reading.traces import find_traces
 
 __all__ = ["page_payload"]
 
@@ -69,7 +70,8 @@ def _shown(
     layers = {(layer.partition, layer.name): k for k, layer in enumerate(report.layers)}
     partitions = {layer.name: layer.partition for layer in reversed(report.layers)}
     bubbles = {int(s): report.steps.bubble[report.steps.step == s] for s in np.unique(report.steps.step)}
-    room = limits.layer_runs if layers else 0
+    runs = _layer_runs(run, report, timelines.chosen, limits.layer_runs) if layers else {}
+    room = limits.layer_runs
     found, layered = [], 0
     for number in timelines.chosen:
         step = timelines.step(number)
@@ -77,14 +79,25 @@ def _shown(
         step["losses"] = losses_of_step(report, number)
         step["nonfinite"] = marks_of_step(marks, number, lanes=timelines.lanes, partitions=partitions)
         step["layers"] = None
-        if room > 0:
-            runs = timelines.layers(number, run.layer_runs(number), layers)
-            room -= len(runs["layer"])
+        if number in runs and room > 0:
+            drawn = timelines.layers(number, runs[number], layers)
+            room -= len(drawn["layer"])
             if room >= 0:
-                step["layers"] = runs
+                step["layers"] = drawn
                 layered += 1
         found.append(step)
     return sorted(found, key=lambda step: int(step["number"])), layered
+
+
+def _layer_runs(run: Run, report: Report, steps: Sequence[int], most: int) -> dict[int, LayerRuns]:
+    """Return the layers of the first of these steps, about as many as there is room for, from one query."""
+    usual = sum(sum(layer.runs) for layer in report.layers) / max(1, len(report.steps.step))
+    asked = steps[: int(most / max(1.0, usual)) + 1]
+    found = run.layer_runs(*asked)
+    order = np.argsort(found.step, kind="stable")
+    first = np.searchsorted(found.step[order], asked, side="left")
+    last = np.searchsorted(found.step[order], asked, side="right")
+    return {step: found.where(order[a:b]) for step, a, b in zip(asked, first, last, strict=True)}
 
 
 def _steps(report: Report, timelines: Timelines, marks: Marks) -> dict[str, Any]:

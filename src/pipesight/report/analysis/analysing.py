@@ -1,0 +1,364 @@
+"""A run, analysed: how long its steps take, how large the bubble is and why, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipesight.report.analysis.breakdown import PARTS, StepTimes, Summary, break_down, summary, warm_up
+from pipesight.report.analysis.bubble import Split, split_windows
+from pipesight.report.analysis.changes import Situation, find_changes
+from pipesight.report.analysis.facts import PipelineFacts, device_of_partition, pipelines_of
+from pipesight.report.analysis.layers import Layer, layers_of
+from pipesight.report.analysis.nonfinite import SIGNS, NonFinite, first_nonfinite
+from pipesight.report.analysis.pipelines import PipelineReport, describe_pipelines, lanes_of
+from pipesight.report.analysis.stragglers import Straggler, find_stragglers
+from pipesight.report.analysis.verdict import Verdict, verdict_on
+from pipesight.report.analysis.windows import (
+    EVALUATION,
+    INCOMPLETE,
+    MiniBatches,
+    Steps,
+    find_minibatches,
+    find_steps,
+    replicas_of,
+)
+from pipesight.report.reading.tables import Column, Tasks
+
+if TYPE_CHECKING:
+    from pipesight.report.reading.run import Run
+
+__all__ = ["Left", "NameTime", "Overall", "Remark", "Report", "analyse"]
+
+NAMES = 30
+"""How many names a report has of a trace without tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something about the files that a reader should know."""
+
+    path: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class NameTime:
+    """All spans of one name, in microseconds."""
+
+    category: str
+    name: str
+    count: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Steps that are no part of the overall numbers."""
+
+    warm_up: tuple[int, ...]
+    incomplete: int
+    """Steps of which tasks are missing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Overall:
+    """The steps, all together; times in microseconds."""
+
+    steps: int
+    time: Summary
+    steps_per_second: float
+    samples_per_second: float | None
+    microbatches_per_second: float
+    bubble: float
+    """The share of windows in which partitions do not compute, over all of them."""
+    bubbles: Summary
+    """The same, step by step."""
+    bound: float
+    """The bubble that the schedule itself has."""
+    recompute: float
+    """The share of computing that is recomputation."""
+    parts: Mapping[str, float]
+    """Of the mean step; they add up to ``time.mean``."""
+    turnaround: float
+    """Of the host gaps in it, what lies between forward and backward, as for the loss."""
+    spreads: Mapping[str, Summary]
+    """Of the parts, step by step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Report:
+    """What there is to say about a run. Times are microseconds, shares are of 1."""
+
+    path: str
+    description: Mapping[str, Any]
+    events: int
+    ranks: tuple[int, ...]
+    remarks: tuple[Remark, ...]
+    verdict: Verdict
+    overall: Overall | None
+    """``None`` if there is no step to speak of."""
+    left: Left
+    pipelines: tuple[PipelineReport, ...]
+    steps: StepTimes = field(repr=False)
+    """Complete steps, those of the warm-up included."""
+    counted: Column = field(repr=False)
+    """Which of them make up ``overall``."""
+    evaluations: int
+    """Mini-batches without a backward."""
+    layers: tuple[Layer, ...]
+    stragglers: tuple[Straggler, ...]
+    nonfinite: NonFinite | None
+    names: tuple[NameTime, ...]
+    """Where the time went, of a trace that has no tasks."""
+    minibatches: MiniBatches = field(repr=False)
+    tasks: Tasks = field(repr=False)
+    """Those of the mini-batches, in their order."""
+
+    @property
+    def typical(self) -> int | None:
+        """The step whose time is closest to the median."""
+        rows = np.flatnonzero(self.counted)
+        if self.overall is None or not len(rows):
+            return None
+        return int(self.steps.step[rows[np.argmin(np.abs(self.steps.period[rows] - self.overall.time.median))]])
+
+
+def analyse(run: Run, *, steps: range | None = None, partition: int | None = None, layer: str | None = None) -> Report:
+    """Analyse a run.
+
+    Args:
+        run: What `open_run` returns.
+        steps: Only these.
+        partition: Tell only of this one's bubble, layers and so on.
+        layer: Tell only of the layers of this name; ``*`` stands for any part of one.
+
+    Raises:
+        ValueError: There is no such step, partition or layer.
+    """
+    facts = pipelines_of(run.description)
+    all_tasks = run.tasks()
+    minibatches, tasks = find_minibatches(all_tasks, partitions={fact.partitions for fact in facts})
+    if not len(tasks):
+        return _without_tasks(run)
+    replicas, spans = replicas_of(tasks), run.spans()
+    found, own = find_steps(minibatches, spans, replicas)
+    first = int(found.step.min()) if len(found) else 0
+    found = _chosen(found, steps)
+    own, found = _of_steps(own, found)
+    complete = own.where(own.kind != INCOMPLETE)
+    homes = {n: device_of_partition(_facts(facts, n), tasks, n) for n in np.unique(complete.partitions).tolist()}
+    splits = split_windows(complete, tasks, run.transfers(), devices=homes.__getitem__)
+    whole = np.flatnonzero(own.kind != INCOMPLETE)
+    splits = [_renumbered(split, whole) for split in splits]
+    times = break_down(found, own, splits, all_minibatches=minibatches, spans=spans, replicas=replicas)
+    warm = warm_up(times) if len(times) and times.step.min() == first else times.step[:0]
+    counted = ~np.isin(times.step, warm)
+    counted_minibatches = np.isin(own.step, times.step[counted])
+    overall = _overall(times, counted, splits, counted_minibatches, facts) if counted.any() else None
+    pipelines = describe_pipelines(splits, own, tasks, counted_minibatches, facts, homes)
+    layers = layers_of(run.layer_times(_after(warm, steps, times)), _layer_facts(facts))
+    names = [entry.name for entry in layers]
+    return Report(
+        path=str(run.path),
+        description=run.description,
+        events=run.events,
+        ranks=tuple(run.ranks()),
+        remarks=tuple(_remarks(run, own)),
+        verdict=_verdict(overall, pipelines, splits, counted_minibatches, times, counted, layers),
+        overall=overall,
+        left=Left(tuple(warm.tolist()), int((~found.complete).sum())),
+        pipelines=_narrowed_pipelines(pipelines, partition),
+        steps=times,
+        counted=counted,
+        evaluations=int((minibatches.kind == EVALUATION).sum()) if (minibatches.kind != EVALUATION).any() else 0,
+        layers=_narrowed_layers(layers, partition, layer),
+        stragglers=tuple(
+            straggler
+            for straggler in find_stragglers(lanes_of(splits, own, tasks, counted_minibatches))
+            if partition in (None, straggler.partition)
+        ),
+        nonfinite=first_nonfinite(run.statistics(words=SIGNS), layers=names),
+        names=(),
+        minibatches=minibatches,
+        tasks=tasks,
+    )
+
+
+def _without_tasks(run: Run) -> Report:
+    """Say where the time of a trace went that has no pipeline in it."""
+    times = run.names()
+    entries = zip(times.category.tolist(), times.name.tolist(), times.count.tolist(), times.total.tolist(), strict=True)
+    nothing = np.zeros(0, np.int64)
+    text = (
+        "There is no bubble to tell of: the trace has no tasks of a pipeline, that is, no spans of category compute "
+        "called forward or backward that name a partition and a micro-batch."
+    )
+    return Report(
+        path=str(run.path),
+        description=run.description,
+        events=run.events,
+        ranks=tuple(run.ranks()),
+        remarks=tuple(_remarks(run, None)),
+        verdict=Verdict(text, ()),
+        overall=None,
+        left=Left((), 0),
+        pipelines=(),
+        steps=StepTimes.none(),
+        counted=np.zeros(0, bool),
+        evaluations=0,
+        layers=(),
+        stragglers=(),
+        nonfinite=first_nonfinite(run.statistics(words=SIGNS)),
+        names=tuple(NameTime(str(c), str(n), int(k), int(t)) for c, n, k, t in list(entries)[:NAMES]),
+        minibatches=MiniBatches(*[nothing] * 9),
+        tasks=Tasks(*[nothing] * 8),
+    )
+
+
+def _chosen(found: Steps, steps: range | None) -> Steps:
+    if steps is None:
+        return found
+    rows = np.isin(found.step, np.array(steps)) if len(steps) else np.zeros(len(found), bool)
+    if not rows.any():
+        there = f"{found.step.min()} to {found.step.max()}" if len(found) else "none"
+        raise ValueError(f"no step of these was recorded (asked for: {_range(steps)}, recorded: {there})")
+    return found.where(rows)
+
+
+def _range(steps: range) -> str:
+    return f"{steps.start}:{steps.stop - 1}" if len(steps) != 1 else f"{steps.start}"
+
+
+def _of_steps(minibatches: MiniBatches, steps: Steps) -> tuple[MiniBatches, Steps]:
+    """Keep the mini-batches of some steps."""
+    if int(steps.count.sum()) == len(minibatches):
+        return minibatches, steps
+    first = np.cumsum(steps.count) - steps.count
+    return minibatches.where(steps.members()), Steps(**{**steps.columns(), "first": first})
+
+
+def _after(warm: Column, steps: range | None, times: StepTimes) -> range | None:
+    """Return the steps that count."""
+    if not len(warm):
+        return steps
+    later = range(int(warm[-1]) + 1, int(times.step.max()) + 1)
+    return later if steps is None else range(max(later.start, steps.start), steps.stop)
+
+
+def _facts(facts: Sequence[PipelineFacts], partitions: int) -> PipelineFacts | None:
+    return next((fact for fact in facts if fact.partitions == partitions), None)
+
+
+def _layer_facts(facts: Sequence[PipelineFacts]) -> list[Any]:
+    return [layer for fact in facts for layer in fact.layers]
+
+
+def _renumbered(split: Split, rows: Column) -> Split:
+    return replace(split, rows=rows[split.rows])
+
+
+def _overall(
+    times: StepTimes, counted: Column, splits: Sequence[Split], own: Column, facts: Sequence[PipelineFacts]
+) -> Overall:
+    chosen = times.where(counted)
+    time = summary(chosen.period)
+    replicas = len(np.unique(chosen.replica))
+    per_second = 1e6 / max(time.median, 1e-9)
+    batch = {fact.batch_size for fact in facts}
+    samples = None
+    if len(batch) == 1 and (size := batch.pop()) is not None:
+        samples = per_second * size * replicas * float(np.median(chosen.minibatches))
+    phases = np.sum([split.phases[:, own[split.rows]].sum(axis=(1, 2)) for split in splits], axis=0)
+    return Overall(
+        steps=len(chosen),
+        time=time,
+        steps_per_second=per_second,
+        samples_per_second=samples,
+        microbatches_per_second=per_second * replicas * float(np.median(chosen.microbatches)),
+        bubble=float(1 - chosen.parts[0].sum() / max(chosen.window.sum(), 1)),
+        bubbles=summary(chosen.bubble),
+        bound=float(np.median(chosen.bound)),
+        recompute=float(phases[1] / max(phases.sum(), 1)),
+        parts={name: float(part.mean()) for name, part in zip(PARTS, chosen.parts, strict=True)},
+        turnaround=float(chosen.turnaround.mean()),
+        spreads={name: summary(part) for name, part in zip(PARTS, chosen.parts, strict=True)},
+    )
+
+
+def _verdict(
+    overall: Overall | None,
+    pipelines: Sequence[PipelineReport],
+    splits: Sequence[Split],
+    own: Column,
+    times: StepTimes,
+    counted: Column,
+    layers: Sequence[Layer],
+) -> Verdict:
+    if overall is None or not pipelines:
+        return Verdict("No step is complete, so there is nothing to tell of its bubble.", ())
+    main = max(splits, key=lambda split: int(split.window[own[split.rows]].sum()))
+    pipeline = next(entry for entry in pipelines if entry.partitions == main.busy.shape[1])
+    situation = Situation(
+        facts=pipeline.facts,
+        schedule=main.schedule,
+        durations=main.durations[..., own[main.rows]].mean(axis=3),
+        layers=layers if len(pipelines) == 1 else (),
+        period=overall.time.mean,
+        minibatches=float(times.minibatches[counted].mean()),
+        parts=overall.parts,
+        turnaround=overall.turnaround,
+    )
+    return verdict_on(
+        bubble=overall.bubble,
+        bound=overall.bound,
+        partitions=pipeline.partitions,
+        chunks=pipeline.chunks,
+        devices=pipeline.devices,
+        device_idle=pipeline.device_idle,
+        on_processors=pipeline.facts.on_processors,
+        processors=pipeline.facts.processors,
+        parts=overall.parts,
+        changes=find_changes(situation) if len(pipelines) == 1 else (),
+    )
+
+
+def _remarks(run: Run, minibatches: MiniBatches | None) -> list[Remark]:
+    found = [Remark(str(note.path) if note.path else None, note.text) for note in run.notes]
+    left = run.description.get("left_out")
+    for what, count in left.items() if isinstance(left, dict) else ():
+        if isinstance(count, int) and count > 0:
+            found.append(Remark(None, f"{count:,} {str(what).replace('_', ' ')} were left out when this was recorded"))
+    outcome = run.description.get("outcome")
+    if isinstance(outcome, str) and outcome != "ok":
+        found.append(Remark(None, f"the run ended with {outcome}"))
+    elif run.description and outcome is None:
+        found.append(Remark(None, "the run has not ended, or was killed"))
+    if minibatches is not None and (broken := int((minibatches.kind == INCOMPLETE).sum())):
+        text = "mini-batch is" if broken == 1 else "mini-batches are"
+        found.append(Remark(None, f"{broken:,} {text} incomplete, and left out with the step"))
+    return found
+
+
+def _narrowed_pipelines(pipelines: Sequence[PipelineReport], partition: int | None) -> tuple[PipelineReport, ...]:
+    if partition is None:
+        return tuple(pipelines)
+    most = max((pipeline.partitions for pipeline in pipelines), default=0)
+    if not 0 <= partition < most:
+        raise ValueError(f"there is no partition {partition} (partitions: 0 to {most - 1})")
+    return tuple(pipeline.only(partition) for pipeline in pipelines)
+
+
+def _narrowed_layers(layers: Sequence[Layer], partition: int | None, name: str | None) -> tuple[Layer, ...]:
+    chosen = [entry for entry in layers if partition in (None, entry.partition)]
+    if name is not None:
+        import fnmatch
+
+        chosen = [entry for entry in chosen if fnmatch.fnmatchcase(entry.name, name)]
+        if not chosen:
+            known = ", ".join(entry.name for entry in layers[:8]) + (", ..." if len(layers) > 8 else "")
+            raise ValueError(f"no layer is called {name!r} (layers: {known or 'none'})")
+    return tuple(chosen)

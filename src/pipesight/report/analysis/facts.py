@@ -1,0 +1,122 @@
+"""What is known of the pipelines of a run: from its description, as far as that goes, and from its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipesight.report.reading.tables import Tasks
+
+__all__ = ["LayerFacts", "PipelineFacts", "device_of_partition", "pipelines_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """A layer as the description has it."""
+
+    name: str
+    type: str | None
+    partition: int
+    parameter_bytes: int | None
+    output_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineFacts:
+    """A pipeline as the description has it. What it does not say, or says in no way that makes sense, is ``None``."""
+
+    partitions: int
+    chunks: int | None = None
+    schedule: str | None = None
+    balance: tuple[int, ...] | None = None
+    devices: tuple[str, ...] | None = None
+    checkpoint: str | None = None
+    batch_size: int | None = None
+    layers: tuple[LayerFacts, ...] = ()
+    processors: int | None = None
+    """That the process may use."""
+
+    @property
+    def on_processors(self) -> int:
+        """How many partitions compute on the CPU."""
+        return sum(name.startswith("cpu") for name in self.devices or ())
+
+
+def pipelines_of(description: Mapping[str, Any]) -> list[PipelineFacts]:
+    """Read the pipelines of a run's description, whatever it may hold."""
+    entries = description.get("pipelines")
+    found = []
+    for entry in entries if isinstance(entries, list) else []:
+        partitions = _number(entry, "partitions")
+        if partitions:
+            found.append(_pipeline(entry, partitions, _number(description, "processors")))
+    return found
+
+
+def device_of_partition(facts: PipelineFacts | None, tasks: Tasks, partitions: int) -> tuple[int, ...]:
+    """Return a number for the device of each partition; those with the same number take turns.
+
+    In a run of several processes, that is the rank. In one process, each CPU partition has a thread of its own, and
+    those on one GPU share it.
+    """
+    ranks = _rank_of_partition(tasks, partitions)
+    names: list[object]
+    if len({*ranks}) > 1:
+        names = list(ranks)
+    elif facts is not None and facts.devices is not None:
+        names = [j if name.startswith("cpu") else name for j, name in enumerate(facts.devices)]
+    else:
+        names = list(range(partitions))
+    numbers: dict[object, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+def _rank_of_partition(tasks: Tasks, partitions: int) -> list[int]:
+    """Return the lowest rank that has each partition: that of the first replica."""
+    lowest = np.full(partitions, np.iinfo(np.int64).max)
+    inside = tasks.partition < partitions
+    np.minimum.at(lowest, tasks.partition[inside], tasks.rank[inside])
+    ranks: list[int] = lowest.tolist()
+    return ranks
+
+
+def _pipeline(entry: Mapping[str, Any], partitions: int, processors: int | None) -> PipelineFacts:
+    balance = _list(entry, "balance", int)
+    devices = _list(entry, "devices", str)
+    return PipelineFacts(
+        partitions=partitions,
+        chunks=_number(entry, "chunks"),
+        schedule=_text(entry, "schedule"),
+        balance=tuple(balance) if len(balance) == partitions else None,
+        devices=tuple(devices) if len(devices) == partitions else None,
+        checkpoint=_text(entry, "checkpoint"),
+        batch_size=_number(entry, "batch_size"),
+        layers=tuple(_layers(entry.get("layers"), partitions)),
+        processors=processors,
+    )
+
+
+def _layers(entries: object, partitions: int) -> Iterable[LayerFacts]:
+    for entry in entries if isinstance(entries, list) else []:
+        name, partition = _text(entry, "name"), entry.get("partition") if isinstance(entry, dict) else None
+        if name is not None and isinstance(partition, int) and 0 <= partition < partitions:
+            sizes = _number(entry, "parameter_bytes"), _number(entry, "output_bytes")
+            yield LayerFacts(name, _text(entry, "class"), partition, *sizes)
+
+
+def _number(entry: object, key: str) -> int | None:
+    value = entry.get(key) if isinstance(entry, dict) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None
+
+
+def _text(entry: object, key: str) -> str | None:
+    value = entry.get(key) if isinstance(entry, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def _list(entry: Mapping[str, Any], key: str, of: type) -> Sequence[Any]:
+    value = entry.get(key)
+    return value if isinstance(value, list) and all(isinstance(item, of) for item in value) else []

@@ -1,0 +1,89 @@
+"""How long each layer takes: forward, recomputed, backward."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipesight.report.analysis.facts import LayerFacts
+from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE, Column, LayerTimes
+
+__all__ = ["Layer", "layers_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer and its times, in microseconds."""
+
+    name: str
+    partition: int
+    type: str | None
+    place: int
+    """In the model, from 0."""
+    forward: float
+    """The mean of one micro-batch; likewise the next two."""
+    recompute: float
+    backward: float
+    runs: tuple[int, int, int]
+    """How many micro-batches the means are of."""
+    total: int
+    share: float
+    """Of the time in all layers."""
+    longest: int
+
+    @property
+    def cost(self) -> float:
+        """What one micro-batch costs in this layer, with as many recomputations as there were."""
+        return self.total / max(self.runs[0], 1)
+
+
+def layers_of(times: LayerTimes, facts: Sequence[LayerFacts] = ()) -> list[Layer]:
+    """Put the times of each layer together, over all ranks, in the order of the model.
+
+    Without ``facts`` the order is that of partitions and, in them, of names, numbers in names counting as such.
+    """
+    known = {(fact.partition, fact.name): (place, fact) for place, fact in enumerate(facts)}
+    groups: dict[tuple[int, str], list[int]] = {}
+    keys = zip(times.partition.tolist(), times.layer.tolist(), strict=True)
+    for row, (partition, name) in enumerate(keys):
+        groups.setdefault((int(partition), str(name)), []).append(row)
+    everything = max(int(times.total.sum()), 1)
+    places = {key: place for place, key in enumerate(sorted(groups, key=lambda key: _order(key, known)))}
+    found = []
+    for (partition, name), rows in groups.items():
+        own = times.where(np.array(rows))
+        sums = [_sums(own, phase) for phase in (FORWARD, RECOMPUTE, BACKWARD)]
+        fact = known.get((partition, name), (0, None))[1]
+        forward, recompute, backward = (total / count if count else 0.0 for count, total in sums)
+        total = int(own.total.sum())
+        found.append(
+            Layer(
+                name=name,
+                partition=partition,
+                type=None if fact is None else fact.type,
+                place=places[partition, name],
+                forward=forward,
+                recompute=recompute,
+                backward=backward,
+                runs=(sums[0][0], sums[1][0], sums[2][0]),
+                total=total,
+                share=total / everything,
+                longest=int(own.longest.max()),
+            )
+        )
+    return sorted(found, key=lambda layer: layer.place)
+
+
+def _sums(times: LayerTimes, phase: int) -> tuple[int, int]:
+    rows: Column = times.phase == phase
+    return int(times.count[rows].sum()), int(times.total[rows].sum())
+
+
+def _order(key: tuple[int, str], known: dict[tuple[int, str], tuple[int, LayerFacts]]) -> tuple[object, ...]:
+    partition, name = key
+    numbers = tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name))
+    place = known[key][0] if key in known else len(known)
+    return partition, place, numbers

@@ -1,0 +1,1 @@
+"""A run that is still going on: its files are followed as they grow, and shown in the terminal and in browsers."""

@@ -1,0 +1,48 @@
+"""What the page shows of a run that a server follows: its last steps while it goes on, all of it once it has ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipesight.report.live._handing_over import is_inside
+from pipesight.report.live.following import Follower
+from pipesight.report.reading.traces import find_traces
+
+__all__ = ["draw", "empty_page"]
+
+
+def empty_page() -> str:
+    """Return the page, which asks the server for what it shows."""
+    from pipesight.report.html import Served, page_html
+
+    return page_html(None, served=Served())
+
+
+def draw(follower: Follower) -> dict[str, Any] | None:
+    """Return the payload of the page; nothing while there is nothing to show."""
+    from pipesight.report.analysis.analysing import analyse
+    from pipesight.report.html import page_payload
+    from pipesight.report.reading.run import NotARunError, open_run
+
+    if follower.state.phase == "ended" and _is_all_inside(follower):
+        try:
+            with open_run(follower.path) as run:
+                payload: dict[str, Any] = page_payload(run, analyse(run))
+                return payload
+        except NotARunError:
+            return None
+    if not follower.run.steps():
+        return None
+    payload = page_payload(follower.run, analyse(follower.run))
+    return payload
+
+
+def _is_all_inside(follower: Follower) -> bool:
+    """Tell whether no link leads out of the run: what is elsewhere is not shown to browsers."""
+    folder = follower.path if follower.path.is_dir() else follower.path.parent
+    try:
+        traces = find_traces(follower.path)
+    except OSError:
+        return True
+    others = [path for name in ("stats", "logs", "ranks") for path in (folder / name).glob("*")]
+    return all(is_inside(path, folder) for path in (*traces, *others))

@@ -1,0 +1,130 @@
+"""The numbers of a run that is going on: its last step, and what is usual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesight.report.analysis.analysing import Report
+from pipesight.report.analysis.breakdown import PARTS
+from pipesight.report.analysis.windows import TRAINING
+
+__all__ = ["LiveFigures", "PartitionFigures", "StepFigures", "figures_of", "steps_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """One step. Times are microseconds, shares are of 1."""
+
+    step: int
+    time: float
+    bubble: float
+    bound: float
+    samples_per_second: float | None
+    parts: tuple[float, ...]
+    """Where the time went, in the order of `PARTS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionFigures:
+    """The bubble of one partition."""
+
+    last: float
+    usual: float
+    """The median over the steps that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFigures:
+    """The last step, and the median of each number over the steps that are kept."""
+
+    steps: int
+    last: StepFigures
+    usual: StepFigures
+    partitions: tuple[PartitionFigures, ...]
+
+
+def steps_of(report: Report) -> list[StepFigures]:
+    """Return the complete steps, in order. Of several replicas, a step takes as long as the slowest."""
+    times = report.steps
+    numbers, which = np.unique(times.step, return_inverse=True)
+    if not len(numbers):
+        return []
+    period = np.zeros(len(numbers))
+    np.maximum.at(period, which, times.period)
+    replicas = np.bincount(which)
+    bubble, bound = (np.bincount(which, values) / replicas for values in (times.bubble, times.bound))
+    parts = np.stack([np.bincount(which, part) / replicas for part in times.parts])
+    samples = _samples(report) * np.bincount(which, times.minibatches) / np.maximum(period, 1) * 1e6
+    return [
+        StepFigures(
+            int(number),
+            float(period[k]),
+            float(bubble[k]),
+            float(bound[k]),
+            float(samples[k]) if samples[k] > 0 else None,
+            tuple(parts[:, k].tolist()),
+        )
+        for k, number in enumerate(numbers)
+    ]
+
+
+def _samples(report: Report) -> int:
+    """Return how many samples a mini-batch has, if that is known and the same for all; otherwise 0."""
+    sizes = {pipeline.facts.batch_size for pipeline in report.pipelines}
+    return (sizes.pop() or 0) if len(sizes) == 1 else 0
+
+
+def figures_of(report: Report) -> LiveFigures | None:
+    """Return the numbers of a run, if there is a complete step."""
+    steps = steps_of(report)
+    if not steps:
+        return None
+    counted = set(np.unique(report.steps.step[report.counted]).tolist())
+    usual = [step for step in steps if step.step in counted] or steps
+    samples = [step.samples_per_second for step in usual if step.samples_per_second is not None]
+    last = steps[-1]
+    return LiveFigures(
+        steps=len(usual),
+        last=last,
+        usual=StepFigures(
+            step=last.step,
+            time=_median([step.time for step in usual]),
+            bubble=_median([step.bubble for step in usual]),
+            bound=_median([step.bound for step in usual]),
+            samples_per_second=_median(samples) if samples else None,
+            parts=tuple(_median([step.parts[k] for step in usual]) for k in range(len(PARTS))),
+        ),
+        partitions=_partitions(report, last.step, {step.step for step in usual}),
+    )
+
+
+def _median(values: list[float]) -> float:
+    return float(np.median(values))
+
+
+def _partitions(report: Report, last: int, usual: set[int]) -> tuple[PartitionFigures, ...]:
+    """Return the bubble of each partition, of the pipeline that the last step ran through."""
+    minibatches = report.minibatches
+    training = minibatches.kind == TRAINING
+    if not (training & (minibatches.step == last)).any():
+        return ()
+    n = int(minibatches.partitions[training & (minibatches.step == last)].max())
+    rows = np.flatnonzero(training & (minibatches.partitions == n))
+    busy = np.stack([_busy(report, int(row), n) for row in rows])
+    window = (minibatches.end - minibatches.begin)[rows].astype(float)
+    steps, which = np.unique(minibatches.step[rows], return_inverse=True)
+    whole = np.maximum(np.bincount(which, window), 1)
+    bubble = np.stack([1 - np.bincount(which, busy[:, j]) / whole for j in range(n)])
+    chosen = bubble[:, np.isin(steps, list(usual))] if np.isin(steps, list(usual)).any() else bubble
+    now = bubble[:, steps == last][:, 0]
+    return tuple(PartitionFigures(float(now[j]), float(np.median(chosen[j]))) for j in range(n))
+
+
+def _busy(report: Report, row: int, partitions: int) -> NDArray[np.float64]:
+    first = int(report.minibatches.first[row])
+    own = slice(first, first + int(report.minibatches.count[row]))
+    times = report.tasks.end[own] - report.tasks.begin[own]
+    return np.bincount(report.tasks.partition[own], times, partitions).astype(np.float64)

@@ -1,0 +1,213 @@
+"""A run that is going on, drawn for a terminal of any size: numbers, the last step, lost time, log lines.
+
+::
+
+    RUN                                                          going on for 0:42
+
+    Step        129       42.1 ms   usually 41.8 ms
+    Throughput            760 samples/s   usually 766
+    Bubble                31.2%   usually 30.9%, the schedule's own is 27.3%
+
+    Step 129, 38.0 ms                                            bubble  usually
+      0 │F0F1F2F3·················B3═══R2B2══R1B1══R0B0══│       31.2%    30.9%
+      1 │··F0F1F2F3··········B3═══R2B2══R1B1══R0B0══·····│       31.0%    30.8%
+
+    Where the time goes          last  usually
+      computing       26.1 ms   62.0%    62.2%  ██████████████████████████
+      fill and drain   9.1 ms   21.6%    21.9%  █████████
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipesight.report._text import Style, bar, percent, time
+from pipesight.report.analysis.analysing import Report
+from pipesight.report.analysis.breakdown import PARTS
+from pipesight.report.analysis.bubble import LOSSES
+from pipesight.report.analysis.verdict import TITLES
+from pipesight.report.live.figures import LiveFigures, StepFigures
+from pipesight.report.reading.run import LogLine
+from pipesight.report.reading.tables import PHASES
+from pipesight.report.timeline import Glyphs, draw_step
+
+__all__ = ["Frame", "draw_frame", "line_of"]
+
+WIDEST = 140
+"""Columns it takes at most; a timeline gains nothing from more."""
+LONGEST_BAR = 60
+NUMBER = 8  # columns of one
+COLOURS = ("green", "yellow", "cyan", "magenta")
+NOTICEABLE = 0.0005
+"""Parts of a step below this share are left out."""
+_LEVELS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What there is to draw at one moment."""
+
+    title: str
+    state: str
+    report: Report | None = None
+    figures: LiveFigures | None = None
+    log: Sequence[LogLine] = ()
+
+
+def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, ascii: bool = False) -> list[str]:
+    """Draw a frame in no more than so many columns and lines."""
+    style = Style(min(width, WIDEST), colour, ascii)
+    head = [_head(frame, style), *_warnings(frame, style)]
+    report, figures = frame.report, frame.figures
+    if report is None or figures is None:
+        blocks = [head, _log(frame.log, max(height - len(head) - 1, 0), style)]
+    else:
+        numbers = _numbers(figures, style)
+        room = height - len(head) - len(numbers) - 1
+        steps = _timeline(report, figures, min(room - 1, max(3, room * 2 // 3)), style)
+        room -= len(steps) + 1
+        parts = _parts(figures, room - 1, style)
+        room -= len(parts) + 1
+        blocks = [head, numbers, steps, parts, _log(frame.log, room - 1, style)]
+    lines: list[str] = []
+    for block in blocks:
+        lines += ["", *block] if lines and block else block
+    shown = [line.replace("µs", "us") for line in lines] if ascii else lines
+    return shown[:height]
+
+
+def line_of(step: StepFigures, *, ascii: bool = False) -> str:
+    """Write a step on one line."""
+    rate = "" if step.samples_per_second is None else f"   {_rate(step.samples_per_second)} samples/s"
+    text = (
+        f"step {step.step}   {time(step.time)}{rate}   bubble {step.bubble:.1%}, the schedule's own is {step.bound:.1%}"
+    )
+    return text.replace("µs", "us") if ascii else text
+
+
+def _head(frame: Frame, style: Style) -> str:
+    state = style.cut(frame.state, max(style.width - 12, 8))
+    title = style.cut(frame.title, max(style.width - len(state) - 2, 0))
+    space = " " * (style.width - len(title) - len(state))
+    return style.paint(title, "bold") + space + style.paint(state, "dim")
+
+
+def _warnings(frame: Frame, style: Style) -> list[str]:
+    found = frame.report.nonfinite if frame.report is not None else None
+    if found is None:
+        return []
+    counts = [f"{count:,} {what}" for count, what in ((found.nans, "NaN"), (found.infs, "Inf")) if count]
+    text = f"Not finite: {found.tensor} of {found.layer}, first in iteration {found.iteration}"
+    text += f" ({', '.join(counts)})" if counts else ""
+    return [style.paint(style.cut(text, style.width), "red", "bold")]
+
+
+def _numbers(figures: LiveFigures, style: Style) -> list[str]:
+    last, usual = figures.last, figures.usual
+    over = f" over {figures.steps} steps" if figures.steps > 1 else ""
+    rows = [["Step time", time(last.time), f"usually {time(usual.time)}{over}"]]
+    if last.samples_per_second is not None and usual.samples_per_second is not None:
+        rows.append(
+            ["Throughput", f"{_rate(last.samples_per_second)} samples/s", _usually(_rate(usual.samples_per_second))]
+        )
+    else:
+        rows.append(["Throughput", f"{_rate(1e6 / last.time)} steps/s", _usually(_rate(1e6 / usual.time))])
+    bubble = f"usually {usual.bubble:.1%}, the schedule's own is {usual.bound:.1%}"
+    rows.append(["Bubble", f"{last.bubble:.1%}", bubble])
+    # Of a width that does not change with every number.
+    widths = [12, max(16, *(len(row[1]) for row in rows))]
+    return [
+        style.cut(f"{name:<{widths[0]}}", widths[0])
+        + style.paint(f"{value:>{widths[1]}}", "bold")
+        + style.paint(style.cut(f"   {rest}", style.width - sum(widths)), "dim")
+        for name, value, rest in rows
+    ]
+
+
+def _usually(value: str) -> str:
+    return f"usually {value}"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _timeline(report: Report, figures: LiveFigures, most: int, style: Style) -> list[str]:
+    """Draw the last step, a line a partition, with its bubble."""
+    if most < 2:
+        return []
+    glyphs = Glyphs.ascii() if style.ascii else Glyphs()
+    step = figures.last.step
+    label = len(str(len(figures.partitions)))
+    room = max(style.width - label - 22, 10)
+    drawn = draw_step(report, step, width=room, glyphs=glyphs)
+    title = f"Step {step}, {time(drawn.end - drawn.begin)}"
+    legend = f"{PHASES[0]} F, {PHASES[1]} R, {PHASES[2]} B"
+    head = style.cut(f"{title}   {legend}" if len(title) + len(legend) + 3 <= room else title, room + label + 5)
+    space = " " * (room + label + 5 - len(head))
+    lines = [
+        style.paint(head[: len(title)], "bold") + style.paint(f"{head[len(title) :]}{space} bubble usually", "dim")
+    ]
+    shown = len(drawn.lines) if len(drawn.lines) < most else most - 2
+    for j in range(max(shown, 1)):
+        left, right = glyphs.edges
+        own = figures.partitions[j] if j < len(figures.partitions) else None
+        now, usual = (f"{own.last:.1%}", f"{own.usual:.1%}") if own is not None else (f"{drawn.bubbles[j]:.1%}", "")
+        text = _coloured(drawn.lines[j], drawn.phases[j], style)
+        lines.append(f"  {drawn.labels[j]:>{label}} {left}{text}{right} {now:>6} {usual:>7}")
+    if more := len(drawn.lines) - max(shown, 1):
+        lines.append(style.paint(f"  and {more} more partitions", "dim"))
+    return lines[:most]
+
+
+def _coloured(text: str, phases: Sequence[int], style: Style) -> str:
+    drawn, start = [], 0
+    for k in range(1, len(text) + 1):
+        if k == len(text) or phases[k] != phases[start]:
+            drawn.append(style.paint(text[start:k], "dim" if phases[start] < 0 else COLOURS[phases[start]]))
+            start = k
+    return "".join(drawn)
+
+
+def _parts(figures: LiveFigures, most: int, style: Style) -> list[str]:
+    """Draw where the time of the last step went as bars; those parts that usually matter, always in the same order."""
+    if most < 2:
+        return []
+    last, usual = figures.last, figures.usual
+    total = max(sum(usual.parts), 1e-9)
+    noticed = [k for k in range(len(PARTS)) if max(usual.parts[k] / total, last.parts[k] / last.time) >= NOTICEABLE]
+    largest = sorted(noticed, key=lambda k: -usual.parts[k])[: most - 1]
+    widest = max(max(last.parts), 1e-9)
+    names = 2 + max(len(name) for name in TITLES.values())
+    beside = style.width >= names + 2 + 3 * NUMBER  # whether there is room for what is usual
+    numbers = names + 2 + (3 if beside else 2) * NUMBER
+    room = min(style.width - numbers - 2, LONGEST_BAR)
+    title = "Where the time goes"
+    head = f"{'last':>{numbers - len(title) - NUMBER}}{'usually':>{NUMBER}}" if beside else ""
+    lines = [style.paint(title, "bold") + style.paint(head, "dim")]
+    for k in sorted(largest):
+        share, before = percent(last.parts[k] / last.time), percent(usual.parts[k] / total) if beside else ""
+        text = f"  {TITLES[PARTS[k]]:<{names}}{time(last.parts[k]):>{NUMBER}}{share:>{NUMBER}}"
+        text += f"{before:>{NUMBER}}" if beside else ""
+        if room >= 4:
+            colour = "green" if k == 0 else "yellow" if PARTS[k] in LOSSES else "magenta"
+            text += "  " + style.paint(bar(last.parts[k] / widest, room, ascii=style.ascii), colour)
+        lines.append(text)
+    return lines
+
+
+def _log(log: Sequence[LogLine], most: int, style: Style) -> list[str]:
+    """Write the last log lines, as many as there is room for; those of the engine, if there are no others."""
+    if most < 2 or not log:
+        return []
+    others = [line for line in log if not line.logger.startswith("pipesight.") or line.level in _LEVELS]
+    shown = (others or log)[-(most - 1) :]
+    digits = max((len(str(line.step)) for line in shown if line.step is not None), default=0)
+    lines = [style.paint("Log", "bold")]
+    for line in shown:
+        text = f"{line.level:<8}{line.message}" if line.level else line.message
+        place = f"step {line.step:>{digits}}  " if line.step is not None else " " * (digits + 7) if digits else ""
+        first = text.split("\n", 1)[0]
+        lines.append(style.paint(style.cut(f"  {place}{first}", style.width), _LEVELS.get(line.level, "dim")))
+    return lines

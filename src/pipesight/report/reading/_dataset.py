@@ -1,0 +1,92 @@
+"""A run as a dataset: its events in Parquet, a folder for each rank, beside the files of the run that hold no events.
+
+    DATASET/events/rank=0/events-0.parquet      for each rank, in the layout of Hive, which every engine reads
+    DATASET/run.json, ranks, stats, logs        as they were
+    DATASET/notes.json                          what was left out when the events were read
+
+Such a folder is a run itself. Larger ones than a machine can take are read by a cluster: see `_clusters`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipesight.report.reading._files import Note
+from pipesight.report.reading._records import foreign_statistics
+
+if TYPE_CHECKING:
+    from pipesight.report.reading._duckdb import DuckEvents
+
+__all__ = ["EVENTS", "NOTES", "is_dataset", "read_notes", "write_dataset"]
+
+EVENTS = "events"
+NOTES = "notes.json"
+_BESIDE = ("run.json", "ranks", "stats", "logs")
+
+
+def is_dataset(path: Path) -> bool:
+    """Tell whether a folder is what `write_dataset` makes."""
+    return (path / EVENTS).is_dir() and next((path / EVENTS).glob("rank=*/*.parquet"), None) is not None
+
+
+def write_dataset(
+    events: DuckEvents,
+    notes: Sequence[Note],
+    *,
+    source: Path,
+    target: Path,
+    records: Sequence[tuple[Path, int]] = (),
+) -> None:
+    """Write events and the files beside them into a folder, which is there when all of it is, instead of an older one.
+
+    Args:
+        events: the events.
+        notes: what was left out.
+        source: the run directory that they are of, or a file.
+        target: the folder.
+        records: files of others with statistics, and their ranks.
+
+    Raises:
+        OSError: it could not be written; then an older one stays.
+    """
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.mkdir()
+        events.write(partial / EVENTS)
+        for name in _BESIDE if source.is_dir() else ():
+            if (source / name).is_dir():
+                shutil.copytree(source / name, partial / name)
+            elif (source / name).is_file():
+                shutil.copy2(source / name, partial / name)
+        for path, rank in records:
+            (partial / "stats").mkdir(exist_ok=True)
+            with (partial / "stats" / f"{path.name.partition('.')[0]}-rank-{rank:05}.jsonl").open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in foreign_statistics(path, rank))
+        told = [{"path": str(note.path), "text": note.text} for note in notes]
+        (partial / NOTES).write_text(json.dumps(told, indent=1) + "\n")
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_notes(path: Path) -> list[Note]:
+    """Return what was left out when a dataset was made, as far as it says."""
+    try:
+        told = json.loads((path / NOTES).read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        return [Note(path / NOTES, f"left out: {error}")]
+    entries = told if isinstance(told, list) else []
+    return [Note(Path(str(entry["path"])), str(entry["text"])) for entry in entries if _is_note(entry)]
+
+
+def _is_note(entry: object) -> bool:
+    return isinstance(entry, Mapping) and {"path", "text"} <= entry.keys()

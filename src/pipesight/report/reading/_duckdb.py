@@ -1,0 +1,180 @@
+"""Events in DuckDB: files of lines are read once, into one table, which goes to disk where memory is short."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import glob
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pipesight.report.reading import _sql
+from pipesight.report.reading._files import NotARunError
+
+if TYPE_CHECKING:
+    from pipesight.report.reading.queries import Frame
+    from pipesight.report.reading.tables import Column
+
+__all__ = ["DuckEvents", "FileFacts", "Source", "UnreadableError"]
+
+MEMORY = "512MB"
+"""What DuckDB may take before it writes to disk."""
+THREADS = 8  # at most: more want more memory, and a compressed file is no faster to read
+
+
+class UnreadableError(Exception):
+    """DuckDB does not get through a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of lines: whose events they are, and what to add to their times, in microseconds."""
+
+    path: Path
+    number: int
+    rank: int
+    own: bool = True
+    shift: int = 0
+    packed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What a file turned out to hold."""
+
+    spans: int
+    damaged: int
+    """Lines that are no events, or spans without a time."""
+    ended: bool
+    """Whether there is the event that ends a trace."""
+
+
+class DuckEvents:
+    """A table of events in a database of its own, which is gone when it is closed."""
+
+    def __init__(self) -> None:
+        import duckdb
+
+        self._folder = tempfile.TemporaryDirectory(prefix="pipesight-", ignore_cleanup_errors=True)
+        self._database = duckdb.connect(
+            config={
+                "memory_limit": MEMORY,
+                "threads": min(os.cpu_count() or 1, THREADS),
+                "temp_directory": self._folder.name,
+                "preserve_insertion_order": False,
+                "autoinstall_known_extensions": False,
+            }
+        )
+        self._database.execute(_sql.SOURCES)
+        atexit.register(_forget)
+
+    @property
+    def folder(self) -> Path:
+        """Where files may be put that are needed for a while."""
+        return Path(self._folder.name)
+
+    def read(self, sources: Sequence[Source], *, foreign: bool = False) -> None:
+        """Add the events of some files, or of none of them.
+
+        Raises:
+            UnreadableError: One of them is damaged, or gone.
+        """
+        import duckdb
+
+        run = self._database.execute
+        try:
+            run("BEGIN")
+            run("DELETE FROM sources")
+            rows = [(str(s.path), s.number, s.rank, s.own, s.shift) for s in sources]
+            self._database.executemany("INSERT INTO sources VALUES (?, ?, ?, ?, ?)", rows)
+            for packed in (True, False):
+                paths = [glob.escape(str(source.path)) for source in sources if source.packed == packed]
+                if paths:
+                    query = _sql.events(packed=packed, foreign=foreign, together=len(paths) > 1)
+                    run(f"INSERT INTO events {query}", {"paths": paths})
+            run("COMMIT")
+        except duckdb.Error as error:
+            with contextlib.suppress(duckdb.Error):
+                run("ROLLBACK")
+            raise UnreadableError(str(error)) from None
+
+    def remove(self, number: int) -> None:
+        """Take out the events of a file."""
+        self._database.execute("DELETE FROM events WHERE file = $number", {"number": number})
+
+    def adopt(self, numbers: Sequence[int]) -> None:
+        """Find the steps and ranks of tasks that others recorded, in the files of these numbers."""
+        for statement in _sql.ADOPTION:
+            self._database.execute(statement, {"files": list(numbers)})
+
+    def settle(self) -> dict[int, FileFacts]:
+        """Return what was in each file, by its number, and leave out lines that are no spans."""
+        rows = self._database.execute(_sql.FACTS).fetchall()
+        self._database.execute(_sql.SETTLING)
+        return {number: FileFacts(*facts) for number, *facts in rows}
+
+    def write(self, folder: Path) -> None:
+        """Write the events as Parquet, into a folder for each rank.
+
+        Raises:
+            OSError: the disk is full, for example.
+        """
+        import duckdb
+
+        try:
+            self._database.execute(f"COPY (SELECT {_sql.COLUMNS} FROM events) TO {_quoted(folder)} {_sql.PARQUET}")
+        except duckdb.Error as error:
+            raise OSError(str(error).partition("\n")[0]) from None
+
+    @classmethod
+    def of_parquet(cls, folder: Path) -> Self:
+        """Take events from Parquet, as `write` leaves it. They stay there, and each query reads what it needs.
+
+        Raises:
+            NotARunError: the files are damaged.
+        """
+        import duckdb
+
+        made = cls()
+        files = _quoted(Path(glob.escape(str(folder)), "rank=*", "*.parquet"))
+        try:
+            made._database.execute("DROP TABLE events")
+            made._database.execute(f"CREATE TEMP VIEW events AS SELECT * FROM read_parquet({files}, {_sql.HIVE})")
+            made._database.execute("SELECT count(*) FROM events").fetchall()  # opens all of them
+        except duckdb.Error as error:
+            made.close()
+            raise NotARunError(f"cannot be read: {str(folder)!r} ({str(error).partition(chr(10))[0]})") from None
+        return made
+
+    @property
+    def frame(self) -> Frame:
+        """The events, as a lazy frame."""
+        import narwhals
+
+        return narwhals.from_native(self._database.table("events"))
+
+    def fetch(self, query: Frame) -> Mapping[str, Column]:
+        """Run a query, and return its columns."""
+        found: Mapping[str, Column] = query.to_native().fetchnumpy()
+        return found
+
+    def close(self) -> None:
+        """Let go of it all."""
+        self._database.close()
+        self._folder.cleanup()
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "''") + "'"
+
+
+def _forget() -> None:
+    """Drop what narwhals keeps of DuckDB's types, which DuckDB would complain of when the process ends."""
+    with contextlib.suppress(Exception):
+        from narwhals import _namespace
+
+        _namespace._builtin_namespace.cache_clear()

@@ -1,0 +1,265 @@
+"""From files to a table of events: what DuckDB can read as it is, it reads; the rest goes through a sieve first."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import shlex
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipesight.report.reading._checking import Checks
+from pipesight.report.reading._dataset import EVENTS, is_dataset, read_notes
+from pipesight.report.reading._duckdb import DuckEvents, FileFacts, Source, UnreadableError
+from pipesight.report.reading._files import NotARunError, Note, TraceFile, find_files, read_object
+from pipesight.report.reading._sieve import Sieve
+from pipesight.report.reading._unpack import Unpacker
+
+if TYPE_CHECKING:
+    from pipesight.report.reading.queries import Frame
+    from pipesight.report.reading.tables import Column
+
+__all__ = ["Events", "Loaded", "load"]
+
+_BATCH = 2**27  # bytes of files that are read together
+_FILES = 128  # and how many, as DuckDB keeps something of each
+_BAD_LINES = 3  # that a whole file may have: brackets, and one that is being written
+
+
+class Events(Protocol):
+    """A table of events, in some engine."""
+
+    @property
+    def frame(self) -> Frame:
+        """All of them, as a lazy frame."""
+
+    def fetch(self, query: Frame) -> Mapping[str, Column]:
+        """Run a query, and return its columns."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What there is of a run."""
+
+    events: Events
+    description: dict[str, Any] = field(default_factory=dict)
+    count: int = 0
+    notes: list[Note] = field(default_factory=list)
+    records: list[tuple[Path, int]] = field(default_factory=list)
+    """Files of others that may hold statistics, and their ranks."""
+    checks: Checks = field(default_factory=Checks)
+
+
+def load(path: Path, *, engine: object = "duckdb") -> Loaded:
+    """Read a run's events into DuckDB, or have an engine read those of a dataset.
+
+    Raises:
+        NotARunError: there is nothing to be found, or not as the engine needs it.
+    """
+    if not path.is_dir() and not path.is_file():
+        what = "neither a file nor a folder" if path.exists() else "no such file or folder"
+        raise NotARunError(f"{what}: {str(path)!r}; give a run directory, or a trace such as trace.pfw.gz")
+    if is_dataset(path):
+        return _open_dataset(path, engine)
+    if engine != "duckdb":
+        raise NotARunError(
+            f"no dataset for an engine other than DuckDB in {str(path)!r}; make one: "
+            f"pipesight convert {shlex.quote(str(path))} --to parquet"
+        )
+    events = DuckEvents()
+    loaded = Loaded(events)
+    meanwhile = threading.Thread(target=importlib.import_module, args=["pipesight.report.reading.queries"])
+    meanwhile.start()  # a tenth of a second that DuckDB does not need the interpreter for
+    try:
+        _load(path, loaded, events)
+    except BaseException:
+        loaded.checks.stop()
+        events.close()
+        raise
+    finally:
+        meanwhile.join()
+    return loaded
+
+
+def _open_dataset(path: Path, engine: object) -> Loaded:
+    from pipesight.report.reading import queries
+    from pipesight.report.reading._clusters import events_in
+
+    notes = read_notes(path)
+    description, _, _ = _describe(path, notes)
+    events: Events = DuckEvents.of_parquet(path / EVENTS) if engine == "duckdb" else events_in(engine, path)
+    try:
+        count = queries.count(events.frame, events.fetch)
+    except BaseException:
+        events.close()
+        raise
+    return Loaded(events, description, count, notes)
+
+
+def _load(path: Path, loaded: Loaded, events: DuckEvents) -> None:
+    loaded.description, processes, shifts = _describe(path, loaded.notes)
+    size = loaded.description.get("world_size")
+    found, notes = find_files(path, processes, size if isinstance(size, int) and size > 0 else None)
+    loaded.notes += notes
+    loaded.records += [(file.path, file.rank) for file in found if file.form == "records"]
+    direct: list[tuple[int, TraceFile]] = []
+    sieved: dict[int, Sieve] = {}
+    for number, file in enumerate(found):
+        if file.form == "lines":
+            direct.append((number, file))
+        else:
+            sieved[number] = Sieve(file)
+    loaded.checks.check_small([file.path for _, file in direct])
+    for batch in _batches(direct):
+        kept = []
+        for number, file in batch:
+            if loaded.checks.has_found_damage(file.path):
+                sieved[number] = Sieve(file)
+            else:
+                kept.append((number, file))
+        sieved |= {number: Sieve(file) for number, file in _unread(events, kept, shifts)}
+    for number, sieve in sorted(sieved.items()):
+        sieve.read_into(events, number, shifts.get(sieve.file.rank, 0))
+    if foreign := [number for number, sieve in sieved.items() if sieve.file.form != "lines"]:
+        events.adopt(foreign)
+    facts = events.settle()
+    again = {
+        number: Sieve(file)
+        for number, file in direct
+        if number not in sieved
+        and number in facts
+        and facts[number].damaged > _BAD_LINES
+        and loaded.checks.has_found_damage(file.path, check=True)
+    }
+    for number, sieve in again.items():
+        events.remove(number)
+        sieve.read_into(events, number, shifts.get(sieve.file.rank, 0))
+    if again:
+        facts |= {number: fact for number, fact in events.settle().items() if number in again}
+        sieved |= again
+    loaded.count = sum(fact.spans for fact in facts.values())
+    for number, file in enumerate(found):
+        _tell(loaded, file, facts.get(number, FileFacts(0, 0, False)), sieved.get(number))
+    loaded.checks.begin()
+    if not loaded.count and not loaded.description and not loaded.records and not _has_lines(path):
+        raise NotARunError(_nothing(path, loaded.notes))
+
+
+def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, int], dict[int, int]]:
+    """Return what ``run.json`` says, the ranks of processes, and what to add to the times of ranks, in microseconds."""
+    description: dict[str, Any] = {}
+    processes: dict[int, int] = {}
+    shifts: dict[int, int] = {}
+    others = sorted((path / "ranks").glob("*.json")) if (path / "ranks").is_dir() else []
+    for file in [path / "run.json", *others] if path.is_dir() else []:
+        try:
+            facts = read_object(file)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            notes.append(Note(file, f"left out: {error}"))
+            continue
+        if file.name == "run.json":
+            description = facts
+        rank, pid, clock = facts.get("rank"), facts.get("pid"), facts.get("clock")
+        if isinstance(rank, int) and isinstance(pid, int):
+            processes[pid] = rank
+        correction = clock.get("offset_correction_ns") if isinstance(clock, dict) else None
+        if isinstance(rank, int) and isinstance(correction, int):
+            shifts[rank] = correction // 1000
+    return description, processes, shifts
+
+
+def _batches(files: Sequence[tuple[int, TraceFile]]) -> Iterator[list[tuple[int, TraceFile]]]:
+    batch: list[tuple[int, TraceFile]] = []
+    size = 0
+    for number, file in files:
+        batch.append((number, file))
+        with contextlib.suppress(OSError):
+            size += file.path.stat().st_size
+        if size > _BATCH or len(batch) >= _FILES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _unread(
+    events: DuckEvents, files: Sequence[tuple[int, TraceFile]], shifts: dict[int, int]
+) -> Iterator[tuple[int, TraceFile]]:
+    """Read files together, or else one by one, and yield those that cannot be read as they are."""
+    if not files:
+        return
+    sources = [
+        Source(file.path, number, file.rank, own=file.own, packed=file.packed, shift=shifts.get(file.rank, 0))
+        for number, file in files
+    ]
+    try:
+        events.read(sources)
+    except UnreadableError:
+        if len(files) == 1:
+            yield files[0]
+        else:
+            for one in files:
+                yield from _unread(events, [one], shifts)
+
+
+# What to say.
+
+
+def _tell(loaded: Loaded, file: TraceFile, facts: FileFacts, sieve: Sieve | None) -> None:
+    """Note what is wrong with a file, now, or once it has been checked."""
+
+    def look(text: Unpacker) -> Iterator[Note]:
+        yield from _notes(file, facts, sieve, text)
+
+    if sieve is not None:
+        loaded.notes.extend(look(sieve.unpacker))
+    else:
+        loaded.checks.when_done(file.path, lambda text: loaded.notes.extend(look(text)))
+
+
+def _notes(file: TraceFile, facts: FileFacts, sieve: Sieve | None, text: Unpacker) -> Iterator[Note]:
+    def note(words: str) -> Note:
+        return Note(file.path, words)
+
+    if sieve is not None and sieve.failure is not None:
+        yield note(f"cannot be read on: {sieve.failure}")
+    if text.damaged:
+        wrong = text.unchecked or sieve is None
+        yield note(
+            f"damaged: {text.damaged:,} of its bytes fail their checksum; "
+            + ("some of what it says may be wrong" if wrong else "what they held is left out")
+        )
+    if file.form == "lines":
+        last = text.tail.rstrip(b"\0 \t\r\n")
+        is_broken_off = not text.tail.endswith((b"\n", b"]", b"}")) and sieve is None
+        if not facts.ended and not last.endswith(b"]") and not text.damaged:
+            yield note("without an end: its process was killed, or is still writing")
+        # Brackets, a last line that was cut off, and where bytes are missing, the lines on both sides.
+        expected = file.bracketed + last.endswith(b"]") + is_broken_off + (2 if text.damaged else 0)
+    else:
+        expected = 0
+        if text.cut or (sieve is not None and sieve.is_broken_off and facts.spans):
+            yield note("without an end: it was cut off")
+    skipped = facts.damaged + (sieve.skipped if sieve is not None else 0) - expected
+    if skipped > 0:
+        yield note(f"left out: {skipped:,} {'line that is no event' if skipped == 1 else 'lines that are no events'}")
+    if not facts.spans and file.form != "records":
+        yield note("there are no spans in it")
+
+
+def _has_lines(path: Path) -> bool:
+    return any(next((path / name).glob("*"), None) is not None for name in ("stats", "logs") if (path / name).is_dir())
+
+
+def _nothing(path: Path, notes: Sequence[Note]) -> str:
+    more = f"; and {len(notes) - 1} more" if len(notes) > 1 else ""
+    why = f" ({notes[0].path.name}: {notes[0].text}{more})" if notes else ""
+    return f"no events in {str(path)!r}{why}; give a run directory, or a trace such as trace.pfw.gz"
