@@ -34,7 +34,7 @@ def test_help_of_demo_names_its_options(capsys):
     """``pipesight demo --help`` lists every option."""
     assert main(["demo", "--help"]) == 0
     help_text = " ".join(capsys.readouterr().out.split())
-    for option in ("--partitions", "--chunks", "--checkpoint", "--seconds", "--steps", "--seed", "--plain"):
+    for option in ("--partitions", "--chunks", "--checkpoint", "--seconds", "--steps", "--seed", "--out", "--plain"):
         assert option in help_text
     assert "1 to 8 partitions" in help_text
     assert "1 to 32 on the CPU" in help_text

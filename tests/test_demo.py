@@ -36,6 +36,12 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm-256color"}
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the demo record into a folder that goes away."""
+    monkeypatch.chdir(tmp_path)
+
+
 @functools.cache
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     """Run the demo once for all tests that ask for the same."""
@@ -58,7 +64,7 @@ def interruptible() -> Iterator[None]:
 
 
 def test_output_without_a_terminal_is_plain_lines():
-    """Into a pipe go a line a step, a blank one, a summary, about 200 characters of verse, and what to do next."""
+    """Into a pipe go a line a step, a summary, about 200 characters of verse, a report, and what to do next."""
     ended = run("--steps", "4")
     assert ended.returncode == 0
     assert ended.stderr == ""
@@ -73,9 +79,13 @@ def test_output_without_a_terminal_is_plain_lines():
     assert re.fullmatch(r"trained for 4 steps in \d+\.\d s, \d+ samples/s", trained)
     assert re.fullmatch(r"loss \d\.\d{3} at first, \d\.\d{3} at last", loss)
     assert re.fullmatch(r"partitions at work (\d+%, ){3}\d+% of the time", shares)
-    title, *written, following, command = verse.strip().splitlines()
+    verse, reported = verse.split("where the time went:\n")
+    title, *written = verse.strip().splitlines()
     assert title == "what it writes now:"
     assert 150 < len("".join(written)) < 260
+    *reported, page, blank, following, command = reported.strip().splitlines()
+    assert [line for line in reported if line.startswith("The bubble is ")]
+    assert page == "the page is demo-run/report.html"
     assert "README.md" in following
     assert command == f"    {sys.executable} -m pipesight demo --help"
     assert max(map(len, ended.stdout.splitlines())) < 80
@@ -112,6 +122,17 @@ def test_next_command_is_the_one_that_was_typed():
             [typed, "demo", "--steps", "1"], capture_output=True, text=True, timeout=60, env=environment
         )
         assert ended.stdout.splitlines()[-1] == f"    {typed} demo --help"
+
+
+def test_recording_goes_where_it_is_told(tmp_path):
+    """The demo records into ``--out``, replaces a recording that is there, and touches no folder of another kind."""
+    for _ in range(2):
+        assert main(["demo", "--plain", "--steps", "2", "--partitions", "2", "--out", "mine"]) == 0
+    assert {path.name for path in (tmp_path / "mine").iterdir()} >= {"run.json", "trace", "stats", "report.html"}
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("1")
+    assert main(["demo", "--plain", "--steps", "2", "--out", "thesis"]) == 2
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter"]
 
 
 # What it shows.
