@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import observed
 from observed import STATS, description, events, learn, log_lines, pipeline, sgd, statistics, tasks, train
-from pipesight import context, trace
+from pipesight import GPipe, context, trace
 from pipesight.recording import observe
 from pipesight.recording.windows import Windows
 
@@ -731,3 +732,19 @@ def test_forked_process(run):
     assert description(run)["pid"] == os.getpid()
     assert description(run)["outcome"] == "ok"
     assert json.loads((run / "run.json").read_text())["pipelines"]
+
+
+def test_model_is_let_go(tmp_path):
+    """Once the block is left, nothing that observed keeps the model, so its workers end with it."""
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), balance=[1, 1], devices=["cpu", "cpu"], chunks=2)
+    section = {"enabled": True, "tensors": ["activation"], "stats": ["mean"]}
+    config = {"all": {"enabled": True, "layers": {"layer_name_regex_pattern": ".*"}, "LogTensorStats": section}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with observe(tmp_path / "RUN", stats=config) as run:
+        for _ in range(3):
+            model(torch.randn(4, 4)).sum().backward()
+            optimizer.step()
+    gone = weakref.ref(model)
+    del model, optimizer
+    assert gone() is None
+    assert run.path == tmp_path / "RUN"

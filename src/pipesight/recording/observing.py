@@ -252,6 +252,7 @@ class Observation:
             if self._description is not None:
                 self._description.end(outcome)
                 self._refresh()
+            self._pipelines.clear()  # whoever keeps this object keeps no model
 
     def _let_go(self) -> None:
         """Take off what is attached to this process."""

@@ -119,8 +119,8 @@ class RunStatistics:
                 self.end_step()
         finally:
             try:
-                for watch in self._watches:
-                    watch.remove()
+                while self._watches:
+                    self._watches.pop().remove()
             finally:
                 self._session.close(alone=failed)
 

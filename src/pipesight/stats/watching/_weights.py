@@ -19,6 +19,10 @@ __all__ = ["Weights"]
 Log = Callable[[list[tuple[str, str, Tensor]]], None]
 
 
+def _nothing(*_: object) -> None:
+    pass
+
+
 class Weights:
     """Logs ``weight`` and ``wgrad`` of layers, each once a step.
 
@@ -43,6 +47,11 @@ class Weights:
     def attach(self) -> list[RemovableHandle]:
         """Begin to listen to optimizers."""
         return [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+
+    def stop(self) -> None:
+        """Log no more, and hold nobody: who logs holds this, and the model would stay until garbage is collected."""
+        self._layers.clear()
+        self._log = self._begins = self._ended = _nothing
 
     def end_step(self) -> None:
         """Log what no optimizer came by, and begin anew."""

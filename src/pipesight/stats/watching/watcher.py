@@ -182,6 +182,7 @@ class Watch:
         self._handles.clear()
         self._leaves.clear()
         self._hooks.clear()
+        self._weights.stop()
         _forget_compiled(self._wrapped)
 
     def __enter__(self) -> Watch:
