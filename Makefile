@@ -15,6 +15,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := .venv-peers
 
+# Tests start many processes; none of them should have to compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
 
