@@ -209,3 +209,12 @@ def test_no_torch():
     """The report needs no torch, which takes seconds to import."""
     script = "import sys, pipesight.report.terminal, pipesight.report.compare; assert 'torch' not in sys.modules"
     assert subprocess.run([*STRICT_PYTHON, "-c", script], timeout=60).returncode == 0
+
+
+def test_no_bubble_is_no_success(tmp_path):
+    """With ``--fail-over``, a run that has no complete step does not pass for a good one."""
+    made = Made(tmp_path / "run")
+    made.task(0, partition=0, microbatch=0, phase="forward", begin=0, dur=100)
+    ended = report(made.write(), "--fail-over", "0.3")
+    assert ended.returncode == 2
+    assert "there is no bubble to hold against --fail-over" in ended.stderr

@@ -85,8 +85,9 @@ def _report(options: argparse.Namespace) -> int:
     if options.html is not None:
         _write_page(options)
     latest = first if options.other_path is None else second
-    over = options.fail_over is not None and latest.overall is not None and latest.overall.bubble > options.fail_over
-    if over and latest.overall is not None:
+    if options.fail_over is not None and latest.overall is None:
+        return _fail("there is no bubble to hold against --fail-over: no step of a pipeline is complete", WRONG)
+    if options.fail_over is not None and latest.overall is not None and latest.overall.bubble > options.fail_over:
         return _fail(f"the bubble is {latest.overall.bubble:.1%}, over {options.fail_over:.1%}", OVER)
     return 0
 
