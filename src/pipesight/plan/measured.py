@@ -100,7 +100,8 @@ def measure(run: Run, *, link: Link | None = None) -> Measured:
     found = layers_of(run, fact, whole.mean_lengths(), window.mean_lengths(), m)
     transfers = run.transfers()
     besides = found.besides * MICROSECOND
-    gaps = (window.mean_gaps() - _waiting(transfers, len(own) * n * m)) * MICROSECOND
+    # A backward that hands its gradient on before it ends lets the next begin early. More tasks would not gain more.
+    gaps = np.maximum(window.mean_gaps() - _waiting(transfers, len(own) * n * m), 0.0) * MICROSECOND
     again = R if window.checkpoint != "never" else F  # what was not recorded is like a forward
     even = float(simulate(window.schedule, window.durations(), delays=window.delays()).makespan)
     uneven = simulate(window.schedule, window.own_durations(), delays=window.delays()[..., None]).makespan
