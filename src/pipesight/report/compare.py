@@ -32,7 +32,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """What differs between two runs. Times are microseconds of the mean step."""
+    """What differs between two runs. Times are microseconds: of steps the median, of their parts the mean."""
 
     first: Report
     second: Report
@@ -64,7 +64,7 @@ def compare(first: Report, second: Report) -> Comparison:
     if one.samples_per_second is not None and other.samples_per_second is not None:
         quantities["samples_per_second"] = Difference(one.samples_per_second, other.samples_per_second)
     parts = {name: Difference(one.parts[name], other.parts[name]) for name in one.parts}
-    return Comparison(first, second, _sentence(one.time.mean, other.time.mean, parts), quantities, parts)
+    return Comparison(first, second, _sentence(one.time.median, other.time.median, parts), quantities, parts)
 
 
 def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> str:
