@@ -398,7 +398,7 @@ def test_not_there_yet(tmp_path):
         assert (status, headers["Retry-After"]) == (503, "1")
         assert view.ask(f"{view.path}trace")[0] == 404
         assert view.process.stderr is not None
-        assert view.process.stderr.readline() == f"waiting for {run.folder} to appear\n"
+        assert view.process.stderr.readline() == f"waiting for a recording in {run.folder}\n"
         run.begin()
         assert view.process.stderr.readline() == f"{run.folder} is going on\n"
         run.step()

@@ -116,7 +116,7 @@ def run(tmp_path):
 def test_terminal(run):
     """A run is waited for, drawn while it goes on, and the last picture stays when it has ended."""
     with terminal(run.folder) as seen:
-        seen.wait_until_seen("waiting for it to appear")
+        seen.wait_until_seen("waiting for a recording")
         run.begin()
         seen.wait_until_seen("no whole step yet")
         run.step()
@@ -200,7 +200,7 @@ def test_pipe_from_nothing(run):
     """A run that is not there is waited for; what is not finite is said once."""
     with piped(run.folder) as watch:
         assert watch.stdout is not None
-        assert watch.stdout.readline() == f"{run.folder}: waiting for it to appear\n"
+        assert watch.stdout.readline() == f"{run.folder}: waiting for a recording\n"
         run.begin()
         for step in range(3):
             run.measure(iteration=step, layer="l0", tensor="output", statistic="max", value=None, nonfinite="nan")

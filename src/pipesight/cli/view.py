@@ -97,7 +97,7 @@ def _tell(publisher: Publisher) -> None:
         news = publisher.wait(news, timeout=1.0)
         state = publisher.state
         words = {
-            "waiting": f"waiting for {publisher.path} to appear",
+            "waiting": f"waiting for a recording in {publisher.path}",
             "running": f"{publisher.path} is going on",
             "ended": f"{publisher.path} has ended: {state.outcome}; Ctrl-C ends this too",
         }[state.phase]

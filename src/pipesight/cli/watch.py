@@ -170,7 +170,7 @@ def _state(follower: Follower) -> str:
     """Say how far the run is."""
     state = follower.state
     if state.phase == "waiting":
-        return "waiting for it to appear"
+        return "waiting for a recording"
     if state.phase == "ended":
         return f"has ended: {state.outcome}"
     yet = "" if follower.run.steps() else ", no whole step yet"
