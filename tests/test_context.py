@@ -12,6 +12,7 @@ from torch import nn
 
 from pipesight import GPipe, context, current_microbatch, is_checkpointing, is_recomputing
 from pipesight.context import Observer
+from pipesight.pipeline.gradients import GradientSum
 
 
 class Recorder(Observer):
@@ -305,3 +306,33 @@ def test_observer_that_fails_in_two_threads_at_once_is_reported_once(caplog):
     with attached(Meet()):
         train(four_layers())
     assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == 1
+
+
+def test_adding_gradients_up_is_no_layers_time(monkeypatch):
+    """The backward of a task's last layer ends before gradients are added up: it must not look slower than others."""
+    told: list[str] = []
+
+    class Listener(Observer):
+        def layer_ended(self, where):
+            if where.phase == "backward":
+                told.append(f"{where.layer} ended")
+
+        def task_ended(self, where):
+            if where.phase == "backward":
+                told.append("task ended")
+
+    original = GradientSum.add
+
+    def add(self, *args):
+        told.append("added")
+        original(self, *args)
+
+    monkeypatch.setattr(GradientSum, "add", add)
+    model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), balance=[2], devices=["cpu"], chunks=2)
+    listener = Listener()
+    context.attach(listener)
+    try:
+        model(torch.randn(4, 2)).sum().backward()
+    finally:
+        context.detach(listener)
+    assert told == ["1 ended", "0 ended", "added", "task ended"] * 2

@@ -113,7 +113,7 @@ class BackwardPass(Pass):
         self.begin(where, stage, i, "backward", marks=graph.marks)
         begin_task(self.randomness, (i, stage.j, "backward"))
         try:
-            self.surroundings.run(self._task, stage, i, graph, gradients)
+            self.surroundings.run(self._task, stage, i, graph, gradients, where)
         finally:
             end_task()
             self.end(where)
@@ -151,10 +151,11 @@ class BackwardPass(Pass):
             gradients += self.receive(self.relay.get((i, key), stage.j), stage, i, where) if promised else [None]
         return gradients
 
-    def _task(self, stage: Stage, i: int, graph: Graph, gradients: list[Tensor | None]) -> None:
+    def _task(self, stage: Stage, i: int, graph: Graph, gradients: list[Tensor | None], where: Where) -> None:
         # A graph that is built again need not be retained. What a stranger comes from is part of all micro-batches.
         retain = (self._keep and graph.checkpoint is None) or stage.has_strangers
         of_ins, of_skips, of_parameters = graph.backward(gradients, retain=retain)
+        self.end_layer(where)  # what is left to do, above all to add gradients up, is no layer's
         shared = graph.first != stage.j  # then the gradients may come from another device's stream
         if any(edge is not None for edge in graph.ins):
             source, target = self.stages[graph.first].device, self.stages[max(0, graph.first - 1)].device

@@ -72,13 +72,15 @@ class Pass:
 
     def end(self, where: Where) -> None:
         """Tell them that it has ended."""
-        observers = self.relay.observers
-        if observers.members:
-            if where.phase == "backward" and where.layer is not None:
-                observers.tell("layer_ended", where)
-            observers.tell("task_ended", where)
+        if self.relay.observers.members:
+            self.relay.observers.tell("task_ended", where)
         if sys.exception() is None:  # or else the note on the error needs it
             where.phase = None
+
+    def end_layer(self, where: Where) -> None:
+        """Tell them that the backward of its last layer has ended: nothing else does."""
+        if where.layer is not None and self.relay.observers.members:
+            self.relay.observers.tell("layer_ended", where)
 
     def receive(self, packet: Packet, stage: Stage, i: int, where: Where) -> list[Tensor | None]:
         """Return the tensors of a packet on the stage's device."""

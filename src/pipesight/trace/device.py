@@ -9,6 +9,8 @@ Where one layer of a task ends, the next begins, so one event does for both::
     task      |-----------------------|
     layers    |---- a ---|---- b -----|
     events    0          1            2
+
+A backward has one more at its end, since gradients are added up after its last layer.
 """
 
 from __future__ import annotations
@@ -93,6 +95,12 @@ class DeviceTask:
         self.mark()
         self.layers.append((node, where, len(self.events) - 2))
 
+    def end(self, node: Node, where: _Where, *, more: bool) -> None:
+        """The task ends; ``more`` says that something came after its last layer."""
+        self._between = self._between and not more
+        self.mark()
+        self.node, self.place = node, where
+
 
 class DeviceSpans:
     """Spans of the current streams of threads that work with CUDA; others cost a look at a flag."""
@@ -145,10 +153,9 @@ class DeviceSpans:
         anchor = self._anchors.get(device) or self._anchor(sys.modules["torch"], device)
         return DeviceTask(anchor, stream, self._spare[device])
 
-    def end_task(self, task: DeviceTask, node: Node, where: _Where) -> None:
+    def end_task(self, task: DeviceTask, node: Node, where: _Where, *, more: bool) -> None:
         """End it where the stream is now."""
-        task.mark()
-        task.node, task.place = node, where
+        task.end(node, where, more=more)
         self._put(task)
 
     def _put(self, span: DeviceSpan | DeviceTask) -> None:

@@ -98,7 +98,7 @@ class PipelineSpans(Observer):
         where_it_was = (where.step, where.serial, where.partition, where.microbatch, None, where.partitions)
         _add((node, number, ROOT_ID, start, moment, 2, thread, (node.args, track.way, *where_it_was)))
         if track.on_device is not None:
-            device_spans.end_task(track.on_device, node, where_it_was)
+            device_spans.end_task(track.on_device, node, where_it_was, more=track.way < 0)
         if not number & CROWD:
             _span.call_for_help()
 
