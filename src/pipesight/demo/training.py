@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +15,26 @@ from pipesight.demo.model import char_gpt
 from pipesight.demo.verse import Verse
 from pipesight.pipeline.gpipe import GPipe
 
-__all__ = ["CONTEXT", "Training", "one_thread"]
-
-BATCH_ON_CPU, BATCH_ON_GPU = 32, 512
-"""Samples a step. A GPU takes the larger batch in the same time, most of which goes into launching kernels."""
+__all__ = ["CONTEXT", "ON_CPU", "ON_GPU", "Size", "Training", "one_thread"]
 
 CONTEXT = 32
 """Characters a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much a step has to do: as much as keeps a device busy for longer than it takes to tell it what to do."""
+
+    batch: int
+    """Samples."""
+    width: int
+    heads: int
+    rate: float
+    """Of learning: the wider, the slower."""
+
+
+ON_CPU = Size(batch=32, width=64, heads=4, rate=5e-3)
+ON_GPU = Size(batch=512, width=768, heads=12, rate=5e-4)
 
 
 class Training:
@@ -39,7 +53,8 @@ class Training:
 
     def __init__(self, *, partitions: int, chunks: int, checkpoint: str, seed: int) -> None:
         devices = pick_devices(partitions)
-        self.batch = BATCH_ON_GPU if any(device.type == "cuda" for device in devices) else BATCH_ON_CPU
+        size = ON_GPU if any(device.type == "cuda" for device in devices) else ON_CPU
+        self.batch = size.batch
         if not 1 <= chunks <= self.batch:
             raise ValueError(f"chunks must be between 1 and the batch's {self.batch} samples (chunks: {chunks})")
         if not 0 <= seed < 2**63:
@@ -48,12 +63,12 @@ class Training:
         self._picks = torch.Generator().manual_seed(seed)
         self._seed = seed
         self._verse = Verse.sonnets()
-        model = char_gpt(len(self._verse.alphabet), context=CONTEXT)
+        model = char_gpt(len(self._verse.alphabet), width=size.width, heads=size.heads, context=CONTEXT)
         sample = torch.zeros(self.batch, CONTEXT, dtype=torch.long)
         balance = balance_by_size(model, sample, partitions, chunks=chunks, param_scale=4)  # as Adam needs it
         self.pipe = GPipe(model, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
         self._optimizer = torch.optim.AdamW(
-            self.pipe.parameters(), lr=5e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+            self.pipe.parameters(), lr=size.rate, betas=(0.9, 0.99), weight_decay=0.1, fused=True
         )
 
     @property
