@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from growing import GrowingRun, recorder
 from pipesight.report.analysis.analysing import analyse
+from pipesight.report.analysis.breakdown import PARTS
 from pipesight.report.live import _growing, _recent, following
 from pipesight.report.live.following import Follower, check_place
 from pipesight.report.reading.run import NotARunError, open_run
@@ -200,6 +201,22 @@ def test_last_step(run, follow):
     run.end()
     follower.look()
     assert analyse(follower.run).steps.period[3] > 10**8
+
+
+def test_loading_before_the_next_step(run, follow):
+    """A batch is fetched as part of the next step; the time that it takes is that of the last step that is shown."""
+    run.begin()
+    for step in range(4):
+        run.step(write=False)
+        run.span("dataloader", "fetch", begin=run._at, dur=300, step=step + 1)
+        run._at += 400
+        run.flush()
+    follower = follow(run.folder)
+    for _ in range(2):
+        follower.look()
+    steps = analyse(follower.run).steps
+    assert steps.step.tolist() == [0, 1, 2]
+    assert steps.parts[PARTS.index("data_loading")].tolist() == [300] * 3
 
 
 def test_log_lines(run, follow):
@@ -397,69 +414,63 @@ def test_links(run, follow, tmp_path):
 # How it ends.
 
 
-def test_killed(run, follow):
+@pytest.fixture
+def look_at(run, follow):
+    """Looks at the run at some time, in seconds, and returns the follower; 1000 of them without news are quiet."""
+    now = [0.0]
+    follower = follow(run.folder, clock=lambda: now[0], quiet=1000)
+
+    def look(seconds: float) -> Follower:
+        now[0] = seconds
+        follower.look()
+        return follower
+
+    return look
+
+
+def test_killed(run, look_at):
     """A run whose process is gone, and that has been quiet for a while, has ended; one whose process lives has not."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    now = [0.0]
     run.description["pid"] = child.pid
     run.begin()
     run.step()
-    follower = follow(run.folder, clock=lambda: now[0], quiet=1000)
-    follower.look()
-    assert follower.state.phase == "running"
-    now[0] = 1001.0
-    follower.look()
+    assert look_at(0).state.phase == "running"
+    follower = look_at(1001)
     assert follower.state.phase == "ended"
     assert "killed" in follower.state.outcome
     assert follower.run.steps() == [0]
 
 
 @pytest.mark.parametrize("facts", [{}, {"host": "elsewhere", "pid": 1}, {"pid": None}, {"pid": 1}])
-def test_not_killed(run, follow, facts):
+def test_not_killed(run, look_at, facts):
     """A run whose process lives, or about which nobody here can know, goes on however quiet it is."""
-    now = [0.0]
     run.begin()
     run.step()
     run.describe(**facts)
-    follower = follow(run.folder, clock=lambda: now[0])
-    follower.look()
-    now[0] = 1e6
-    follower.look()
-    assert follower.state.phase == "running"
+    look_at(0)
+    assert look_at(1e6).state.phase == "running"
 
 
-def test_other_ranks(run, follow):
+def test_other_ranks(run, look_at):
     """Where rank 0 has ended, the others get a while to write the rest."""
-    now = [0.0]
     run.begin()
     run.step(ranks=2)
     run.describe(world_size=2, ended="now")
-    follower = follow(run.folder, clock=lambda: now[0], quiet=1000)
-    follower.look()
-    assert follower.state.phase == "running"
-    now[0] = 1001.0
-    follower.look()
-    assert follower.state.phase == "ended"
+    assert look_at(0).state.phase == "running"
+    assert look_at(1001).state.phase == "ended"
 
 
-def test_traces_alone(run, follow):
+def test_traces_alone(run, look_at):
     """A folder of traces without run.json has ended when each has its end and has been quiet for a while."""
     run.begin()
     (run.folder / "run.json").unlink()
-    now = [0.0]
     run.step()
-    follower = follow(run.folder, clock=lambda: now[0], quiet=1000)
-    follower.look()
-    now[0] = 1001.0
-    follower.look()
-    assert follower.state.phase == "running"
+    assert look_at(0).state.phase == "running"
+    assert look_at(1001).state.phase == "running"
     run.append("]\n")
-    follower.look()
-    assert follower.state.phase == "running"
-    now[0] = 2002.0
-    follower.look()
-    assert follower.state.phase == "ended"
+    assert look_at(1001).state.phase == "running"
+    assert look_at(2002).state.phase == "ended"
 
 
 def test_one_trace(run, follow):

@@ -48,8 +48,13 @@ class LiveEvents(DuckEvents):
         """The events of steps that are whole, and those of no step."""
         import narwhals
 
-        frame = super().frame
+        frame = self.whole_frame
         return frame if self._before is None else frame.filter(narwhals.col("step") < self._before)
+
+    @property
+    def whole_frame(self) -> Frame:
+        """The same, and those of steps that are not whole yet."""
+        return super().frame
 
     def show(self, *, before: int | None) -> None:
         """Show only steps before one."""

@@ -103,8 +103,14 @@ class RecentRun(Run):
         return self._live.ranks()
 
     def spans(self) -> Spans:
-        """Return what main threads did in the steps that are shown, with a last moment where the next step begins."""
-        spans, hidden = super().spans(), self._live.hidden()
+        """Return what main threads did in the steps that are shown, with a last moment where the next step begins.
+
+        A batch is fetched in the period of one step, and has the number of the next: it is time that goes by that
+        counts here, not numbers.
+        """
+        from pipesight.report.reading import queries
+
+        spans, hidden = queries.spans(self._live.whole_frame, self._live.fetch), self._live.hidden()
         if not hidden:
             return spans
         never = np.iinfo(np.int64).max
