@@ -62,6 +62,7 @@ def test_whole_run(tmp_path):
         assert sum(row["phases"].values()) == pytest.approx(row["busy"])
     assert value["nonfinite"]["layer"] == "l1"
     assert value["run"]["outcome"] == "KeyError: 'x'"
+    assert value["verdict"]["text"].endswith("The run ended with KeyError: 'x'.")
     assert [layer["name"] for layer in value["layers"]] == ["l0", "l1", "l2"]
 
 

@@ -79,7 +79,10 @@ def test_everything_is_there(report):
         "Step ",
         "Left out: step 0",
         "Not finite: activation of layer block1 is the first, in iteration 5",
-        "partition 1 takes 1.68 times as long as the other partitions",
+        "of the window; ",
+        "its own bubble, in a window without other losses",
+        "in shares of the mean step",
+        "in shares of the mean window",
     ):
         assert words in text, words
 
@@ -152,13 +155,95 @@ def test_trace_without_tasks(tmp_path):
     assert re.search(r"posix +read +1 +1.50 ms +100.0%", text)
 
 
+def test_envelope_is_left_out(tmp_path):
+    """The span that PyTorch's profiler puts around all others takes no share; one event is not events."""
+    made = Made(tmp_path / "run")
+    made.span("cpu_op", "aten::mm", begin=0, dur=1500)
+    assert render(analysed(made)).splitlines()[0].endswith(" 1 event")
+    made.span("Trace", "PyTorch Profiler (0)", begin=0, dur=10_000)
+    text = render(analysed(made))
+    assert re.search(r"cpu_op +aten::mm +1 +1.50 ms +100.0%", text)
+    assert "PyTorch Profiler" not in text
+
+
 def test_remarks_are_shown(tmp_path):
     """What was left out of the files, and why, is said."""
-    made = Made(tmp_path / "run", left_out={"steps": 90, "events": 0}, outcome="RuntimeError: no")
+    made = Made(tmp_path / "run", left_out={"steps": 90, "events": 0, "log_lines": 1})
     made.gpipe(0, lambda phase, i, j: EVEN[phase])
     text = render(analysed(made))
     assert "90 steps were left out" in text
-    assert "RuntimeError: no" in text
+    assert "1 log line was left out" in text
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        ("RuntimeError: no\nmore of it", "The run ended with RuntimeError: no."),
+        (None, "The run has not ended, or was killed: this is as far as it got."),
+        ("ok", ""),
+    ],
+)
+def test_ending_is_part_of_the_verdict(tmp_path, outcome, words):
+    """That a run failed, or was killed, is said among the first lines, once; that all went well is not."""
+    made = Made(tmp_path / "run", outcome=outcome)
+    made.gpipe(0, lambda phase, i, j: EVEN[phase])
+    text = render(analysed(made))
+    verdict = " ".join(text.split("\n\n")[1].split())
+    assert verdict.endswith(words)
+    assert " ".join(text.split()).count("The run ") == bool(words)
+
+
+def test_ending_without_a_pipeline(tmp_path):
+    """Of a trace without tasks it is said too."""
+    made = Made(tmp_path / "run", outcome="SIGTERM")
+    made.span("posix", "read", begin=0, dur=1500)
+    assert analysed(made).verdict.text.endswith("micro-batch. The run ended with SIGTERM.")
+
+
+def test_mini_batches_without_an_optimizer(tmp_path):
+    """Where no optimizer stepped, all mini-batches are one step; a remark says so, and how to tell steps."""
+    made = Made(tmp_path / "run")
+    for minibatch in range(3):
+        for phase, begin in (("forward", 0), ("backward", 500)):
+            for i, j in np.ndindex(2, 2):
+                at = 2000 * minibatch + begin + 100 * (i + j)
+                made.task(0, partition=j, microbatch=i, phase=phase, begin=at, dur=100, minibatch=minibatch)
+    words = "no optimizer stepped, so all 3 mini-batches are one step"
+    assert words in " ".join(render(analysed(made)).split())
+    assert "run.step(number)" in render(analysed(made))
+    made.span("compute", "step", begin=5900, dur=10)
+    assert words not in " ".join(render(analysed(made)).split())
+
+
+def test_changes_say_what_they_are_worth(tmp_path):
+    """A gain that was simulated is told from one that is the most there is to gain."""
+    text = render(busy_run(tmp_path / "run", slow=1.7, loading=900))
+    assert re.search(r"(?m)^  simulated +.\d+%  ", text)
+    assert re.search(r"(?m)^  at most +.\d+%  load data in the background", text)
+
+
+def test_head_wraps(report, tmp_path):
+    """What does not fit into the first lines goes on in the next; nothing is dropped."""
+    head = render(report, width=60).split("\n\n")[0]
+    assert " ".join(head.split()).endswith("checkpoint never, batch 32")
+    made = Made(tmp_path / ("long-name-" * 12) / "run")
+    made.gpipe(0, lambda phase, i, j: EVEN[phase])
+    long = analysed(made)
+    lines = render(long, width=60).split("\n\n")[0].splitlines()
+    assert "".join(lines).startswith(long.path + "1 step, 8 events")
+    assert max(map(len, lines)) <= 60
+
+
+def test_phases_that_never_ran(tmp_path):
+    """A layer without a backward has a dash for it, not a time."""
+    made = Made(tmp_path / "run", balance=[1, 1], chunks=1)
+    made.task(0, partition=0, microbatch=0, phase="forward", begin=0, dur=50, layers={"l0": 50})
+    made.task(0, partition=1, microbatch=0, phase="forward", begin=50, dur=50, layers={"l1": 50})
+    made.task(0, partition=1, microbatch=0, phase="backward", begin=100, dur=90, layers={"l1": 90})
+    made.task(0, partition=0, microbatch=0, phase="backward", begin=190, dur=1)
+    text = render(analysed(made))
+    assert re.search(r"l0 +0 +50.0 µs +- ", text)
+    assert "0.00 µs" not in text
 
 
 # A step, drawn.

@@ -11,7 +11,6 @@ from pipesight.report.analysis.analysing import Overall, Report
 from pipesight.report.analysis.breakdown import OUTSIDE, PARTS
 from pipesight.report.analysis.bubble import LOSSES
 from pipesight.report.analysis.pipelines import PartitionReport, PipelineReport
-from pipesight.report.analysis.stragglers import Straggler
 from pipesight.report.analysis.verdict import TITLES
 from pipesight.report.timeline import Glyphs, draw_step
 
@@ -66,7 +65,7 @@ def render(
     elif report.layers:
         blocks.append(_layers(report, style))
     if report.stragglers:
-        blocks.append(_stragglers(report.stragglers, style))
+        blocks.append(_stragglers(report, style))
     if report.names:
         blocks.append(_names(report, style))
     if report.remarks:
@@ -76,21 +75,24 @@ def render(
 
 
 def _head(report: Report, style: Style) -> list[str]:
-    counted = f"{report.events:,} events"
+    counted = _count(report.events, "event")
     if len(report.steps):
         counted = f"{_count(len({*report.steps.step.tolist()}), 'step')}, {counted}"
     if len(report.ranks) > 1:
         counted = f"{len(report.ranks)} ranks, {counted}"
-    title = style.cut(report.path, style.width - len(counted) - 3)
-    space = " " * (style.width - len(title) - len(counted))
-    lines = [style.paint(title, "bold") + space + style.paint(counted, "dim")]
+    title = style.plain(report.path)
+    space = style.width - len(title) - len(counted)
+    if space >= 3:
+        lines = [style.paint(title, "bold") + " " * space + style.paint(counted, "dim")]
+    else:
+        lines = [style.paint(line, "bold") for line in style.wrapped(title)] + [style.paint(counted, "dim")]
     for pipeline in report.pipelines:
-        lines.append(style.paint(_shape(pipeline, style), "dim"))
+        lines += [style.paint(line, "dim") for line in style.wrapped(_shape(pipeline), indent="  ", first="")]
     return lines
 
 
-def _shape(pipeline: PipelineReport, style: Style) -> str:
-    """Describe a pipeline in a line, as far as that goes."""
+def _shape(pipeline: PipelineReport) -> str:
+    """Describe a pipeline."""
     facts = pipeline.facts
     words = [f"{_count(pipeline.partitions, 'partition')}, {_count(pipeline.chunks, 'micro-batch', 'es')}"]
     words += [facts.schedule] if facts.schedule else []
@@ -98,9 +100,7 @@ def _shape(pipeline: PipelineReport, style: Style) -> str:
     words += [f"checkpoint {facts.checkpoint}"] if facts.checkpoint else []
     words += [f"batch {facts.batch_size}"] if facts.batch_size else []
     words += [_count(pipeline.replicas, "replica")] if pipeline.replicas > 1 else []
-    while len(words) > 1 and len(", ".join(words)) > style.width:
-        words.pop()
-    return style.cut(", ".join(words), style.width)
+    return ", ".join(words)
 
 
 def _verdict(report: Report, style: Style) -> list[str]:
@@ -108,11 +108,12 @@ def _verdict(report: Report, style: Style) -> list[str]:
     changes = report.verdict.changes
     if changes:
         lines += ["", f"What would help{', each by itself' * (len(changes) > 1)}, and what it does to the step time:"]
-    gains = [f"{'' if change.simulated else 'up to '}{_minus(style)}{change.gain:.0%}" for change in changes]
+    table = [["simulated" if c.simulated else "at most", f"{_minus(style)}{c.gain:.0%}"] for c in changes]
+    gains = columns(table, align="lr") if table else []
     room = max(map(len, gains), default=0)
     for change, gain in zip(changes, gains, strict=True):
         first, *more = style.wrapped(change.what, indent=" " * (room + 4))
-        lines += [f"  {style.paint(f'{gain:>{room}}', 'green', 'bold')}  {first.lstrip()}", *more]
+        lines += [f"  {style.paint(gain, 'green', 'bold')}  {first.lstrip()}", *more]
         lines += [style.paint(line, "dim") for line in style.wrapped(change.why, indent=" " * (room + 4))]
     return lines
 
@@ -135,11 +136,12 @@ def _nonfinite(report: Report, style: Style) -> list[str]:
 
 def _speed(report: Report, overall: Overall, style: Style) -> list[str]:
     dash = "-" if style.ascii else "\N{EN DASH}"
-    spread = f"{time(overall.time.low)} {dash} {time(overall.time.high)} for 8 in 10"
+    spread = f", {time(overall.time.low)} {dash} {time(overall.time.high)} for 8 in 10" if overall.steps > 1 else ""
     rows = [
-        ["Step time", time(overall.time.median), f"median of {_count(overall.steps, 'step')}, {spread}"],
+        ["Step time", time(overall.time.median), f"median of {_count(overall.steps, 'step')}{spread}"],
         ["Throughput", f"{_rate(overall.steps_per_second)} steps/s", _rates(overall)],
         ["Bubble", percent(overall.bubble), _bubble_note(overall, dash)],
+        ["Schedule", percent(overall.bound), "its own bubble, in a window without other losses"],
     ]
     if overall.recompute > 0:
         rows.append(["Recompute", percent(overall.recompute), "of the time computing"])
@@ -175,8 +177,8 @@ def _each_step(report: Report, style: Style) -> list[str]:
 
 def _bubble_note(overall: Overall, dash: str) -> str:
     low, high = overall.bubbles.low, overall.bubbles.high
-    spread = f"{low:.1%} {dash} {high:.1%} for 8 in 10; " if overall.steps > 1 else ""
-    return f"{spread}the schedule alone {overall.bound:.1%}"
+    spread = f"; {low:.1%} {dash} {high:.1%} for 8 in 10" if overall.steps > 1 else ""
+    return f"of the window{spread}"
 
 
 def _rates(overall: Overall) -> str:
@@ -208,15 +210,16 @@ def _where(overall: Overall, style: Style) -> list[str]:
     rows.append(["  mean step", time(total), "100%", ""])
     lines = columns(rows, align="lrrl")
     lines[-1] = style.paint(lines[-1], "dim")
-    return [style.paint("Where the time goes", "bold"), *lines]
+    return [style.paint("Where the time goes, in shares of the mean step", "bold"), *lines]
 
 
 def _partitions(pipeline: PipelineReport, report: Report, style: Style) -> list[str]:
     window = max(pipeline.window.mean, 1e-9)
     rows, left = _worst(pipeline.rows)
-    title = f"Partitions, in the mean window of {time(window)}"
+    title = f"Partitions, in shares of the mean window of {time(window)}"
     if len(report.pipelines) > 1:
-        title += f" of {pipeline.minibatches:,} mini-batches through {_count(pipeline.partitions, 'partition')}"
+        batches = _count(pipeline.minibatches, "mini-batch", "es")
+        title += f" of {batches} through {_count(pipeline.partitions, 'partition')}"
     losses = [name for name in LOSSES if any(row.losses[name] >= window * 0.0005 for row in pipeline.rows)]
     phases = list(rows[0].phases) if style.width >= 110 and rows else []
     facts = ["device"] * any(row.device is not None for row in rows) + ["rank"] * (len(report.ranks) > 1)
@@ -241,7 +244,7 @@ def _partition_table(
     for row in rows:
         known = {"device": row.device or "", "rank": ",".join(map(str, row.ranks))}
         cells = [str(row.partition), *(style.cut(known[name], 12) for name in facts)]
-        cells += [time(row.phases.get(name, 0.0)) for name in phases]
+        cells += [_time(row.phases.get(name, 0.0)) for name in phases]
         cells += [time(row.busy), style.paint(percent(row.bubble), "bold")]
         table.append([*cells, *(percent(row.losses[name] / window) for name in losses)])
     align = "l" * (1 + len(facts)) + "r" * (len(phases) + 2 + len(losses))
@@ -264,9 +267,9 @@ def _layers(report: Report, style: Style) -> list[str]:
     table = [[style.paint(cell, "dim") for cell in head]]
     room = max(12, min(32, style.width - 56))
     for layer in shown:
-        cells = [style.cut(layer.name, room), str(layer.partition), time(layer.forward)]
-        cells += [time(layer.recompute)] if recomputed else []
-        table.append([*cells, time(layer.backward), percent(layer.share)])
+        cells = [style.cut(layer.name, room), str(layer.partition), _time(layer.forward)]
+        cells += [_time(layer.recompute)] if recomputed else []
+        table.append([*cells, _time(layer.backward), percent(layer.share)])
     more = len(slowest) - len(shown)
     title = "Slowest layers, of one micro-batch" if more else "Layers, of one micro-batch"
     lines = [style.paint(title, "bold"), *(f"  {line}" for line in columns(table, align="l" + "r" * (len(head) - 1)))]
@@ -274,6 +277,11 @@ def _layers(report: Report, style: Style) -> list[str]:
         rest = percent(sum(layer.share for layer in slowest[LAYERS:]))
         lines.append(style.paint(f"  and {_count(more, 'more layer')}, {rest}", "dim"))
     return lines
+
+
+def _time(microseconds: float) -> str:
+    """Write a time, or a dash for what never ran."""
+    return time(microseconds) if microseconds > 0 else "-"
 
 
 def _timeline(report: Report, step: int, style: Style) -> list[str]:
@@ -289,7 +297,8 @@ def _timeline(report: Report, step: int, style: Style) -> list[str]:
         drawn = _coloured(text, phases, style)
         lines.append(f"  {name:>{label}} {left}{drawn}{right} {percent(bubble):>6}")
     if len(timeline.labels) > len(shown):
-        lines.append(style.paint(f"  and {len(timeline.labels) - len(shown)} more partitions", "dim"))
+        more = _count(len(timeline.labels) - len(shown), "more partition")
+        lines.append(style.paint(f"  and {more}", "dim"))
     return [*lines, *(style.paint(line, "dim") for line in _parts_of(report, step, style))]
 
 
@@ -318,15 +327,15 @@ def _coloured(text: str, phases: Sequence[int], style: Style) -> str:
     return "".join(drawn)
 
 
-def _stragglers(stragglers: Sequence[Straggler], style: Style) -> list[str]:
+def _stragglers(report: Report, style: Style) -> list[str]:
+    stragglers = report.stragglers
     lines = [style.paint("Stragglers", "bold")]
     for straggler in stragglers[:5]:
         who = f"partition {straggler.partition}"
-        who = f"rank {straggler.rank}, {who}" if straggler.peers == "ranks" else who
+        who = f"rank {straggler.rank}, {who}" if len(report.ranks) > 1 else who
         words = []
         if straggler.slower is not None:
-            peers = "the same on other ranks" if straggler.peers == "ranks" else "the other partitions"
-            words.append(f"takes {straggler.slower:.2f} times as long as {peers}, at the median")
+            words.append(f"takes {straggler.slower:.2f} times as long as the same on other ranks, at the median")
         if straggler.bursts:
             steps = f"{straggler.burst:.1f} times its own median in {_numbers(straggler.bursts)}"
             words.append(f"takes {steps}")
@@ -353,7 +362,7 @@ def _names(report: Report, style: Style) -> list[str]:
 
 
 def _remarks(report: Report, style: Style) -> list[str]:
-    lines = [style.paint("Of the files", "bold")]
+    lines = [style.paint("Remarks", "bold")]
     for remark in report.remarks[:10]:
         text = remark.text if remark.path is None else f"{remark.path}: {remark.text}"
         lines += style.wrapped(text, indent="    ", first="  ")

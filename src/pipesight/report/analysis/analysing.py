@@ -26,7 +26,7 @@ from pipesight.report.analysis.windows import (
     find_steps,
     replicas_of,
 )
-from pipesight.report.reading.tables import Column, Tasks
+from pipesight.report.reading.tables import OPTIMIZER, Column, Spans, Tasks
 
 if TYPE_CHECKING:
     from pipesight.report.reading.run import Run
@@ -35,6 +35,10 @@ __all__ = ["Left", "NameTime", "Overall", "Remark", "Report", "analyse"]
 
 NAMES = 30
 """How many names a report has of a trace without tasks."""
+ENVELOPE = "Trace"
+"""The category of the span that PyTorch's profiler puts around all others."""
+LONGEST = 200
+"""Characters of an outcome, which may be the message of an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +171,8 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         description=run.description,
         events=run.events,
         ranks=tuple(run.ranks()),
-        remarks=tuple(_remarks(run, own)),
-        verdict=_verdict(overall, pipelines, splits, counted_minibatches, times, counted, layers),
+        remarks=tuple(_remarks(run, own, spans)),
+        verdict=_with_ending(_verdict(overall, pipelines, splits, counted_minibatches, times, counted, layers), run),
         overall=overall,
         left=Left(tuple(warm.tolist()), int((~found.complete).sum())),
         pipelines=_narrowed_pipelines(pipelines, partition),
@@ -191,7 +195,8 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
 def _without_tasks(run: Run) -> Report:
     """Say where the time of a trace went that has no pipeline in it."""
     times = run.names()
-    entries = zip(times.category.tolist(), times.name.tolist(), times.count.tolist(), times.total.tolist(), strict=True)
+    rows = zip(times.category.tolist(), times.name.tolist(), times.count.tolist(), times.total.tolist(), strict=True)
+    entries = [NameTime(str(c), str(n), int(k), int(t)) for c, n, k, t in rows if c != ENVELOPE]
     nothing = np.zeros(0, np.int64)
     text = (
         "There is no bubble to tell of: the trace has no tasks of a pipeline, that is, no spans of category compute "
@@ -202,8 +207,8 @@ def _without_tasks(run: Run) -> Report:
         description=run.description,
         events=run.events,
         ranks=tuple(run.ranks()),
-        remarks=tuple(_remarks(run, None)),
-        verdict=Verdict(text, ()),
+        remarks=tuple(_remarks(run)),
+        verdict=_with_ending(Verdict(text, ()), run),
         overall=None,
         left=Left((), 0),
         pipelines=(),
@@ -213,7 +218,7 @@ def _without_tasks(run: Run) -> Report:
         layers=(),
         stragglers=(),
         nonfinite=first_nonfinite(run.statistics(words=SIGNS)),
-        names=tuple(NameTime(str(c), str(n), int(k), int(t)) for c, n, k, t in list(entries)[:NAMES]),
+        names=tuple(entries[:NAMES]),
         minibatches=MiniBatches(*[nothing] * 9),
         tasks=Tasks(*[nothing] * 8),
     )
@@ -326,21 +331,44 @@ def _verdict(
     )
 
 
-def _remarks(run: Run, minibatches: MiniBatches | None) -> list[Remark]:
+def _with_ending(verdict: Verdict, run: Run) -> Verdict:
+    """Add how the run ended, unless all went well, or whoever follows it knows."""
+    outcome = run.description.get("outcome")
+    if isinstance(outcome, str) and outcome.strip() not in ("", "ok"):
+        first = outcome.strip().splitlines()[0].rstrip(".")
+        text = f"The run ended with {first if len(first) <= LONGEST else first[:LONGEST] + '...'}."
+    elif run.description and outcome is None and not run.followed:
+        text = "The run has not ended, or was killed: this is as far as it got."
+    else:
+        return verdict
+    return replace(verdict, text=f"{verdict.text} {text}")
+
+
+def _remarks(run: Run, minibatches: MiniBatches | None = None, spans: Spans | None = None) -> list[Remark]:
     found = [Remark(str(note.path) if note.path else None, note.text) for note in run.notes]
     left = run.description.get("left_out")
     for what, count in left.items() if isinstance(left, dict) else ():
         if isinstance(count, int) and count > 0:
-            found.append(Remark(None, f"{count:,} {str(what).replace('_', ' ')} were left out when this was recorded"))
-    outcome = run.description.get("outcome")
-    if isinstance(outcome, str) and outcome != "ok":
-        found.append(Remark(None, f"the run ended with {outcome}"))
-    elif run.description and outcome is None:
-        found.append(Remark(None, "the run has not ended, or was killed"))
-    if minibatches is not None and (broken := int((minibatches.kind == INCOMPLETE).sum())):
+            names = str(what).replace("_", " ")
+            were = f"{names.removesuffix('s')} was" if count == 1 else f"{names} were"
+            found.append(Remark(None, f"{count:,} {were} left out when this was recorded"))
+    if minibatches is None:
+        return found
+    if spans is not None and (count := _never_stepped(minibatches, spans)):
+        text = f"no optimizer stepped, so all {count:,} mini-batches are one step; if they are several, say so:"
+        found.append(Remark(None, f"{text} run.step(number), in 'with pipesight.observe(...) as run:'"))
+    if broken := int((minibatches.kind == INCOMPLETE).sum()):
         text = "mini-batch is" if broken == 1 else "mini-batches are"
         found.append(Remark(None, f"{broken:,} {text} incomplete, and left out with the step"))
     return found
+
+
+def _never_stepped(minibatches: MiniBatches, spans: Spans) -> int:
+    """Return how many mini-batches make up the one step that there is because no optimizer ended it, or 0."""
+    if len(np.unique(minibatches.step)) != 1 or (spans.kind == OPTIMIZER).any():
+        return 0
+    most = int(np.bincount(minibatches.replica).max())
+    return most if most > 1 else 0
 
 
 def _narrowed_pipelines(pipelines: Sequence[PipelineReport], partition: int | None) -> tuple[PipelineReport, ...]:

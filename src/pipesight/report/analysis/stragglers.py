@@ -1,7 +1,7 @@
-"""Ranks and partitions that hold the others up: always, or now and then.
+"""Ranks that hold the others up: always, or now and then.
 
-A partition that several ranks have is compared over these, step by step; one that only one rank has, with the other
-partitions. A burst is a step in which it takes much longer than it usually does.
+A partition that several ranks have is compared over these, since they do the same work; what partitions differ among
+each other is imbalance. A burst is a step in which one takes much longer than it usually does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 __all__ = ["Lane", "Straggler", "find_stragglers"]
 
 SLOWER = 1.1
-"""Times the median of its peers, from which on a lane is slower than they are."""
+"""Times the median of the same partition on other ranks, from which on a lane is slower than they are."""
 BURST = 1.5
 """Times its own median, from which on a step is a burst."""
 SHORTEST = 100.0
@@ -34,14 +34,12 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A lane that is slower than its peers, or at times than itself."""
+    """A lane that is slower than the same partition on other ranks, or at times than itself."""
 
     rank: int
     partition: int
     slower: float | None
-    """How many times the median of its peers, if that is much."""
-    peers: str
-    """``"ranks"`` or ``"partitions"``."""
+    """How many times the median of the other ranks, if that is much."""
     bursts: tuple[int, ...]
     """The steps that took it much longer than it usually takes."""
     burst: float
@@ -59,9 +57,7 @@ def find_stragglers(lanes: Sequence[Lane]) -> list[Straggler]:
     alone = _few_are_late(lanes, late)
     found = []
     for k, lane in enumerate(lanes):
-        others = np.arange(len(lanes)) != k
-        same = others & (partitions == lane.partition)
-        peers = usual[same] if same.any() else usual[others]
+        peers = usual[(np.arange(len(lanes)) != k) & (partitions == lane.partition)]
         ratio = usual[k] / np.median(peers) if len(peers) else 1.0
         bursts = late[k] & np.isin(lane.step, alone)
         if ratio >= SLOWER or bursts.any():
@@ -70,7 +66,6 @@ def find_stragglers(lanes: Sequence[Lane]) -> list[Straggler]:
                     rank=lane.rank,
                     partition=lane.partition,
                     slower=float(ratio) if ratio >= SLOWER else None,
-                    peers="ranks" if same.any() else "partitions",
                     bursts=tuple(lane.step[bursts].tolist()),
                     burst=float(np.median(lane.busy[bursts]) / usual[k]) if bursts.any() else 1.0,
                 )

@@ -92,11 +92,11 @@ def verdict_on(
 def _first(bubble: float, bound: float, partitions: int, chunks: int) -> str:
     if partitions == 1:
         return f"There is one partition, so no bubble; it stands still {_percent(bubble)} of its time."
-    measured = f"The bubble is {_percent(bubble)}"
+    measured = f"The bubble is {_percent(bubble)} of the pipeline's window"
     shape = f"{partitions} partitions and {chunks} micro-batch{'es' * (chunks != 1)}"
     if bubble - bound <= 0.02:
         return f"{measured}, which is what the schedule has with {shape} ({_percent(bound)})."
-    return f"{measured}; the schedule itself has {_percent(bound)} with {shape}."
+    return f"{measured}; the schedule alone would have {_percent(bound)} with {shape}."
 
 
 def _percent(share: float) -> str:

@@ -29,6 +29,8 @@ class RecentRun(Run):
     It shows whole steps only: a step is whole when all ranks have gone on to the next, or the run has ended.
     """
 
+    followed = True
+
     def __init__(self, path: Path, *, steps: int) -> None:
         self._live = LiveEvents(steps=steps)
         super().__init__(path, Loaded(self._live))

@@ -30,6 +30,9 @@ __all__ = ["LogLine", "NotARunError", "Note", "Run", "is_dataset", "open_run"]
 class Run:
     """What is known of a run. `open_run` makes it."""
 
+    followed = False
+    """Whether it is read as it grows, by somebody who knows whether it has ended."""
+
     def __init__(self, path: Path, loaded: Loaded) -> None:
         self.path = path
         self.description = loaded.description
