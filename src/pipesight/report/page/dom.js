@@ -34,6 +34,24 @@ export function put(element, ...children) {
   return element;
 }
 
+/** A button for each of some scopes, the chosen one pressed. Choosing another leaves the focus there. */
+export function choices(group, names, chosen, choose) {
+  return names.map(([name, text]) =>
+    make(
+      "button",
+      {
+        type: "button",
+        "aria-pressed": `${name === chosen}`,
+        onclick: () => {
+          choose(name);
+          byId(group).querySelector('[aria-pressed="true"]').focus();
+        },
+      },
+      text,
+    ),
+  );
+}
+
 /** Text in which what a reader searches for is marked. */
 export function marked(text, pattern) {
   if (!pattern) return [text];

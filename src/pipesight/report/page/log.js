@@ -1,6 +1,6 @@
 // Log lines: those of the block that is open, of the step, or all.
 
-import { byId, make, marked, put } from "./dom.js";
+import { byId, choices, make, marked, put } from "./dom.js";
 import { listed, plural } from "./format.js";
 import { PHASES } from "./phases.js";
 import { listen, shownStep, state } from "./state.js";
@@ -66,21 +66,10 @@ function scopes() {
     ["step", step ? `step ${step.number}` : "step"],
     ...(state.selected === null ? [] : [["block", "this block"]]),
   ];
-  return names.map(([name, text]) =>
-    make(
-      "button",
-      {
-        type: "button",
-        "aria-pressed": `${scope === name}`,
-        onclick: () => {
-          scope = name;
-          showLog();
-          byId("log-scope").querySelector('[aria-pressed="true"]').focus();
-        },
-      },
-      text,
-    ),
-  );
+  return choices("log-scope", names, scope, (name) => {
+    scope = name;
+    showLog();
+  });
 }
 
 /** Where in the pipeline a line was written. */

@@ -1,7 +1,7 @@
 // Where the time went: a bar for each partition and one for all, and what each part of it means.
 
-import { byId, make, put } from "./dom.js";
-import { formatShare, formatTime } from "./format.js";
+import { byId, choices, make, put } from "./dom.js";
+import { formatShare, formatTime, plural } from "./format.js";
 import { listen, shownStep, state } from "./state.js";
 
 const MOST_BARS = 32;
@@ -21,15 +21,15 @@ function showLosses() {
   const lanes = chosen.lanes.slice(0, MOST_BARS);
   const total = Math.max(sum(chosen.all), ...lanes.map(({ times }) => sum(times)), 1);
   byId("time-facts").textContent = ofStep
-    ? `step ${step.number}, ${formatTime(sum(chosen.all))} from its first forward to the next step's`
-    : `mean of ${state.run.payload.losses.steps} training steps, ${formatTime(sum(chosen.all))} each`;
+    ? `step ${step.number}, ${formatTime(sum(chosen.all))} from its first forward to the next step's; shares of that`
+    : `mean of ${plural(state.run.payload.losses.steps, "training step")}, ${formatTime(sum(chosen.all))} each; ` +
+      "shares of the step";
   put(
     byId("time"),
     make(
       "div",
       { class: "choice", role: "group", "aria-label": "Which steps" },
-      choice("run", "whole run"),
-      choice("step", "this step"),
+      scopes(),
     ),
     make(
       "div",
@@ -37,26 +37,22 @@ function showLosses() {
       bar("all", chosen.all, total, parts),
       lanes.map(({ partition, times }) => bar(`partition ${partition}`, times, total, parts)),
       chosen.lanes.length > MOST_BARS &&
-        make("p", { class: "soft" }, `and ${chosen.lanes.length - MOST_BARS} more partitions`),
+        make("p", { class: "soft" }, `and ${plural(chosen.lanes.length - MOST_BARS, "more partition")}`),
     ),
     explanations(parts, chosen.all),
   );
 }
 
-const choice = (name, text) =>
-  make(
-    "button",
-    {
-      type: "button",
-      "aria-pressed": `${scope === name}`,
-      onclick: () => {
-        scope = name;
-        showLosses();
-        byId("time").querySelector('[aria-pressed="true"]').focus();
-      },
-    },
-    text,
-  );
+function scopes() {
+  const names = [
+    ["run", "whole run"],
+    ["step", "this step"],
+  ];
+  return choices("time", names, scope, (name) => {
+    scope = name;
+    showLosses();
+  });
+}
 
 function bar(name, times, total, parts) {
   const said = parts

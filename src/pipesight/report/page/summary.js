@@ -31,8 +31,13 @@ function showChanges(changes) {
       make(
         "li",
         {},
-        make("span", { class: "gain number" }, `${simulated ? "saves" : "saves up to"} ${formatShare(gain)}`),
-        make("span", {}, make("strong", {}, what), make("span", { class: "why" }, ` \u00b7 ${why}`)),
+        make("span", { class: "gain number" }, `${simulated ? "saves" : "saves at most"} ${formatShare(gain)}`),
+        make(
+          "span",
+          {},
+          make("strong", {}, what),
+          make("span", { class: "why" }, ` \u00b7 ${simulated ? "simulated" : "upper limit"} \u00b7 ${why}`),
+        ),
       ),
     ),
   );
@@ -45,8 +50,9 @@ function showFigures(known) {
     [
       "bubble",
       formatShare(bubble),
-      bound === null ? "" : `bound ${formatShare(bound)}`,
-      "The share of the window in which partitions do not compute. The bound is the schedule's own part of it.",
+      bound === null ? "of the window" : `of the window; schedule alone ${formatShare(bound)}`,
+      "The share of the window, from the first forward to the last backward, in which partitions do not compute. The " +
+        "schedule alone: its own bubble, in a window without other losses.",
     ],
     [
       "step",
