@@ -122,6 +122,27 @@ def test_the_bubble_is_that_of_the_report(page, run):
     assert page.text("#verdict") == report.verdict.text.split(". ")[0].rstrip(".") + "."
 
 
+def test_shares_say_of_what(page):
+    """The bubble is a share of the window, the parts are of the step; a gain was simulated, or is a limit."""
+    assert "bubble of the window" in page.text("#figures")
+    assert "shares of the step" in page.text("#time-facts")
+    changes = page.text("#changes")
+    assert re.search(r"saves \d+\.\d%\s.* · simulated · ", changes)
+    assert re.search(r"saves at most \d+\.\d%\s.* · upper limit · ", changes)
+
+
+@pytest.mark.parametrize(("group", "facts"), [("#time", "#time-facts"), ("#log-scope", "#log-facts")])
+def test_choices_are_pressed_and_keep_the_focus(page, group, facts):
+    """Choosing what is shown changes it, presses that button alone, and leaves the focus on it."""
+    before = page.text(facts)
+    other = f"{group} [aria-pressed=false]"
+    name = page.text(other)
+    page.run("document.querySelector(arguments[0]).click()", other)
+    assert page.text(facts) != before
+    assert page.text(f"{group} [aria-pressed=true]") == name
+    assert page.run("document.activeElement.textContent") == name
+
+
 def test_gaps_have_their_share_of_the_window(page):
     """Idle time of a lane adds up to its bubble."""
     for lane in page.inspect()["lanes"]:

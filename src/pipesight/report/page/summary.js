@@ -48,9 +48,9 @@ function showFigures(known) {
   const { step_time, bubble, bound, throughput, recompute } = known;
   const figures = [
     [
-      "bubble",
+      "bubble of the window",
       formatShare(bubble),
-      bound === null ? "of the window" : `of the window; schedule alone ${formatShare(bound)}`,
+      bound === null ? "" : `schedule alone ${formatShare(bound)}`,
       "The share of the window, from the first forward to the last backward, in which partitions do not compute. The " +
         "schedule alone: its own bubble, in a window without other losses.",
     ],
