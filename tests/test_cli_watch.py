@@ -323,10 +323,11 @@ def test_names_are_text(report):
 
 
 def test_engine_log(report):
-    """Lines that the engine logs for every task make room for those of the program, but for warnings."""
+    """Lines that the engine logs for every task, and those below INFO, are not shown; warnings are, whosever."""
     engine = [LogLine(0, None, "INFO", "pipesight.pipeline", f"task {k}") for k in range(50)]
     warning = LogLine(0, None, "WARNING", "pipesight.trace", "events are lost")
     own = LogLine(0, None, "INFO", "train", "loss 3.1")
+    debug = LogLine(0, None, "DEBUG", "train", "a tensor")
     figures = figures_of(report)
 
     def drawn(log):
@@ -334,8 +335,8 @@ def test_engine_log(report):
             line.split(None, 1)[1] for line in draw_frame(Frame("", "", report, figures, log), width=80, height=40)[-2:]
         ]
 
-    assert drawn([own, warning, *engine]) == ["loss 3.1", "events are lost"]
-    assert drawn(engine) == ["task 48", "task 49"]
+    assert drawn([own, debug, warning, debug, *engine]) == ["loss 3.1", "events are lost"]
+    assert "Log" not in draw_frame(Frame("", "", report, figures, [debug, *engine]), width=80, height=40)
 
 
 def test_line(report):

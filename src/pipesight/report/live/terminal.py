@@ -42,6 +42,7 @@ COLOURS = ("green", "yellow", "cyan", "magenta")
 NOTICEABLE = 0.0005
 """Parts of a step below this share are left out."""
 _LEVELS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+_QUIET = ("DEBUG", "NOTSET")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ def _timeline(report: Report, figures: LiveFigures, most: int, style: Style) -> 
         text = _coloured(drawn.lines[j], drawn.phases[j], style)
         lines.append(f"  {drawn.labels[j]:>{label}} {left}{text}{right} {now:>6} {usual:>7}")
     if more := len(drawn.lines) - max(shown, 1):
-        lines.append(style.paint(f"  and {more} more partitions", "dim"))
+        lines.append(style.paint(f"  and {more} more partition{'s' * (more != 1)}", "dim"))
     return lines[:most]
 
 
@@ -198,11 +199,13 @@ def _parts(figures: LiveFigures, most: int, style: Style) -> list[str]:
 
 
 def _log(log: Sequence[LogLine], most: int, style: Style) -> list[str]:
-    """Write the last log lines, as many as there is room for; those of the engine, if there are no others."""
-    if most < 2 or not log:
+    """Write the last log lines of the program from INFO on, and warnings of ours, as many as there is room for.
+
+    The engine logs every task, many times as often as a program logs anything.
+    """
+    shown = [line for line in log if _is_wanted(line)][-(most - 1) :] if most >= 2 else []
+    if not shown:
         return []
-    others = [line for line in log if not line.logger.startswith("pipesight.") or line.level in _LEVELS]
-    shown = (others or log)[-(most - 1) :]
     digits = max((len(str(line.step)) for line in shown if line.step is not None), default=0)
     lines = [style.paint("Log", "bold")]
     for line in shown:
@@ -211,3 +214,8 @@ def _log(log: Sequence[LogLine], most: int, style: Style) -> list[str]:
         first = text.split("\n", 1)[0]
         lines.append(style.paint(style.cut(f"  {place}{first}", style.width), _LEVELS.get(line.level, "dim")))
     return lines
+
+
+def _is_wanted(line: LogLine) -> bool:
+    is_ours = line.logger.startswith("pipesight.")
+    return line.level in _LEVELS or (not is_ours and line.level not in _QUIET)
