@@ -133,9 +133,20 @@ def test_memory_limit(recorded):
     assert all(max(p["memory_bytes"]) <= 6300 for p in found["plans"])
     ended = plan(recorded, "--memory", "5kB")
     assert ended.returncode == 2
-    least = re.search(r"needs least needs (\d+)", ended.stderr)
-    assert least is not None
-    assert json.loads(plan(recorded, "--json", "--memory", f"{int(least[1]) + 1}B").stdout)["plans"]
+    sizes = re.search(r"no plan fits into ([\d.]+KiB) a device: .* needs least needs ([\d.]+KiB);", ended.stderr)
+    assert sizes is not None
+    assert sizes[1] == "4.89KiB"
+    assert json.loads(plan(recorded, "--json", "--memory", sizes[2]).stdout)["plans"]
+
+
+def test_small_micro_batches_are_doubted(recorded):
+    """Where micro-batches would be half as large as the recorded ones, or smaller, a note names the chunks."""
+    common = [recorded, "--schedule", "gpipe", "--checkpoint", "never", "--chunks"]
+    assert "note: with" not in plan(*common, "2,4").stdout
+    ended = plan(*common, "4,8,16,32", "--all")
+    assert "note: with 8, 16 or 32 chunks, micro-batches have at most half the recorded samples" in ended.stdout
+    found = json.loads(plan(*common, "4,8", "--json").stdout)
+    assert [note for note in found["notes"] if note.startswith("with 8 chunks, ")]
 
 
 @pytest.mark.parametrize(

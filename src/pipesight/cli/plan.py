@@ -164,7 +164,7 @@ def _link(options: argparse.Namespace) -> Link | None:
 
 
 def _print(options: argparse.Namespace, outcome: Outcome) -> None:
-    from pipesight.plan.table import HEADINGS, as_json, best_of_each, rows
+    from pipesight.plan.table import HEADINGS, as_json, best_of_each, notes, rows
 
     if options.json:
         print(json.dumps(as_json(outcome), indent=2, allow_nan=False))
@@ -178,9 +178,7 @@ def _print(options: argparse.Namespace, outcome: Outcome) -> None:
         print("* another balance may be faster; the search ended before all were ruled out")
     if len(shown) < len(outcome.plans):
         print(f"the best of {len(outcome.plans)} plans for each schedule and checkpoint mode; --all shows the others")
-    if outcome.measured is not None and outcome.measured.schedule.devices < outcome.measured.schedule.stages:
-        print("note: partitions of the run share devices; in plans each has one of its own")
-    for note in outcome.costs.notes:
+    for note in notes(outcome, shown):
         print(f"note: {note}")
     if (plan := outcome.fastest_to_run()) is not None:
         print(f"\n{outcome.call(plan)}")
@@ -190,7 +188,7 @@ def _print(options: argparse.Namespace, outcome: Outcome) -> None:
 
 def _page(options: argparse.Namespace, outcome: Outcome) -> str:
     from pipesight.plan.planning import simulated
-    from pipesight.plan.table import HEADINGS, best_of_each, rows
+    from pipesight.plan.table import HEADINGS, best_of_each, notes, rows
     from pipesight.plan.timeline import Timeline, page
 
     timelines = []
@@ -204,9 +202,10 @@ def _page(options: argparse.Namespace, outcome: Outcome) -> str:
         what = f"Planned: {setting.schedule}, {setting.chunks} chunks, checkpoint {setting.checkpoint}"
         text = f"step {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, balance {list(plan.balance)}"
         timelines.append(Timeline(what, text, found.schedule, found.begin, found.end))
-    table = rows(outcome, best_of_each(outcome.plans), seconds=seconds_text, size=bytes_text)
+    shown = best_of_each(outcome.plans)
+    table = rows(outcome, shown, seconds=seconds_text, size=bytes_text)
     name = options.run_path.resolve().name if options.run_path is not None else options.model
-    return page(f"Plans for {name}", timelines, HEADINGS, table)
+    return page(f"Plans for {name}", timelines, HEADINGS, table, notes(outcome, shown))
 
 
 # Options.

@@ -121,11 +121,21 @@ def best_plans(
             plans.append(predict(costs, setting, found.balance, parameter_scale=parameter_scale, bound=found.bound))
     if not plans and not math.isinf(least):
         raise DoesNotFitError(
-            f"no plan fits into {memory:.0f} bytes a device: the one that needs least needs {least:.0f} bytes; "
+            f"no plan fits into {_size(memory)} a device: the one that needs least needs {_size(least)}; "
             "use more partitions, more chunks or checkpoint 'always'"
         )
     # Of equally fast ones, the first is the one that needs least memory.
     return sorted(plans, key=lambda plan: (round(plan.step_seconds, 9), max(plan.memory_bytes)))
+
+
+def _size(count: float) -> str:
+    """Write bytes as ``--memory`` takes them, rounded up, so that they are enough.
+
+    >>> _size(840704), _size(16 * 2**30), _size(100)
+    ('821KiB', '16GiB', '100B')
+    """
+    power = min(4, int(math.log(max(count, 1), 1024)))
+    return f"{math.ceil(round(count / 1024**power * 100, 6)) / 100:.8g}{('', 'Ki', 'Mi', 'Gi', 'Ti')[power]}B"
 
 
 def settings(

@@ -11,8 +11,10 @@ from pipesight.plan.costs import Costs
 from pipesight.plan.measured import Measured
 from pipesight.plan.planning import Plan
 
-__all__ = ["HEADINGS", "Outcome", "Row", "as_json", "best_of_each", "rows"]
+__all__ = ["HEADINGS", "Outcome", "Row", "as_json", "best_of_each", "notes", "rows"]
 
+SMALL = 0.5
+"""Of the recorded samples of a micro-batch: plans that have no more than that are made for small ones."""
 HEADINGS = ("", "schedule", "checkpoint", "chunks", "balance", "step", "saves", "bubble", "memory")
 
 
@@ -84,6 +86,26 @@ def rows(
     return found
 
 
+def notes(outcome: Outcome, plans: Iterable[Plan]) -> list[str]:
+    """Return what to know about some plans."""
+    found = []
+    if (known := outcome.measured) is not None:
+        if known.schedule.devices < known.schedule.stages:
+            found.append("partitions of the run share devices; in plans each has one of its own")
+        recorded = known.schedule.chunks
+        if small := sorted({plan.setting.chunks for plan in plans if plan.setting.chunks * SMALL >= recorded}):
+            found.append(
+                f"with {_listed(small)} chunks, micro-batches have at most half the recorded samples; times are scaled "
+                "in proportion, but small tasks are slower than that"
+            )
+    return [*found, *outcome.costs.notes]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
 def _memory(outcome: Outcome, plan: Plan | None, size: Callable[[float], str]) -> str:
     return size(max(plan.memory_bytes)) if plan is not None and outcome.knows_memory else "?"
 
@@ -96,7 +118,7 @@ def _balance(balance: Sequence[int]) -> str:
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
     """Return all of it for machines. Times are in seconds, sizes in bytes."""
-    found: dict[str, Any] = {"format": "pipesight-plan", "format_version": 1, "notes": list(outcome.costs.notes)}
+    found: dict[str, Any] = {"format": "pipesight-plan", "format_version": 1, "notes": notes(outcome, outcome.plans)}
     if (known := outcome.measured) is not None:
         found["recorded"] = {
             "schedule": known.schedule_name,

@@ -40,7 +40,13 @@ class Timeline:
         return float(np.nanmax(self.end))
 
 
-def page(title: str, timelines: Sequence[Timeline], headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def page(
+    title: str,
+    timelines: Sequence[Timeline],
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str] = (),
+) -> str:
     """Return the page as HTML. All text in it is escaped."""
     longest = max(timeline.length for timeline in timelines)
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
@@ -51,6 +57,7 @@ def page(title: str, timelines: Sequence[Timeline], headings: Sequence[str], row
         for kind, name in enumerate(NAMES)
     )
     drawings = "".join(_section(timeline, longest) for timeline in timelines)
+    remarks = "".join(f"<p>Note: {escape(note)}.</p>" for note in notes)
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title><style>{_STYLE}</style></head><body>
@@ -61,6 +68,7 @@ def page(title: str, timelines: Sequence[Timeline], headings: Sequence[str], row
 <h2>Plans</h2>
 <div class="wide" tabindex="0" role="region" aria-label="Plans"><table><thead><tr>{head}</tr></thead>
 <tbody>{body}</tbody></table></div>
+{remarks}
 </body></html>
 """
 
