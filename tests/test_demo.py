@@ -69,13 +69,13 @@ def test_output_without_a_terminal_is_plain_lines():
     assert ended.returncode == 0
     assert ended.stderr == ""
     assert "\x1b" not in ended.stdout
-    head, steps, verse = re.split(r"(?s)(step 1/4.*of the time\n)", ended.stdout)
+    head, steps, verse = re.split(r"(?s)(step 0 of 0\.\.3.*of the time\n)", ended.stdout)
     assert "4 micro-batches, checkpoint except_last" in head
     *lines, blank, trained, loss, shares = steps.splitlines()
     assert blank == ""
     assert len(lines) == 4
-    for number, line in enumerate(lines, 1):
-        assert re.fullmatch(rf"step {number}/4  loss \d\.\d{{3}}  [ \d]{{3}}\d samples/s", line)
+    for number, line in enumerate(lines):  # as the report counts
+        assert re.fullmatch(rf"step {number} of 0\.\.3  loss \d\.\d{{3}}  [ \d]{{3}}\d samples/s", line)
     assert re.fullmatch(r"trained for 4 steps in \d+\.\d s, \d+ samples/s", trained)
     assert re.fullmatch(r"loss \d\.\d{3} at first, \d\.\d{3} at last", loss)
     assert re.fullmatch(r"partitions at work (\d+%, ){3}\d+% of the time", shares)
@@ -109,8 +109,8 @@ def test_plain_display_prints_twenty_lines(capsys):
     while not meter.done:
         display.show(meter.record(2.5))
     lines = capsys.readouterr().out.splitlines()
-    steps = [int(re.match(r"step ([ \d]{3})/200  loss 2.500  +\d+ samples/s", line)[1]) for line in lines]
-    assert steps == [1, *range(10, 201, 10)]
+    steps = [int(re.match(r"step ([ \d]{3}) of 0\.\.199  loss 2.500  +\d+ samples/s", line)[1]) for line in lines]
+    assert steps == [0, *range(9, 200, 10)]
 
 
 def test_next_command_is_the_one_that_was_typed():
@@ -271,7 +271,7 @@ def test_small_terminal_gets_plain_lines():
     """Where the display does not fit, lines are printed, none of them too long for the terminal."""
     _, written = run_in_terminal(60, "--steps", "4", "--partitions", "8", rows=10)
     lines = lines_of(written)
-    assert any(line.startswith("step 4/4  loss ") for line in lines)
+    assert any(line.startswith("step 3 of 0..3  loss ") for line in lines)
     assert "Shakespeare's sonnets" in lines
     assert max(len(line) for line in lines if "demo --help" not in line) <= 60
 
@@ -327,7 +327,7 @@ def test_interrupt_ends_it_cleanly():
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     ) as process:
         for line in process.stdout:
-            if re.match("step +1/", line):
+            if re.match("step +0 of ", line):
                 break
         process.send_signal(signal.SIGINT)
         *_, blank, summary, loss, _, threads = process.stdout.read().splitlines()

@@ -33,6 +33,7 @@ class Progress:
     """Where a training stands after a step."""
 
     step: int
+    """How many are done."""
     steps: int | None
     """How many there will be, if that is known."""
     elapsed: float
@@ -45,10 +46,11 @@ class Progress:
 
     @property
     def count(self) -> str:
-        """The number of the step, always equally wide."""
+        """The number of the step, from 0 as in the report, always equally wide."""
         if self.steps is None:
-            return f"step {self.step:4}"
-        return f"step {self.step:{len(str(self.steps))}}/{self.steps}"
+            return f"step {self.step - 1:4}"
+        last = self.steps - 1
+        return f"step {self.step - 1:{len(str(last))}} of 0..{last}"
 
     @property
     def left(self) -> float:
