@@ -110,6 +110,14 @@ def test_zeros_at_the_end(tmp_path):
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_one_event(tmp_path):
+    """One event is not called events, and one line not lines."""
+    (tmp_path / "run.pfw").write_text('[\n{"ph":"i","n":1}\n7\n]\n')
+    ended = convert(tmp_path / "run.pfw")
+    assert ended.stdout.startswith("1 event of ")
+    assert "left out: 1 line that is no event, of " in ended.stderr
+
+
 def test_lines_that_are_no_events(tmp_path):
     """Lines that would break the result are left out and counted; commas at their ends are not doubled."""
     lines = ["[", '{"ph":"i","n":1},', "{", "", '{"ph":"i","n":NaN}', '{"ph":3}', "7", '{"ph":"i","n":2}', "]"]

@@ -157,7 +157,12 @@ def test_page_that_cannot_be_written_is_1(run):
 
 
 def test_page(run, tmp_path):
-    """``--html`` writes the page, into the run or to a file."""
+    """``--html`` writes the page, into the run, beside a trace, or to a file, and says where."""
+    (trace,) = (run / "trace").iterdir()
+    ended = report(trace, "--html")
+    assert (run / "trace" / "report.html").is_file()
+    assert ended.stdout.endswith(f"the page is {run / 'trace' / 'report.html'}\n")
+    (run / "trace" / "report.html").unlink()
     assert report(run, "--html").returncode == 0
     assert (run / "report.html").read_text(encoding="utf-8").startswith("<!")
     assert report(run, "--html", tmp_path / "page.html").returncode == 0

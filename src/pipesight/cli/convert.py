@@ -73,8 +73,7 @@ def _to_parquet(options: argparse.Namespace) -> int:
             run.write_dataset(output)
             for note in run.notes:
                 _note(str(note))
-            ranks = len(run.ranks())
-            print(f"{run.events:,} spans of {ranks:,} {'rank' if ranks == 1 else 'ranks'}, in {output}")
+            print(f"{_count(run.events, 'span')} of {_count(len(run.ranks()), 'rank')}, in {output}")
     except (FileExistsError, FileNotFoundError, NotARunError) as error:
         return _fail(str(error), WRONG)
     except OSError as error:
@@ -204,18 +203,23 @@ def _write_chrome(readers: Sequence[TraceReader], file: IO[bytes] | gzip.GzipFil
 
 def _report(readers: Sequence[TraceReader], output: Path) -> None:
     if skipped := sum(reader.skipped for reader in readers):
-        _note(f"left out: {skipped:,} lines that are no events, of {_files([r for r in readers if r.skipped])}")
+        are = "line that is no event" if skipped == 1 else "lines that are no events"
+        _note(f"left out: {skipped:,} {are}, of {_files([r for r in readers if r.skipped])}")
     if cut := [reader for reader in readers if not reader.whole]:
         _note(f"without an end: {_files(cut)}; a process was killed, or is still writing")
-    events = sum(reader.events for reader in readers)
+    events = _count(sum(reader.events for reader in readers), "event")
     if output == STDOUT:
-        _note(f"{events:,} events of {_files(readers)}")
+        _note(f"{events} of {_files(readers)}")
     else:
-        print(f"{events:,} events of {_files(readers)}, in {output}")
+        print(f"{events} of {_files(readers)}, in {output}")
 
 
 def _files(readers: Sequence[TraceReader]) -> str:
     return str(readers[0].path) if len(readers) == 1 else f"{len(readers)} files"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _note(message: str) -> None:

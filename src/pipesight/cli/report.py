@@ -44,7 +44,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=Path,
         const=True,
         metavar="FILE",
-        help="also write the page, to FILE or to report.html in RUN",
+        help="also write the page, to FILE or to report.html in RUN, or beside RUN where that is a file",
     )
     add("--fail-over", type=_share, metavar="SHARE", help="end with exit code 3 if the bubble is larger: 0.3, or 30%%")
     parser.set_defaults(run=run)

@@ -77,10 +77,11 @@ class Training:
         parameters = sum(p.numel() for p in self.pipe.parameters())
         gpus = len({device for device in self.pipe.devices if device.type == "cuda"})
         where = "the CPU" if not gpus else "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        microbatches = "1 micro-batch" if self.pipe.chunks == 1 else f"{self.pipe.chunks} micro-batches"
         return (
             f"a GPT of {len(self.pipe)} layers and {parameters:,} parameters learns Shakespeare's sonnets\n"
             f"partitions of {self.pipe.balance} layers on {where}\n"
-            f"batches of {self.batch} samples in {self.pipe.chunks} micro-batches, checkpoint {self.pipe.checkpoint}"
+            f"batches of {self.batch} samples in {microbatches}, checkpoint {self.pipe.checkpoint}"
         )
 
     def step(self) -> float:

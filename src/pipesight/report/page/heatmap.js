@@ -1,7 +1,7 @@
 // A statistic as a heat map: a row a layer, a column a step, a cross where a value is not finite.
 
 import { make, put } from "./dom.js";
-import { formatValue, listed } from "./format.js";
+import { formatValue, listed, plural } from "./format.js";
 import { divergingColour, heatColour, palette } from "./palette.js";
 import { Pen } from "./pen.js";
 import { isFiniteValue, isNonfinite, nameOfRow, scaleOf, valueAt } from "./series.js";
@@ -81,9 +81,9 @@ export class HeatMap {
     this.canvas.setAttribute(
       "aria-label",
       listed(
-        `Heat map of ${series.tensor} ${series.statistic}: ${series.layers.length} layers by ${columns} steps`,
+        `Heat map of ${series.tensor} ${series.statistic}: ${plural(series.layers.length, "layer")} by ${plural(columns, "step")}`,
         `from ${formatValue(scale.low)} to ${formatValue(scale.high)}`,
-        `${crosses.length} values not finite`,
+        `${plural(crosses.length, "value")} not finite`,
       ),
     );
   }

@@ -1,7 +1,7 @@
 // A statistic of one layer over the steps, as a line, with a cross where a value is not finite.
 
 import { makeSvg } from "./dom.js";
-import { formatValue, listed } from "./format.js";
+import { formatValue, listed, plural } from "./format.js";
 import { isFiniteValue, isNonfinite, valueAt } from "./series.js";
 import { shownStep } from "./state.js";
 
@@ -38,7 +38,7 @@ export function lineChart(series, row, name, width) {
       role: "img",
       "aria-label": listed(
         name,
-        `${series.tensor} ${series.statistic}: ${finite.length} values`,
+        `${series.tensor} ${series.statistic}: ${plural(finite.length, "value")}`,
         `from ${formatValue(low)} to ${formatValue(high)}`,
         `${crosses.length} not finite`,
       ),

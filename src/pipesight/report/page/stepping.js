@@ -1,7 +1,7 @@
 // The step slider, its buttons, and a strip of all steps above it: as high as a step took, dark as far as it idled.
 
 import { byId } from "./dom.js";
-import { formatShare, formatTime } from "./format.js";
+import { formatShare, formatTime, plural } from "./format.js";
 import { palette } from "./palette.js";
 import { Pen } from "./pen.js";
 import { listen, shownStep, state, tell } from "./state.js";
@@ -53,7 +53,7 @@ function showStep() {
   byId("timeline").setAttribute(
     "aria-label",
     step
-      ? `Timeline of step ${step.number}: ${step.count} blocks in ${step.lanes.length} partitions, ${facts(step)}`
+      ? `Timeline of step ${step.number}: ${plural(step.count, "block")} in ${plural(step.lanes.length, "partition")}, ${facts(step)}`
       : "Timeline, empty",
   );
 }

@@ -60,7 +60,8 @@ class Sinks:
                 self._sinks = []
                 for sink, count in self._lost.items():
                     if count:
-                        self._warn(f"{count} values in all could not be written to {sink}")
+                        values = "1 value" if count == 1 else f"{count} values"
+                        self._warn(f"{values} in all could not be written to {sink}")
 
     def _for_each(self, act: Callable[[Sink], object], count: int) -> None:
         raised: list[Exception] = []
