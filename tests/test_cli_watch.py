@@ -13,11 +13,13 @@ import subprocess
 import termios
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from growing import LIMIT, GrowingRun, recorder, wait_for
 from pipesight.report.analysis.analysing import analyse
+from pipesight.report.analysis.breakdown import PARTS
 from pipesight.report.live.figures import figures_of, steps_of
 from pipesight.report.live.terminal import Frame, draw_frame, line_of
 from pipesight.report.reading.run import LogLine, open_run
@@ -312,6 +314,17 @@ def test_fits(report, width, height, ascii):
         assert "line 49" in lines[-1]
     if ascii:
         assert "\n".join(lines).isascii()
+
+
+def test_parts_that_take_no_time(report):
+    """A part that usually matters, and took no time in the last step, has dashes."""
+    figures = figures_of(report)
+    parts = list(figures.last.parts)
+    parts[PARTS.index("fill_and_drain")] = 0
+    last = replace(figures.last, parts=tuple(parts))
+    frame = Frame("RUN", "going on", report, replace(figures, last=last))
+    (line,) = [line for line in draw_frame(frame, width=80, height=40) if line.startswith("  fill and drain")]
+    assert line.split()[3:5] == ["-", "-"]
 
 
 def test_names_are_text(report):

@@ -234,6 +234,16 @@ def test_head_wraps(report, tmp_path):
     assert max(map(len, lines)) <= 60
 
 
+def test_warm_up_wraps(tmp_path):
+    """The steps of a long warm-up go on in the next line."""
+    made = Made(tmp_path / "run", balance=[1, 1], chunks=1)
+    at = 0
+    for step in range(200):
+        at = made.gpipe(step, lambda phase, i, j, slow=step < 14: EVEN[phase] * (3 if slow else 1), at=at)
+    text = " ".join(render(analysed(made)).split())
+    assert "10, 11 and 2 more, warm-up, which took much longer than the others." in text
+
+
 def test_phases_that_never_ran(tmp_path):
     """A layer without a backward has a dash for it, not a time."""
     made = Made(tmp_path / "run", balance=[1, 1], chunks=1)

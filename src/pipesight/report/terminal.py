@@ -150,8 +150,8 @@ def _speed(report: Report, overall: Overall, style: Style) -> list[str]:
         lines += _each_step(report, style)
     left = report.left
     if left.warm_up:
-        steps = _numbers(left.warm_up)
-        lines.append(style.paint(f"Left out: {steps}, warm-up, which took much longer than the others.", "dim"))
+        text = f"Left out: {_numbers(left.warm_up)}, warm-up, which took much longer than the others."
+        lines += [style.paint(line, "dim") for line in style.wrapped(text, indent="  ", first="")]
     return lines
 
 

@@ -189,7 +189,8 @@ def _parts(figures: LiveFigures, most: int, style: Style) -> list[str]:
     lines = [style.paint(title, "bold") + style.paint(head, "dim")]
     for k in sorted(largest):
         share, before = percent(last.parts[k] / last.time), percent(usual.parts[k] / total) if beside else ""
-        text = f"  {TITLES[PARTS[k]]:<{names}}{time(last.parts[k]):>{NUMBER}}{share:>{NUMBER}}"
+        spent = time(last.parts[k]) if last.parts[k] > 0 else "-"
+        text = f"  {TITLES[PARTS[k]]:<{names}}{spent:>{NUMBER}}{share:>{NUMBER}}"
         text += f"{before:>{NUMBER}}" if beside else ""
         if room >= 4:
             colour = "green" if k == 0 else "yellow" if PARTS[k] in LOSSES else "magenta"
