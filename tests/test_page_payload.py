@@ -130,6 +130,27 @@ def test_the_last_step_of_a_killed_run_has_no_bubble(tmp_path):
     assert last["lane_bubbles"] == [None, None]
 
 
+def test_how_it_ended_and_what_one_step_is(tmp_path):
+    """The verdict, on top, says that a run failed; a note, that no optimizer told steps apart."""
+    run = made(tmp_path / "run", steps=1, outcome="SIGTERM")
+    for i, j in np.ndindex(2, 2):
+        run.task(0, partition=j, microbatch=i, phase="forward", begin=9000 + 100 * (i + j), dur=100, minibatch=2)
+        run.task(0, partition=j, microbatch=i, phase="backward", begin=9500 + 100 * (i + j), dur=100, minibatch=2)
+    payload = payload_of(run.write())
+    assert payload["verdict"]["text"].endswith("The run ended with SIGTERM.")
+    assert [note for note in payload["notes"] if note.startswith("no optimizer stepped, so all 2 mini-batches")]
+
+
+def test_phases_that_never_ran_have_no_time(tmp_path):
+    """The page has a dash for them, not a time of 0."""
+    run = Made(tmp_path / "run", balance=[1, 1], chunks=1)
+    for k, (phase, j) in enumerate([("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]):
+        layers = {} if (phase, j) == ("backward", 0) else {f"l{j}": 100}
+        run.task(0, partition=j, microbatch=0, phase=phase, begin=100 * k, dur=100, layers=layers)
+    layers = payload_of(run.write())["layers"]
+    assert [(layer["forward"], layer["backward"]) for layer in layers] == [(100, None), (100, 100)]
+
+
 def test_a_trace_without_a_pipeline_has_names(tmp_path):
     """There is no timeline then, but where the time went by name."""
     run = Made(tmp_path / "run")

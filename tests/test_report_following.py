@@ -195,7 +195,9 @@ def test_last_step(run, follow):
     follower = follow(run.folder)
     for _ in range(2):
         follower.look()
-    steps = analyse(follower.run).steps
+    report = analyse(follower.run)
+    assert "not ended" not in report.verdict.text  # who follows it says so
+    steps = report.steps
     assert steps.step.tolist() == [0, 1, 2]
     assert len(set(steps.period.tolist())) == 1
     run.end()
