@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import textwrap
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from processes import STRICT_PYTHON
+import warm
 
 SIX = ["min", "max", "mean", "std", "l1_norm", "l2_norm"]
 
@@ -88,20 +87,9 @@ def run_ranks(count, body, folder, *, timeout=120, codes=None, **environment):
     """Run code in as many processes, which form a gloo group; return what each wrote to stdout and stderr."""
     script = Path(folder) / "script.py"
     script.write_text(RANK + textwrap.dedent(body) + END)
-    here = str(Path(__file__).parent)
-    shared = {**os.environ, "PYTHONPATH": here, "FOLDER": str(folder), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+    shared = {**os.environ, "FOLDER": str(folder), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
     shared |= {key: str(value) for key, value in environment.items()}
-    processes = [
-        subprocess.Popen(
-            [*STRICT_PYTHON, str(script)],
-            env={**shared, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-        )
-        for rank in range(count)
-    ]
+    processes = [warm.start(str(script), env={**shared, "RANK": str(rank)}, cwd=folder) for rank in range(count)]
     try:
         outputs = [process.communicate(timeout=timeout) for process in processes]
     finally:

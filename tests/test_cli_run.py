@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+import warm
 from observed import description, events, log_lines, statistics, tasks
 from processes import STRICT_PYTHON
 
@@ -59,9 +60,15 @@ def write(folder, code, name="program.py"):
 
 
 def execute(folder, *arguments, command=RUN, **options):
+    """Run a command, by default `pipesight run`, from the very start of Python."""
     return subprocess.run(
         [*command, *map(str, arguments)], cwd=folder, capture_output=True, text=True, timeout=200, **options
     )
+
+
+def record(folder, *arguments):
+    """Run `pipesight run` in a process that has imported torch."""
+    return warm.run("-m", "pipesight", "run", "--out", "RUN", *map(str, arguments), cwd=folder, timeout=200)
 
 
 def test_program_without_a_change(folder):
@@ -106,7 +113,7 @@ def test_module_as_python_would(folder):
     write(folder, SHOW, "package/inner.py")
     for name in ("package", "package.inner"):
         expected = execute(folder, "-m", name, "--a", command=STRICT_PYTHON)
-        done = execute(folder, "--overwrite", "-m", name, "--a")
+        done = record(folder, "--overwrite", "-m", name, "--a")
         assert done.stdout == expected.stdout, done.stderr
 
 
@@ -128,7 +135,7 @@ def test_exit_codes(folder, code, status):
     """The exit code, and what is said about it, is what Python would give."""
     write(folder, code)
     expected = execute(folder, "program.py", command=STRICT_PYTHON)
-    done = execute(folder, "program.py")
+    done = record(folder, "program.py")
     assert done.returncode == expected.returncode == status
     said = re.sub(r"pipesight: recorded in .*\n", "", done.stderr)
     assert said == expected.stderr
@@ -146,7 +153,7 @@ def test_exit_codes(folder, code, status):
 def test_outcomes(folder, code, outcome):
     """However a program ends, `run.json` says how, and everything before is there."""
     write(folder, f"import train\ntrain.main(3)\n{code}")
-    execute(folder, "--stats", "stats.yaml", "program.py")
+    record(folder, "--stats", "stats.yaml", "program.py")
     run = folder / "RUN"
     found = description(run)
     assert found["outcome"] == outcome
@@ -275,7 +282,7 @@ def test_threads_of_the_program(folder):
     threading.Thread(target=later).start()
     """
     write(folder, code)
-    done = execute(folder, "program.py")
+    done = record(folder, "program.py")
     assert done.returncode == 0, done.stderr
     assert {task["args"]["step"] for task in tasks(folder / "RUN")} == {0, 1}
 
@@ -295,7 +302,7 @@ def test_threads_of_the_program(folder):
 )
 def test_refusals(folder, arguments, message):
     """What cannot be is refused in one go, before the program runs, and leaves nothing behind."""
-    done = execute(folder, *arguments)
+    done = record(folder, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("pipesight run: error: ")
     assert message in done.stderr
@@ -306,19 +313,19 @@ def test_refusals(folder, arguments, message):
 
 def test_directory_that_is_not_empty(folder):
     """A second run does not touch the first, unless told to."""
-    assert execute(folder, "train.py", 1).returncode == 0
+    assert record(folder, "train.py", 1).returncode == 0
     before = description(folder / "RUN")
-    done = execute(folder, "train.py", 2)
+    done = record(folder, "train.py", 2)
     assert done.returncode == 2
     assert "--overwrite" in done.stderr
     assert description(folder / "RUN") == before
-    assert execute(folder, "--overwrite", "train.py", 2).returncode == 0
+    assert record(folder, "--overwrite", "train.py", 2).returncode == 0
     assert {task["args"]["step"] for task in tasks(folder / "RUN")} == {0, 1}
 
 
 def test_no_trace(folder):
     """Statistics alone."""
-    done = execute(folder, "--no-trace", "--logs", "none", "--stats", "stats.yaml", "train.py", 2)
+    done = record(folder, "--no-trace", "--logs", "none", "--stats", "stats.yaml", "train.py", 2)
     assert done.returncode == 0, done.stderr
     run = folder / "RUN"
     assert {record["iteration"] for record in statistics(run)} == {0, 1}

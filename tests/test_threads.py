@@ -6,10 +6,8 @@ import contextvars
 import copy
 import functools
 import gc
-import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -21,6 +19,7 @@ import torch
 import torch._dynamo  # the first forward does so, and in torch 2.6 it fails where the default device is "meta"
 from torch import nn
 
+import warm
 from pipesight import GPipe, is_recomputing
 
 MODES = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
@@ -88,14 +87,8 @@ def in_thread(function, seconds=30.0):
 
 
 def start_script(body):
-    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-c", "from test_threads import *\n" + textwrap.dedent(body)],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    code = "from test_threads import *\n" + textwrap.dedent(body)
+    return warm.start("-c", code, merge=True)
 
 
 def finish(process, *codes):
@@ -364,7 +357,7 @@ def test_model_deleted_by_its_own_layer():
 
 def test_process_ends_quickly():
     """The interpreter exits with the right code at once: after use, with an exception, and with a pass under way."""
-    clock = "import atexit\nstart = time.monotonic()\n"
+    clock = "import atexit, sys\nstart = time.monotonic()\n"
     clock += "atexit.register(lambda: print('ended after', time.monotonic() - start, flush=True))\n"
     use = "model = pipe(layers())\nmodel(batch()).sum().backward()\noutput = model(batch())\n"
     nap = "napping = pipe(nn.Sequential(*(Call(lambda x: (time.sleep(30), x)[1]) for _ in range(3))), chunks=1)\n"

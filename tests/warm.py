@@ -1,0 +1,201 @@
+"""Python processes that begin with torch imported: each is forked from one that did nothing but that.
+
+Importing torch, and its compiler with the first forward, takes seconds; a fork takes milliseconds. What comes of it
+is a process like any other: with a memory, an environment and a `__main__` of its own, an end by Python's own ending,
+and nothing of pipesight in it yet. Its streams are not buffered. Only a test of how Python starts, or of when torch is
+imported, needs another.
+
+    process = warm.start("train.py", "3", cwd=tmp_path)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from processes import STRICT_PYTHON
+
+__all__ = ["Process", "run", "start"]
+
+PRELOADED = ("numpy", "torch", "torch._dynamo", "torch.distributed")
+
+
+def start(
+    *arguments: str, cwd: Path | str | None = None, env: Mapping[str, str] | None = None, merge: bool = False
+) -> Process:
+    """Start Python with arguments: a script, `-m` and a module, or `-c` and code; warnings are errors.
+
+    Args:
+        arguments: What would follow `python` on the command line.
+        cwd: The folder to run in.
+        env: The environment; what Python itself reads at its start is as it is here.
+        merge: Whether stderr goes where stdout does.
+    """
+    return Process(list(map(str, arguments)), str(cwd or Path.cwd()), dict(os.environ if env is None else env), merge)
+
+
+def run(*arguments: str, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Start Python, and wait until it ends."""
+    process = start(*arguments, **options)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+class Process:
+    """A process that was started: what `subprocess.Popen` would be for it."""
+
+    def __init__(self, arguments: list[str], cwd: str, env: dict[str, str], merge: bool) -> None:
+        self.arguments = arguments
+        self.returncode: int | None = None
+        self._stdout = tempfile.TemporaryFile()  # noqa: SIM115 - not a pipe, which may be full while nobody reads
+        self._stderr = self._stdout if merge else tempfile.TemporaryFile()  # noqa: SIM115
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(_server())
+        request = json.dumps({"arguments": arguments, "cwd": cwd, "env": env}).encode() + b"\n"
+        socket.send_fds(self._socket, [request[:1]], [self._stdout.fileno(), self._stderr.fileno()])
+        self._socket.sendall(request[1:])
+        self._replies = self._socket.makefile("r")
+        self.pid = int(self._replies.readline())
+
+    def communicate(self, *, timeout: float = 60) -> tuple[str, str]:
+        """Wait for the end, and return what was written to stdout and stderr."""
+        self.wait(timeout)
+        texts = []
+        for file in dict.fromkeys((self._stdout, self._stderr)):
+            with file:
+                file.seek(0)
+                texts.append(file.read().decode())
+        return texts[0], texts[1] if len(texts) > 1 else ""
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the end, and return the exit code: negative for a signal."""
+        if self.returncode is None:
+            if not select.select([self._socket], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.arguments, timeout)
+            self.returncode = int(self._replies.readline())
+            self._replies.close()
+            self._socket.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.wait(60)
+
+
+@functools.cache
+def _server() -> str:
+    """Start the process that forks, once; return its address. It ends when its input does."""
+    folder = tempfile.mkdtemp(prefix="warm-")
+    address = os.path.join(folder, "socket")
+    command = [*STRICT_PYTHON, "-u", "-c", "exec(__import__('warm').serve())", address]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *_paths()])}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.stdout.close()
+    ending = process.stdin
+
+    def end() -> None:
+        ending.close()
+        process.wait()
+        os.unlink(address)
+        os.rmdir(folder)
+
+    atexit.register(end)
+    return address
+
+
+def _paths() -> list[str]:
+    return list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+
+
+def serve() -> CodeType:
+    """Fork a process for every connection. This returns in those alone, with what they are to run."""
+    for module in PRELOADED:
+        __import__(module)
+    gc.collect()
+    gc.freeze()  # so that no collection in a fork touches, and thereby copies, all of it
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(sys.argv[1])
+    listener.listen()
+    os.write(1, b"ready\n")
+    while listener in select.select([listener, 0], [], [])[0]:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            code = _fork_and_tell(connection)
+            if code is None:
+                os._exit(0)
+            return code
+        connection.close()
+        _reap()
+    os._exit(0)
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _fork_and_tell(connection: socket.socket) -> CodeType | None:
+    """Fork once more; return what to run in the child, and nothing in the parent when the child has ended."""
+    first, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+    with connection.makefile("rb") as file:
+        request = json.loads(first + file.readline())
+    child = os.fork()
+    if child:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.sendall(f"{child}\n".encode())
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        connection.sendall(f"{status}\n".encode())
+        return None
+    connection.close()
+    empty = os.open(os.devnull, os.O_RDONLY)
+    for target, descriptor in enumerate((empty, *descriptors)):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    return _code(request["arguments"])
+
+
+def _code(arguments: list[str]) -> CodeType:
+    """Return what Python would run for these arguments, having set what a program sees of them."""
+    kind, rest = (arguments[0], arguments[1:]) if arguments[0] in ("-c", "-m") else ("", arguments)
+    sys.argv = ["-c", *rest[1:]] if kind == "-c" else rest
+    if os.environ.get("PYTHONSAFEPATH"):
+        del sys.path[0]
+    else:
+        sys.path[0] = {"-c": "", "-m": os.getcwd()}[kind] if kind else os.path.dirname(os.path.abspath(rest[0]))
+    if kind == "-c":
+        return compile(rest[0], "<string>", "exec")
+    if kind == "-m":
+        running = f"import runpy; runpy.run_module({rest[0]!r}, run_name='__main__', alter_sys=True)"
+        return compile(running, "<string>", "exec")
+    return compile(Path(rest[0]).read_bytes(), rest[0], "exec")
