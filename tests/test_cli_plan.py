@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from pipesight.cli import _quantities as quantities
 from processes import STRICT_PYTHON
 from synthetic import Made
@@ -202,16 +204,17 @@ def test_models_without_a_run(tmp_path):
     assert "recorded" not in found
     assert {p["chunks"] for p in found["plans"]} == {1, 2, 4, 8, 16}
     assert all(sum(p["balance"]) == 4 and min(p["memory_bytes"]) > 0 for p in found["plans"])
+    again = functools.partial(warm.run, "-m", "pipesight", "plan", cwd=tmp_path)
     for name, words in (
         ("mine:broken", "no model today"),
         ("mine:number", "must name a function or a module"),
         ("mine:biuld", "there is no 'biuld'"),
     ):
-        ended = plan("--model", name, "--sample", "16x8", "--partitions", "2", cwd=tmp_path)
+        ended = again("--model", name, "--sample", "16x8", "--partitions", "2")
         assert (ended.returncode, words in ended.stderr) == (2, True), ended.stderr
-    ended = plan("--model", "mine:build", "--sample", "16y8", "--partitions", "2", cwd=tmp_path)
+    ended = again("--model", "mine:build", "--sample", "16y8", "--partitions", "2")
     assert "--sample must be a shape" in ended.stderr
-    ended = plan("--model", "mine:build", "--sample", "16x8", cwd=tmp_path)
+    ended = again("--model", "mine:build", "--sample", "16x8")
     assert "--partitions N" in ended.stderr
 
 

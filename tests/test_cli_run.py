@@ -226,12 +226,18 @@ def test_torchrun(folder):
     """Under torchrun each rank has its files; rank 0 describes the run, and the others themselves."""
     write(folder, RANKS)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "pipesight", "run", "--out", "RUN", "--stats", "stats.yaml"]
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for extra in ([], ["--overwrite"]):
-        done = execute(folder, *extra, "program.py", command=command, env=surroundings)
+    recording = ["-m", "pipesight", "run", "--out", "RUN", "--stats", "stats.yaml"]
+    done = execute(folder, "program.py", command=[*launch, *recording], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert_two_ranks(folder / "RUN")
+    for done in warm.torchrun(2, *recording, "--overwrite", "program.py", cwd=folder):
         assert done.returncode == 0, done.stderr
-    run = folder / "RUN"
+    assert_two_ranks(folder / "RUN")
+    done = warm.torchrun(2, *recording, "program.py", cwd=folder)
+    assert all(rank.returncode != 0 and "must be empty" in rank.stderr for rank in done), done
+
+
+def assert_two_ranks(run):
     found = description(run)
     assert (found["rank"], found["world_size"], found["outcome"]) == (0, 2, "ok")
     other = json.loads((run / "ranks/rank-00001.json").read_text())
@@ -244,9 +250,6 @@ def test_torchrun(folder):
         (pid, step) for pid in (found["pid"], other["pid"]) for step in range(3)
     }
     assert [record["iteration"] for record in statistics(run)] == [0, 1, 2]
-    done = execute(folder, "program.py", command=command, env=surroundings)
-    assert done.returncode != 0
-    assert "must be empty" in done.stderr
 
 
 SPAWNS = """
@@ -265,7 +268,7 @@ if __name__ == "__main__":
 def test_processes_of_the_program(folder, method):
     """Processes that a program starts find its functions, and do not run it again."""
     write(folder, SPAWNS)
-    done = execute(folder, "program.py", method)
+    done = record(folder, "program.py", method)
     assert (done.returncode, done.stdout) == (0, "[0, 1, 4, 9]\n"), done.stderr
     assert description(folder / "RUN")["outcome"] == "ok"
 

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+import warm
 from pipesight.cli._stats_tables import fold
 from processes import STRICT_PYTHON
 
@@ -109,9 +110,12 @@ def check(tmp_path):
         environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
         if columns:
             environment["COLUMNS"] = str(columns)
-        command = [*STRICT_PYTHON, "-m", "pipesight", "stats", "check", *args]
+        command = ["-m", "pipesight", "stats", "check", *args]
         if "--feature-dir" not in args:
             command += ["--feature-dir", "features"]
+        if "--model" in args:  # which takes torch
+            return warm.run(*command, cwd=tmp_path, env=environment)
+        command = [*STRICT_PYTHON, *command]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
     return check

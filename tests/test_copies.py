@@ -8,8 +8,6 @@ import math
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -21,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+import warm
 from pipesight import GPipe
 from pipesight.skip import pop, skippable, stash
 
@@ -56,14 +55,9 @@ def assert_like_plain(model, plain, input=None):
 
 def run_script(body, *args, timeout=90):
     path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-    source = "from test_copies import *\n" + textwrap.dedent(body)
-    done = subprocess.run(
-        [sys.executable, "-c", source, *args],
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=timeout,
-        capture_output=True,
-        text=True,
-    )
+    source = "import warnings; warnings.simplefilter('default')  # from 3.12 on, of forks beside threads\n"
+    source += "from test_copies import *\n" + textwrap.dedent(body)
+    done = warm.run("-c", source, *args, env={**os.environ, "PYTHONPATH": path}, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

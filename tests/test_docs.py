@@ -31,6 +31,7 @@ from packaging.version import Version
 
 import pipesight
 import pipesight.stats.features  # registers them
+import warm
 from pipesight.cli import main
 from pipesight.stats.config import load
 from pipesight.stats.registry import ENTRY_POINTS, default_registry
@@ -120,13 +121,18 @@ def write_files(text: str, folder: Path) -> None:
 
 
 def run(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the script of a document in a folder with its files, on the CPU, with warnings as errors."""
+    """Run the script of a document in a folder with its files, on the CPU, with warnings as errors.
+
+    That of the README begins with Python itself, as a reader would do; the others with torch imported.
+    """
     text = path.read_text(encoding="utf-8")
     write_files(text, folder)
     copy = folder / path.name
     copy.write_text(script(text), encoding="utf-8")
-    command = [*STRICT_PYTHON, "-u", "-X", "utf8", copy.name]
     surroundings = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+    if path.name != "README.md":
+        return warm.run(copy.name, cwd=folder, env=surroundings, merge=True)
+    command = [*STRICT_PYTHON, "-u", "-X", "utf8", copy.name]
     return subprocess.run(
         command, cwd=folder, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
     )
@@ -135,16 +141,13 @@ def run(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 def execute(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command of a console block in a folder, on the CPU."""
     program, *arguments = shlex.split(command)
-    programs = {
-        "python": [*STRICT_PYTHON, "-X", "utf8"],
-        "pipesight": [*STRICT_PYTHON, "-X", "utf8", "-m", "pipesight"],
-        "torchrun": [sys.executable, "-X", "utf8", "-m", "torch.distributed.run"],
-    }
     surroundings = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     surroundings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*programs[program], *arguments], cwd=folder, env=surroundings, capture_output=True, text=True, timeout=120
-    )
+    if program != "torchrun":
+        beginning = {"python": [], "pipesight": ["-m", "pipesight"]}
+        return warm.run(*beginning[program], *arguments, cwd=folder, env=surroundings)
+    launch = [sys.executable, "-X", "utf8", "-m", "torch.distributed.run", *arguments]
+    return subprocess.run(launch, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=120)
 
 
 def commands(text: str) -> list[str]:

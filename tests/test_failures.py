@@ -8,8 +8,6 @@ import dataclasses
 import gc
 import os
 import random
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -21,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+import warm
 from pipesight import GPipe, context
 
 MODES = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
@@ -114,12 +113,8 @@ def soon(condition, seconds=5.0):
 
 def run_script(body, *args, timeout=60):
     """Run a script that shares the names of this module; a hang fails."""
-    source = "from test_failures import *\n" + textwrap.dedent(body)
-    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", source, *args], env=environ, timeout=timeout, capture_output=True, text=True
-    )
+    source = "import faulthandler; faulthandler.enable()\nfrom test_failures import *\n" + textwrap.dedent(body)
+    done = warm.run("-c", source, *args, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import warm
 from pipesight import GPipe, context, register_layer_logging_hooks
 from pipesight.logs import ContextFilter
 
@@ -256,7 +257,7 @@ from pipesight import GPipe
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(name)s")
 GPipe(torch.nn.Sequential(torch.nn.Linear(2, 2)), [1])(torch.rand(2, 2))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = warm.run("-c", script)
     assert (done.returncode, done.stdout, done.stderr) == (0, "pipesight.pipeline\n", "")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import warm
 from pipesight.report.analysis.analysing import Report, analyse
 from pipesight.report.analysis.bubble import LOSSES
 from pipesight.report.analysis.changes import Change
@@ -18,7 +18,6 @@ from pipesight.report.analysis.facts import pipelines_of
 from pipesight.report.analysis.nonfinite import first_nonfinite
 from pipesight.report.analysis.stragglers import Lane, find_stragglers
 from pipesight.report.reading.run import open_run
-from processes import STRICT_PYTHON
 from synthetic import Made
 
 EVEN = {"forward": 100, "recompute": 100, "backward": 200}
@@ -600,9 +599,7 @@ with pipesight.trace.start(sys.argv[1]), pipesight.trace.instrument():
 def test_recorded_run_adds_up(tmp_path, checkpoint):
     """In a real run, busy + every loss = window, and the parts of a step = its period, to within 0.1%."""
     path = tmp_path / "trace.pfw.gz"
-    ended = subprocess.run(
-        [*STRICT_PYTHON, "-c", RECORD, path, checkpoint], capture_output=True, text=True, timeout=120
-    )
+    ended = warm.run("-c", RECORD, path, checkpoint)
     assert ended.returncode == 0, ended.stderr
     with open_run(path) as run:
         report = analyse(run)

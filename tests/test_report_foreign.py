@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import warm
 from pipesight.report.reading._foreign import ChromeReader
 from pipesight.report.reading.run import NotARunError, Run, open_run
 from pipesight.report.reading.tables import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, WEIGHT
@@ -119,7 +120,7 @@ with profile(activities=[ProfilerActivity.CPU], schedule=steps, on_trace_ready=e
 def test_pytorch_profiler(name, tmp_path):
     """A real profile is read: its steps, its tasks of torch.distributed.pipelining, its operators by name."""
     path = tmp_path / name
-    subprocess.run([*STRICT_PYTHON, "-c", PROFILE, str(path)], check=True, timeout=120, capture_output=True)
+    warm.run("-c", PROFILE, path).check_returncode()
     with open_run(path) as run:
         tasks = run.tasks()
         assert run.notes == []

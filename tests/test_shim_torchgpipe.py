@@ -20,6 +20,7 @@ import pipesight
 import pipesight.balance
 import pipesight.pipeline.batchnorm
 import pipesight.skip
+import warm
 
 # What torchgpipe 0.0.7 lists in `__all__`, and the names of the guides.
 NAMES = {
@@ -190,9 +191,7 @@ one_pass()
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_order_of_import_and_configuration_does_not_matter(script):
     """The level of the torchgpipe logger applies, and each line comes once, whatever was imported first."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import logging\n" + PASS + script], capture_output=True, text=True, timeout=60
-    )
+    done = warm.run("-c", "import logging\n" + PASS + script)
     assert (done.returncode, done.stdout, done.stderr.splitlines()) == (0, "", TASKS)
 
 

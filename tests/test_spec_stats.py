@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,6 +13,8 @@ import pytest
 import torch
 import yaml
 from nvdlfw_inspect.logging import BaseLogger
+
+import warm
 
 SPEC = (Path(__file__).parent / "spec" / "tensor-statistics-logging.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", SPEC, re.M | re.S)
@@ -205,7 +205,7 @@ real = debug_api
 
 
 def ranks(tmp_path: Path, body: str) -> list[dict[str, float]]:
-    """Run code on two ranks under torchrun; return the statistics that each rank logged at iteration 0."""
+    """Run code on two ranks as torchrun would; return the statistics that each rank logged at iteration 0."""
     program = tmp_path / "program.py"
     # torch may abort at exit if someone still holds a group
     ending = """
@@ -216,9 +216,8 @@ def ranks(tmp_path: Path, body: str) -> list[dict[str, float]]:
     torch.distributed.destroy_process_group()
     """
     program.write_text(PRELUDE + textwrap.dedent(body) + textwrap.dedent(ending))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    for done in warm.torchrun(2, str(program), str(tmp_path), timeout=200):
+        assert done.returncode == 0, done.stderr
     found = []
     for rank in range(2):
         lines = (tmp_path / "stats" / f"rank-{rank:05d}.jsonl").read_text().splitlines()

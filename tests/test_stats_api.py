@@ -4,7 +4,6 @@ import gc
 import inspect
 import logging
 import os
-import subprocess
 import textwrap
 import threading
 import weakref
@@ -15,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipesight.stats as debug_api
+import warm
 from logged import SIX, assert_six, config, lines, six, values
 from pipesight.stats import BaseLogger, ConfigError
 from pipesight.stats.api import open_session
-from processes import STRICT_PYTHON
 
 
 @pytest.fixture(autouse=True)
@@ -563,8 +562,7 @@ def test_a_session_left_open_saves_everything(body, end, code, tmp_path):
     """At the end of the process, however it ends, what was measured is written."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(body) + end + "\n")
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
-    done = subprocess.run([*STRICT_PYTHON, script, tmp_path], env=environment, capture_output=True, text=True)
+    done = warm.run(script, tmp_path)
     assert done.returncode == code, done.stderr
     assert ("Traceback" in done.stderr) == (code == 1)
     expected = [0.0, 1.0, 2.0] if body is SCRIPT else [2.0, 2.0, 2.0]
@@ -578,8 +576,7 @@ def test_a_forked_child_leaves_the_session_to_its_parent(tmp_path):
         textwrap.dedent(SCRIPT).replace("for i", "import os, warnings\nfor i")
         + "child = os.fork()\nif not child:\n    sys.exit(0)\nassert os.waitpid(child, 0)[1] == 0\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
-    done = subprocess.run([*STRICT_PYTHON, script, tmp_path], env=environment, capture_output=True, text=True)
+    done = warm.run(script, tmp_path)
     assert done.returncode == 0, done.stderr
     assert list(values(tmp_path).values()) == [0.0, 1.0, 2.0]
 

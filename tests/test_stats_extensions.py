@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
 
+import warm
 from pipesight.stats import api as debug_api
 from pipesight.stats.config import ConfigError
 from pipesight.stats.extensions import (
@@ -32,7 +32,6 @@ from pipesight.stats.extensions import (
 )
 from pipesight.stats.extensions.namespaces import attribute
 from pipesight.stats.sinks import BaseLogger
-from processes import STRICT_PYTHON
 
 FEATURES = """
     from pipesight.stats.extensions import BaseNamespaceAPI, GenericConfigAPIMapper, Registry
@@ -500,9 +499,8 @@ GATHER = """
 def test_gather_over_ranks(tmp_path):
     """Over ranks, the parts come one after the other, in order of the ranks, on each of them."""
     store = str(tmp_path / "store")
-    command = [*STRICT_PYTHON, "-c", textwrap.dedent(GATHER)]
-    ranks = [subprocess.Popen([*command, rank, store], stderr=subprocess.PIPE) for rank in "01"]
-    errors = [process.communicate(timeout=100)[1].decode() for process in ranks]
+    ranks = [warm.start("-c", textwrap.dedent(GATHER), rank, store) for rank in "01"]
+    errors = [process.communicate(timeout=100)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], errors
 
 

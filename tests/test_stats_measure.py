@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -16,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import warm
 from pipesight.stats.moments import Moments, _rows
 from pipesight.stats.moments.measuring import measure, measure_on_device
 from pipesight.stats.moments.statistics import STATISTICS
@@ -456,7 +454,5 @@ def test_dtensor(tmp_path):
     """Of a DTensor each rank measures its part; merged, every element counts once; a sum not done is refused."""
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=150, check=False)
-    assert process.stdout.count("right") == 4, process.stderr
+    ranks = warm.torchrun(4, str(script), timeout=150)
+    assert [rank.stdout.count("right") for rank in ranks] == [1] * 4, [rank.stderr for rank in ranks]

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import warm
 from pipesight.stats._environment import LogSettings, log_file, process_rank
 from pipesight.stats.messages import MessageLog
 from processes import STRICT_PYTHON
@@ -118,8 +119,7 @@ def test_rank_of_torch(tmp_path):
         MessageLog({str(tmp_path)!r}).close()
         dist.destroy_process_group()
     """
-    environment = {**os.environ, "RANK": "7"}
-    subprocess.run([*STRICT_PYTHON, "-c", textwrap.dedent(source)], env=environment, check=True, timeout=100)
+    warm.run("-c", textwrap.dedent(source), env={**os.environ, "RANK": "7"}).check_returncode()
     assert os.listdir(tmp_path / "nvdlfw_inspect_logs") == ["nvdlfw_inspect_globalrank-0.log"]
 
 

@@ -1,16 +1,15 @@
 """Statistics merged over ranks: real processes, compared with the statistics of all their tensors together."""
 
+import itertools
 import os
-import subprocess
-import sys
 import textwrap
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import warm
 from logged import RANK, assert_six, lines, run_ranks, six, values
 
 LOG = 'debug_api.log_tensor_stats("fc1", tensor={0}, tensor_name="activation"{1})\n'
@@ -428,24 +427,24 @@ def test_nan_in_one_shard(tmp_path):
         assert outputs[rank][1].count("1 NaN and 0 Inf") == 1
 
 
-@pytest.mark.parametrize("placement", ["Shard(0)", "Shard(1)", "Replicate()"])
-def test_dtensors(placement, tmp_path):
+def test_dtensors(tmp_path):
     """A DTensor has the statistics of the whole tensor, on every rank, whatever its placement."""
     run_ranks(
         2,
-        f"""
+        """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
         mesh = init_device_mesh("cpu", (2,))
         x = torch.arange(15.0).view(5, 3).cos()
-        tensor = distribute_tensor(x, mesh, [{placement}])
         chosen = config(stats=[*SIX, "numel"])
-        chosen["s"]["transformer_engine"] = {{
-            "LogFp8TensorStats": {{"enabled": True, "tensors": ["activation"], "stats": ["mxfp8_mse"]}}
-        }}
+        chosen["s"]["transformer_engine"] = {
+            "LogFp8TensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["mxfp8_mse"]}
+        }
         debug_api.initialize(chosen, log_dir=folder)
         for i in range(2):
-            debug_api.log_tensor_stats("fc1", tensor=tensor, tensor_name="activation")
+            for placement in (Shard(0), Shard(1), Replicate()):
+                tensor = distribute_tensor(x, mesh, [placement])
+                debug_api.log_tensor_stats(str(placement), tensor=tensor, tensor_name="activation")
             debug_api.step()
         debug_api.end_debug()
         sys.stdout.flush()
@@ -456,10 +455,12 @@ def test_dtensors(placement, tmp_path):
     )
     for rank in range(2):
         found = values(tmp_path, rank)
-        for i in range(2):
-            assert_six(found, i, "fc1", "activation", torch.arange(15.0).view(5, 3).cos())
-            assert found[i, "fc1", "activation", "numel"] == 15
-            assert found[i, "fc1", "activation", "mxfp8_mse"] > 0
+        layers = {layer for _, layer, *_ in found}
+        assert len(layers) == 3
+        for i, layer in itertools.product(range(2), layers):
+            assert_six(found, i, layer, "activation", torch.arange(15.0).view(5, 3).cos())
+            assert found[i, layer, "activation", "numel"] == 15
+            assert found[i, layer, "activation", "mxfp8_mse"] > 0
 
 
 def test_partial_dtensors(tmp_path):
@@ -569,7 +570,7 @@ def test_threads_of_a_step_do_not_mix_groups(tmp_path):
 
 
 def test_one_writer_on_the_last_stage(tmp_path):
-    """Two stages of two ranks under torchrun: each reduces over its own, and the last stage has the writers."""
+    """Two stages of two ranks, started as by torchrun: each reduces over its own, and the last has the writers."""
     script = tmp_path / "script.py"
     body = """
     dist.init_process_group("gloo")
@@ -596,13 +597,8 @@ def test_one_writer_on_the_last_stage(tmp_path):
     dist.destroy_process_group()
     """
     script.write_text(RANK + textwrap.dedent(body))
-    torchrun = str(Path(sys.executable).parent / "torchrun")
-    environment = {**os.environ, "INIT": "0", "FOLDER": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
-    command = [torchrun, "--nproc-per-node", "4", "--standalone", str(script)]
-    done = subprocess.run(
-        command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    for done in warm.torchrun(4, str(script), env={**os.environ, "INIT": "0", "FOLDER": str(tmp_path)}):
+        assert done.returncode == 0, done.stderr
     for rank, expected in enumerate([11.0, 11.0, 1100.0, 1100.0]):
         assert list(values(tmp_path, rank).values()) == [expected] * 2
 

@@ -2,16 +2,15 @@
 
 import collections
 import itertools
-import subprocess
 
 import pytest
 import torch
 from torch import nn
 
+import warm
 from pipesight import GPipe, context, trace
 from pipesight.testing import capture_events
 from pipesight.trace import ai
-from processes import STRICT_PYTHON
 
 CHUNKS, PARTITIONS = 4, 2
 
@@ -123,7 +122,7 @@ print(*{event["id"] for event in events if event["ph"] == "s"})
 
 def test_arrows_of_two_processes():
     """Arrows of one process have other numbers than those of the next, so that one page can show both."""
-    outputs = [subprocess.run([*STRICT_PYTHON, "-c", STEP], capture_output=True, timeout=60).stdout for _ in range(2)]
+    outputs = [warm.run("-c", STEP).stdout for _ in range(2)]
     one, other = (set(map(int, output.split())) for output in outputs)
     assert len(one) == len(other) == 4
     assert one.isdisjoint(other)

@@ -31,7 +31,7 @@ from typing import Any
 
 from processes import STRICT_PYTHON
 
-__all__ = ["Process", "run", "start"]
+__all__ = ["Process", "run", "start", "torchrun"]
 
 PRELOADED = ("numpy", "torch", "torch._dynamo", "torch.distributed")
 
@@ -58,6 +58,31 @@ def run(*arguments: str, timeout: float = 120, **options: Any) -> subprocess.Com
     finally:
         process.kill()
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+def torchrun(
+    count: int, *arguments: str, env: Mapping[str, str] | None = None, timeout: float = 120, **options: Any
+) -> list[subprocess.CompletedProcess[str]]:
+    """Start as many ranks, with the variables that torchrun has for them, and wait until all have ended."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    ranks = [
+        start(*arguments, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **options)
+        for rank in range(count)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=timeout) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [
+        subprocess.CompletedProcess(arguments, rank.returncode, *output)
+        for rank, output in zip(ranks, outputs, strict=True)
+    ]
 
 
 class Process:
