@@ -54,7 +54,7 @@ def assert_like_plain(model, plain, input=None):
 
 
 def run_script(body, *args, timeout=90):
-    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])  # for what it spawns
     source = "import warnings; warnings.simplefilter('default')  # from 3.12 on, of forks beside threads\n"
     source += "from test_copies import *\n" + textwrap.dedent(body)
     done = warm.run("-c", source, *args, env={**os.environ, "PYTHONPATH": path}, timeout=timeout)
@@ -406,6 +406,7 @@ def check_in_spawned(model, plain):
 
 
 DDP = """
+    import sys
     import torch.distributed as dist
     import torch.multiprocessing as mp
     import test_copies

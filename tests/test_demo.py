@@ -124,8 +124,9 @@ def test_plain_display_prints_twenty_lines(capsys):
 def test_next_command_is_the_one_that_was_typed():
     """The last line names the command as it was started: by its path, or by its name if the shell would find it."""
     script = Path(sys.executable).with_name("pipesight")
+    elsewhere = [path for path in os.environ["PATH"].split(os.pathsep) if not (Path(path) / "pipesight").exists()]
     for typed, path in ((str(script), "/nowhere"), ("pipesight", str(script.parent))):
-        environment = {**ENVIRONMENT, "PATH": f"{path}:{os.environ['PATH']}"}
+        environment = {**ENVIRONMENT, "PATH": os.pathsep.join([path, *elsewhere])}
         ended = subprocess.run(
             [typed, "demo", "--steps", "1"], capture_output=True, text=True, timeout=60, env=environment
         )

@@ -162,7 +162,7 @@ def serve() -> CodeType:
     for module in PRELOADED:
         __import__(module)
     gc.collect()
-    gc.freeze()  # so that no collection in a fork touches, and thereby copies, all of it
+    gc.freeze()  # so that no collection in a fork, nor that at its end, has all of it to go through, and to copy
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1])
     listener.listen()
