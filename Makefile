@@ -25,7 +25,7 @@ demo: $(VENV)/.installed
 	$(BIN)/pipesight demo
 
 test: lint
-	$(BIN)/pytest -rs -n $(JOBS) -m "not alone"
+	$(BIN)/pytest -rs -n $(JOBS) --dist worksteal -m "not alone"
 	$(BIN)/pytest -rs -m alone
 
 lint: $(VENV)/.developed

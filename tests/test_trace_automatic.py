@@ -1,6 +1,5 @@
 """PyTorch's own events, without code changes."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import warm
 from pipesight import GPipe, trace
 from pipesight.testing import capture_events
 from pipesight.trace import ai
@@ -271,19 +271,12 @@ with trace.start(sys.argv[1] + "/trace"):
 """
 
 
-def test_point_to_point_under_torchrun(tmp_path):
-    """Sends and receives of two ranks, in a file for each."""
+def test_point_to_point(tmp_path):
+    """Sends and receives of two ranks, started as by torchrun, in a file for each."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PAIR))
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, program, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    for done in warm.torchrun(2, program, tmp_path, timeout=200):
+        assert done.returncode == 0, done.stderr
     for rank, name in enumerate(("send", "receive")):
         events = [e for e in read(tmp_path / f"trace-rank-{rank:05}.pfw.gz") if e["cat"] == "comm"]
         assert [e["name"] for e in events if e["name"].startswith(name)] == [name, name, f"{name}.wait"]
