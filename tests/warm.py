@@ -141,9 +141,11 @@ def _server() -> str:
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     process.stdout.close()
-    ending = process.stdin
+    ending, owner = process.stdin, os.getpid()
 
     def end() -> None:
+        if os.getpid() != owner:  # a test has forked
+            return
         ending.close()
         process.wait()
         os.unlink(address)
@@ -197,7 +199,8 @@ def _fork_and_tell(connection: socket.socket) -> CodeType | None:
             os.close(descriptor)
         connection.sendall(f"{child}\n".encode())
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        connection.sendall(f"{status}\n".encode())
+        with suppress(OSError):  # nobody may wait for it any more
+            connection.sendall(f"{status}\n".encode())
         return None
     connection.close()
     empty = os.open(os.devnull, os.O_RDONLY)
