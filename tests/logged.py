@@ -94,7 +94,7 @@ def run_ranks(count, body, folder, *, timeout=120, codes=None, **environment):
         outputs = [process.communicate(timeout=timeout) for process in processes]
     finally:
         for process in processes:
-            process.kill()
+            process.end()
     for rank, process in enumerate(processes):
         expected = 0 if codes is None else codes[rank]
         assert process.returncode == expected, f"rank {rank}: {process.returncode}\n{outputs[rank][1]}"

@@ -56,7 +56,7 @@ def run(*arguments: str, timeout: float = 120, **options: Any) -> subprocess.Com
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     finally:
-        process.kill()
+        process.end()
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
@@ -78,7 +78,7 @@ def torchrun(
         outputs = [rank.communicate(timeout=timeout) for rank in ranks]
     finally:
         for rank in ranks:
-            rank.kill()
+            rank.end()
     return [
         subprocess.CompletedProcess(arguments, rank.returncode, *output)
         for rank, output in zip(ranks, outputs, strict=True)
@@ -127,6 +127,12 @@ class Process:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             self.wait(60)
+
+    def end(self) -> None:
+        """Kill it, and let go of what it has written."""
+        self.kill()
+        self._stdout.close()
+        self._stderr.close()
 
 
 @functools.cache
