@@ -581,6 +581,20 @@ def test_stuck_drain(tmp_path, monkeypatch):
     assert len(events_of(session.path)) == 100_000 - session.lost
 
 
+def test_slow_drain(tmp_path, monkeypatch):
+    """A thread that drains slowly, as on a machine with much else to do, is waited for: nothing is lost."""
+    monkeypatch.setattr("pipesight.trace._tracer._BATCH", 8 * 500)
+    monkeypatch.setattr("pipesight.trace._tracer._CROWDED", 8 * 10_000)
+    monkeypatch.setattr("pipesight.trace._tracer._OVERCROWDED", 8 * 20_000)
+    monkeypatch.setattr("pipesight.trace._tracer._PATIENCE", 0.2)
+    real = tracer._hand_out
+    monkeypatch.setattr(tracer, "_hand_out", lambda batch: (time.sleep(0.02), real(batch)))
+    with trace.start(tmp_path / "run", interval=0.01) as session:
+        record(50_000)
+    assert session.lost == 0
+    assert len(events_of(session.path)) == 50_000
+
+
 # Time.
 
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _BATCH = 50_000 * FIELDS
 _CROWDED = 200_000 * FIELDS
 _OVERCROWDED = 2 * _CROWDED
-_PATIENCE = 1.0  # seconds that code which records waits for the thread that drains, at most
+_PATIENCE = 3.0  # seconds that code which records waits for the thread that drains to get on
 _LAST_WAIT = 5.0  # seconds that the end of a process waits for it
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # of which Python would let a process die with nothing done
 
@@ -63,6 +63,7 @@ class Tracer:
         self._requests: SimpleQueue[threading.Event] = SimpleQueue()
         self._changing = threading.RLock()
         self._met: dict[int, tuple[int, str]] = {}
+        self._drained = 0  # batches
         self._complained = False
         self._real_exit: Callable[[int], Any] = os._exit
         self._watching_exit = False
@@ -142,11 +143,17 @@ class Tracer:
                 return
 
     def help_out(self) -> None:
-        """Let the thread that drains catch up: memory stays bounded, and nothing is lost."""
-        if len(EVENTS) > _CROWDED and threading.current_thread() is not self._thread:
+        """Let the thread that drains catch up: memory stays bounded, and nothing is lost as long as it gets on."""
+        can_wait = threading.current_thread() is not self._thread
+        if can_wait and len(EVENTS) > _CROWDED:
             self.drain(_PATIENCE)
-        while (excess := len(EVENTS) - _OVERCROWDED) > 0:  # it is stuck, in someone's logging perhaps
-            excess -= excess % -FIELDS
+        while (excess := len(EVENTS) - _OVERCROWDED) > 0:
+            before = self._drained
+            if can_wait:
+                self.drain(_PATIENCE)
+            if self._drained != before:
+                continue  # it is slow: others use the processors
+            excess -= excess % -FIELDS  # it is stuck, in someone's logging perhaps
             del EVENTS[:excess]
             self.encoder.lost += excess // FIELDS
 
@@ -184,6 +191,7 @@ class Tracer:
                 batch = EVENTS[:_BATCH]
                 del EVENTS[:_BATCH]
                 self._hand_out(batch)
+                self._drained += 1
         except Exception:  # of ours: training goes on
             self._complain("some events")
 
