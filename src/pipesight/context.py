@@ -30,7 +30,8 @@ __all__ = [
     "observers",
 ]
 
-Phase = Literal["forward", "recompute", "backward"]
+Phase = Literal["forward", "recompute", "backward", "weight"]
+"""Schedules that split a backward run the gradients of weights by themselves."""
 
 logger = logging.getLogger(__name__)
 

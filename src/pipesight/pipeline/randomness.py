@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["PassRandomness", "SavedGenerators", "begin_task", "end_task", "isolated"]
+__all__ = ["PassRandomness", "SavedGenerators", "begin_task", "draw_seed", "end_task", "isolated"]
 
 # A dispatch key that PyTorch reserves for modes like this one and registers nothing for.
 _KEY_NAME = "TESTING_ONLY_GenericMode"
@@ -45,12 +45,13 @@ SavedGenerators: TypeAlias = dict[torch.Generator, Tensor]
 class PassRandomness:
     """The seeds of one pass, one a device, drawn from the caller's generators when first needed.
 
-    Those are the default ones, or in a pipeline that is a layer of another, those of the outer task.
+    Those are the default ones, or in a pipeline that is a layer of another, those of the outer task. Partitions in
+    other processes share a seed that one of them has drawn (:func:`draw_seed`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: dict[torch.device, int] | None = None) -> None:
         self._outer = _here.task
-        self._seeds: dict[torch.device, int] = {}
+        self._seeds: dict[torch.device, int] = {} if shared is None else dict(shared)
         self._seeding = threading.RLock()
 
     def seed(self, device: torch.device, task: Task) -> int:
@@ -125,6 +126,11 @@ def isolated() -> AbstractContextManager[None]:
             _hide_from_compiler()
     guard: AbstractContextManager[None] = torch._C._IncludeDispatchKeyGuard(key)
     return guard
+
+
+def draw_seed() -> int:
+    """Return the seed of a pass on the CPU, drawn from the default generator."""
+    return _draw_seed(torch.default_generator)
 
 
 def begin_task(source: PassRandomness, task: Task, replay: SavedGenerators | None = None) -> None:

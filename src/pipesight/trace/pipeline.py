@@ -3,6 +3,7 @@
 ======================================  =================================================
 ``forward``, ``backward``               one micro-batch in one partition
 ``forward.recompute``                   its forward again, for the backward
+``backward.weight``                     the gradients of its weights, where a schedule takes them by themselves
 ``forward.layer`` and so on             one layer in it
 ``transfer``                            tensors from another device
 ======================================  =================================================
@@ -29,9 +30,10 @@ _TASKS: dict[str | None, Node] = {
     "forward": ai.compute.forward,
     "recompute": ai.compute.forward.derive("recompute"),
     "backward": ai.compute.backward,
+    "weight": ai.compute.backward.derive("weight"),
 }
 _LAYERS = {phase: node.derive("layer") for phase, node in _TASKS.items()}
-_WAYS = {"forward": 1, "recompute": 0, "backward": -1}
+_WAYS = {"forward": 1, "recompute": 0, "backward": -1, "weight": 0}
 _add = EVENTS.extend
 
 

@@ -1,0 +1,374 @@
+"""`DistributedPipeline`: the model of `GPipe` over many processes, started by ``torchrun``."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
+from pipesight import context
+from pipesight.context import Where
+from pipesight.distributed import schedules
+from pipesight.distributed.agreement import Agreement, Message
+from pipesight.distributed.places import Places
+from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
+from pipesight.distributed.stage import Minibatch, Stage
+from pipesight.distributed.weights import Recipe, build_on_meta
+from pipesight.pipeline.batchnorm import DeferredBatchNorm
+from pipesight.pipeline.gpipe import _check_balance, _check_checkpoint, _check_chunks
+from pipesight.pipeline.microbatch import Form, TensorOrTensors, as_tuple, form_of, lone, scatter
+from pipesight.pipeline.partition import Partition, verify_sequential
+from pipesight.pipeline.randomness import PassRandomness, draw_seed, isolated
+from pipesight.pipeline.skip import verify_skippables
+
+__all__ = ["DistributedPipeline"]
+
+
+class DistributedPipeline:
+    """Runs an ``nn.Sequential`` over the processes of a job, each with some of its partitions.
+
+    Every process makes the same calls. The first rank needs the input, the last one the target::
+
+        torch.distributed.init_process_group()
+        pipeline = DistributedPipeline(make_model, balance=[2, 2], chunks=8, loss_fn=nn.CrossEntropyLoss())
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        for input, target in loader:
+            optimizer.zero_grad()
+            loss = pipeline.step(input, target)
+            optimizer.step()
+
+    Args:
+        module: The model, or a function without arguments that builds it. The function is called under
+            ``torch.device("meta")``; each rank gives memory and initial weights to its own layers only. The weights
+            depend on the seed and the layer, not on the number of ranks.
+        balance: How many layers each partition takes.
+        chunks: How many micro-batches a mini-batch is cut into.
+        schedule: One of ``pipesight.distributed.schedule_names()``.
+        loss_fn: Takes output and target of a micro-batch, returns their loss. The losses of micro-batches are averaged,
+            each with the weight of its samples, or summed if ``loss_fn.reduction`` is ``"sum"``.
+        mesh: The ranks to use: one dimension, or two, named ``pp`` and ``dp``. All ranks by default.
+        checkpoint: Which micro-batches are run again before their backward instead of keeping activations:
+            ``"always"`` all of them, ``"except_last"``, or ``"never"``.
+        deferred_batch_norm: Let ``nn.BatchNorm*`` track the statistics of the whole mini-batch instead of those of
+            each micro-batch.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential | Callable[[], nn.Sequential],
+        balance: Iterable[int],
+        *,
+        chunks: int,
+        schedule: str = "1f1b",
+        loss_fn: Callable[[Any, Any], Tensor],
+        mesh: DeviceMesh | None = None,
+        checkpoint: str = "never",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        self._kind = schedules.choose(schedule)
+        self._chunks = _check_chunks(chunks)
+        self._checkpoint = _check_checkpoint(checkpoint)
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function of output and target, but got {type(loss_fn).__name__}")
+        self._loss_fn = loss_fn
+        recipe: Recipe | None = None
+        if not isinstance(module, nn.Module):
+            module, recipe = build_on_meta(module)
+        verify_sequential(module)
+        assert isinstance(module, nn.Sequential)
+        verify_skippables(module)
+        self._balance = _check_balance(balance, len(module))
+        self.places = Places(mesh)
+        self._kind.check(self._chunks, self.places.ranks, len(self._balance))
+        self._skeleton = Skeleton(module, self._balance, self.places.device)
+        self._stages = self._make_stages(module, recipe, deferred_batch_norm)
+        self.module = nn.Sequential(
+            OrderedDict(child for stage in self._stages for child in stage.submod.named_children())
+        )
+        """The layers of this rank, under the names that they have in the plain model."""
+        self._agreement = Agreement(self.places.control)
+        self._schedules: dict[int, Any] = {}
+        self._where = Where()
+        self._steps = self._calls = 0
+
+    def _make_stages(self, module: nn.Sequential, recipe: Recipe | None, deferred_batch_norm: bool) -> list[Stage]:
+        places, n = self.places, len(self._balance)
+        layers = list(module.named_children())
+        stages = []
+        for j in self._kind.partitions_of(places.rank, places.ranks, n):
+            start = sum(self._balance[:j])
+            mine = layers[start : start + self._balance[j]]
+            if recipe is not None:
+                recipe.materialise(mine, places.device)
+            partition = Partition(OrderedDict(mine))
+            if deferred_batch_norm:
+                DeferredBatchNorm.convert(partition)
+            partition.to(places.device)
+            partition.training = module.training
+            stages.append(
+                Stage(partition, j, n, routes=self._skeleton.routes, device=places.device, group=places.pipeline)
+            )
+        return stages
+
+    @property
+    def balance(self) -> list[int]:
+        """How many layers each partition takes."""
+        return list(self._balance)
+
+    @property
+    def chunks(self) -> int:
+        """How many micro-batches a mini-batch is cut into."""
+        return self._chunks
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return self._kind.name
+
+    @property
+    def partitions(self) -> dict[int, Partition]:
+        """The partitions of this rank, by number."""
+        return {stage.j: stage.submod for stage in self._stages}  # type: ignore[misc]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first partition, and needs the input."""
+        return self._stages[0].j == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last partition, needs the target and gets the loss."""
+        return self._stages[-1].j == len(self._balance) - 1
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank, for an optimizer."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this rank, with their names in the plain model."""
+        return self.module.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's layers, under the keys of the plain model."""
+        return self.module.state_dict()
+
+    def train(self, mode: bool = True) -> DistributedPipeline:
+        """Set the mode of all layers, as ``nn.Module.train`` does. Call it on every rank."""
+        self.module.train(mode)
+        for stage in self._stages:
+            stage.submod.train(mode)
+        self._skeleton.train(mode)
+        return self
+
+    def eval(self) -> DistributedPipeline:
+        """Set the mode of all layers, as ``nn.Module.eval`` does. Call it on every rank."""
+        return self.train(False)
+
+    def step(
+        self, input: TensorOrTensors | None = None, target: Any = None, *, broadcast_loss: bool = False
+    ) -> Tensor | None:
+        """Run forward and backward of one mini-batch; gradients are added to ``.grad``, as ``backward`` does.
+
+        Args:
+            input: Needed on the first rank, not looked at on others.
+            target: Needed on the last rank, not looked at on others.
+            broadcast_loss: Return the loss on every rank, not only on the last.
+
+        Returns:
+            The loss of the whole mini-batch, that of all data-parallel replicas; ``None`` on ranks that do not get it.
+        """
+        with torch.enable_grad():
+            batch = self._run("step", input, target, learns=True, with_target=True)
+        return self._loss(batch, broadcast_loss)
+
+    def eval_step(
+        self, input: TensorOrTensors | None = None, target: Any = None, *, broadcast_loss: bool = False
+    ) -> Tensor | None:
+        """Return the loss of one mini-batch, as :meth:`step` does, without a backward."""
+        with torch.no_grad():
+            batch = self._run("eval_step", input, target, learns=False, with_target=True)
+        return self._loss(batch, broadcast_loss)
+
+    def predict(self, input: TensorOrTensors | None = None) -> Any:
+        """Return the output of the model for one mini-batch on the last rank, and ``None`` on others."""
+        with torch.no_grad():
+            batch = self._run("predict", input, None, learns=False, with_target=False)
+        return batch.output() if self.is_last else None
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of all ranks so that their common norm is at most ``max_norm``; return the norm."""
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        total = self.places.total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        return total
+
+    # One step.
+
+    def _run(self, call: str, input: Any, target: Any, *, learns: bool, with_target: bool) -> Minibatch:
+        message: Message = {"call": f"{call} {self._calls}", "training": self.module.training}
+        error: Exception | None = None
+        inputs: list[tuple[Tensor, ...]] = []
+        targets: list[Any] = []
+        try:
+            if self.is_first:
+                inputs = self._read_input(input, call, message)
+            if self.is_last and with_target:
+                targets = self._read_target(target, call, message)
+        except Exception as found:
+            error = found
+        messages = self._agreement.settle(message, error)
+        self._calls += 1
+        flows, weights, seed = self._plan(messages, with_target)
+        batch = self._minibatch(flows, inputs, targets, weights, seed, learns)
+        self._steps += learns
+        self._execute(batch)
+        return batch
+
+    def _read_input(self, input: Any, call: str, message: Message) -> list[tuple[Tensor, ...]]:
+        if input is None:
+            raise ValueError(f"the first rank needs the input: {call}(input, ...)")
+        tensors = tuple(t.detach().to(self.places.device) for t in as_tuple(input, "input"))
+        microbatches = scatter(tensors, self._chunks)
+        # Found out first, since only then the seed is drawn, and only if it is needed.
+        flows = self._flows([[meta_of(t) for t in microbatch] for microbatch in microbatches], form_of(input))
+        message["input"] = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
+        message["lone"] = isinstance(input, Tensor)
+        message["seed"] = draw_seed() if any(flow.random for flow in flows) else None
+        return microbatches
+
+    def _read_target(self, target: Any, call: str, message: Message) -> list[Any]:
+        if target is None:
+            raise ValueError(f"the last rank needs the target: {call}(..., target)")
+        tensors = tuple(t.detach().to(self.places.device) for t in as_tuple(target, "target"))
+        message["target"] = tensors[0].size(0) if tensors and tensors[0].dim() else None
+        form = form_of(target)
+        return [form(microbatch) for microbatch in scatter(tensors, self._chunks)]
+
+    def _plan(self, messages: dict[int, Message], with_target: bool) -> tuple[list[Flow], list[float], int | None]:
+        """Make of all messages what this rank has to do; on all ranks alike."""
+        places = self.places
+        modes = {rank: "train" if message["training"] else "eval" for rank, message in messages.items()}
+        if len(set(modes.values())) > 1:
+            raise ValueError(f"all ranks must be in one mode ({modes}); call train() or eval() on every rank")
+        n = len(self._balance)
+        sizes = {}
+        for line in places.lines:
+            first, last = line[self._kind.rank_of(0, len(line))], line[self._kind.rank_of(n - 1, len(line))]
+            sizes[first] = messages[first]["input"][0][0][0]
+            if with_target and messages[last]["target"] != sizes[first]:
+                raise ValueError(
+                    "input and target must have the same batch size "
+                    f"(input on rank {first}: {sizes[first]}, target on rank {last}: {messages[last]['target']})"
+                )
+        first = places.line[self._kind.rank_of(0, places.ranks)]
+        head = messages[first]
+        metas = [Meta(tuple(shape), getattr(torch, dtype)) for shape, dtype in head["input"]]
+        parts = _chunk_sizes(sizes[first], self._chunks)
+        flows = self._flows(
+            [[Meta((size, *meta.shape[1:]), meta.dtype) for meta in metas] for size in parts],
+            lone if head["lone"] else tuple,
+        )
+        # Replicas are averaged by those who merge their gradients, so what they weigh makes up for that.
+        replicas, everything = len(places.lines), sum(sizes.values())
+        if _reduction(self._loss_fn) == "sum":
+            weights = [float(replicas)] * len(parts)
+        else:
+            weights = [replicas * size / everything if everything else 1.0 for size in parts]
+        return flows, weights, head["seed"]
+
+    def _flows(self, microbatches: list[list[Meta]], form: Form) -> list[Flow]:
+        form = lone if form is lone else tuple
+        return [self._skeleton.flow(metas, form) for metas in microbatches]
+
+    def _minibatch(
+        self,
+        flows: list[Flow],
+        inputs: list[tuple[Tensor, ...]],
+        targets: list[Any],
+        weights: list[float],
+        seed: int | None,
+        learns: bool,
+    ) -> Minibatch:
+        m = len(flows)
+        stop = {"always": m, "except_last": m - 1, "never": 0}[self._checkpoint]
+        where = self._where
+        where.observers = context.observers()
+        where.step, where.serial = self._steps, self._calls
+        where.microbatches, where.partitions = m, len(self._balance)
+        where.checkpoint_stop = stop if learns and self.module.training else 0
+        shared = None
+        if seed is not None:
+            shared = dict.fromkeys((torch.device("cpu"), self.places.device), seed + self.places.replica)
+        return Minibatch(
+            flows,
+            inputs,
+            targets,
+            weights,
+            self._loss_fn,
+            learns,
+            where.checkpoint_stop,
+            PassRandomness(shared),
+            where,
+            where.observers,
+        )
+
+    def _execute(self, batch: Minibatch) -> None:
+        m = len(batch.flows)
+        schedule = self._schedule(m)
+        for stage in self._stages:
+            stage.begin(batch)
+        context.enter_thread(self._where)
+        numbers = torch.arange(m) if self.is_last else None
+        run = functools.partial(schedule.step if batch.learns else schedule.eval, return_outputs=False)
+        try:
+            with isolated():
+                run(target=numbers)
+        except BaseException:
+            self._schedules.clear()  # they hold what is left of this step
+            raise
+        finally:
+            self._where.phase = None
+            for stage in self._stages:
+                stage.clear_runtime_states()
+
+    def _schedule(self, m: int) -> Any:
+        if m not in self._schedules:
+            kind = self._kind
+            if not kind.fits(m, self.places.ranks, len(self._balance)):
+                kind = schedules.choose(kind.stand_in)
+            self._schedules[m] = schedules.make(kind, self._stages, m, _no_loss)
+        return self._schedules[m]
+
+    def _loss(self, batch: Minibatch, everywhere: bool) -> Tensor | None:
+        loss = torch.stack(list(batch.losses.values())).sum() if self.is_last else None
+        return self.places.share_loss(loss, everywhere=everywhere)
+
+
+def _no_loss(_output: Any, _number: Tensor) -> Tensor:
+    """Stand for the loss in torch's schedules: stages compute it themselves, in the forward that it belongs to."""
+    return torch.empty(())
+
+
+def _chunk_sizes(size: int, chunks: int) -> list[int]:
+    """Return the sizes of the pieces that ``torch.chunk`` cuts a batch into.
+
+    >>> _chunk_sizes(10, 4)
+    [3, 3, 3, 1]
+    """
+    piece = -(-size // chunks)
+    return [min(piece, size - start) for start in range(0, size, piece)] if size else [0]
+
+
+def _reduction(loss_fn: Any) -> str:
+    """Tell whether a loss is a sum or a mean over samples."""
+    while isinstance(loss_fn, functools.partial):
+        if "reduction" in loss_fn.keywords:
+            return str(loss_fn.keywords["reduction"])
+        loss_fn = loss_fn.func
+    return str(getattr(loss_fn, "reduction", "mean"))

@@ -1,0 +1,210 @@
+"""What goes over each cut between partitions, found out without running the model.
+
+Every rank keeps the whole model as a skeleton: the layers with tensors that have a shape, a dtype and a device, but no
+memory. Running it costs next to nothing, draws no random number, updates no statistic and calls no hook. All ranks run
+the same skeleton on the same shapes, so they agree on what comes, and fail alike if a layer does not fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone
+from pipesight.pipeline.partition import Partition, SkipRoutes
+from pipesight.pipeline.skip import SkipKey, SkipTracker, use_tracker
+
+__all__ = ["Cut", "Flow", "Meta", "Skeleton"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What a tensor looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def learns(self) -> bool:
+        """Whether it can have a gradient."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def meta_of(tensor: Tensor) -> Meta:
+    """Return what ``tensor`` looks like."""
+    return Meta(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one micro-batch sends from a partition to the next: the output, then skips on their way to a later one."""
+
+    output: tuple[Meta, ...]
+    form: Form
+    """Makes of the tensors of the output what the next layer takes."""
+    skips: dict[SkipKey, Meta | None]
+    """A stashed ``None`` is not sent."""
+
+    @property
+    def tensors(self) -> list[Meta]:
+        """All that is sent, in order."""
+        return [*self.output, *(meta for meta in self.skips.values() if meta is not None)]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The cuts of one micro-batch: before the first partition, after it, and so on."""
+
+    cuts: tuple[Cut, ...]
+    random: bool
+    """Whether a layer draws random numbers."""
+
+
+Signature: TypeAlias = tuple[Any, ...]
+
+
+class Skeleton:
+    """The whole model without its memory.
+
+    Args:
+        module: The model, on any device or on ``meta``.
+        balance: How many layers each partition takes.
+        device: Where the layers will run.
+    """
+
+    _REMEMBERED = 256
+
+    def __init__(self, module: nn.Sequential, balance: Sequence[int], device: torch.device) -> None:
+        self._device = device
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        hollow = self._hollow(module)
+        layers = iter(hollow.named_children())
+        self.partitions = [Partition(OrderedDict(next(layers) for _ in range(size))) for size in balance]
+        for partition in self.partitions:
+            partition.training = module.training
+        self.routes = SkipRoutes(self.partitions)
+        self._known: dict[Signature, Flow] = {}
+
+    def _hollow(self, module: nn.Sequential) -> nn.Sequential:
+        """Copy the layers, but neither their numbers nor their hooks."""
+        memo: dict[int, Any] = {}
+        with self._mode:
+            for tensor in (*module.parameters(), *module.buffers()):
+                empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
+                memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if _is_parameter(tensor) else empty
+        for child in module.modules():
+            for name in _HOOKS:
+                if name in child.__dict__:
+                    memo[id(child.__dict__[name])] = type(child.__dict__[name])()
+        return copy.deepcopy(module, memo)
+
+    def train(self, mode: bool) -> None:
+        """Do what ``nn.Module.train`` does."""
+        for partition in self.partitions:
+            partition.train(mode)
+
+    def flow(self, inputs: Sequence[Meta], form: Form = lone) -> Flow:
+        """Return what a micro-batch like ``inputs`` sends over each cut.
+
+        Raises:
+            Exception: What a layer raised for such an input, with a note that names the layer.
+        """
+        signature = (tuple(inputs), form, self._surroundings())
+        if signature not in self._known:
+            if len(self._known) > self._REMEMBERED:
+                self._known.clear()
+            self._known[signature] = self._run(inputs, form)
+        return self._known[signature]
+
+    def _surroundings(self) -> Signature:
+        """Return what else decides over shapes and dtypes."""
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return autocast, torch.get_default_dtype(), tuple(p.training for p in self.partitions)
+
+    def _run(self, inputs: Sequence[Meta], form: Form) -> Flow:
+        routes = self.routes
+        tracker = SkipTracker()
+        watch = _RandomWatch()
+        with torch.no_grad(), self._mode, watch, use_tracker(tracker), _without_its_own_words():
+            value = form([meta.empty(self._device) for meta in inputs])
+            cuts = [Cut(tuple(inputs), form, {})]
+            for j, partition in enumerate(self.partitions):
+                value = _call(partition, value, j)
+                tensors = as_tuple(value, f"the output of partition {j}")
+                carried: dict[SkipKey, Meta | None] = {}
+                for key, source in routes.source.items():
+                    if source <= j < routes.target[key]:
+                        stashed = tracker.tensors[key]
+                        carried[key] = None if stashed is None else meta_of(stashed)
+                cuts.append(Cut(tuple(map(meta_of, tensors)), form_of(value), carried))
+        return Flow(tuple(cuts), watch.seen)
+
+
+def _call(partition: Partition, value: Any, j: int) -> Any:
+    for name, layer in partition.named_children():
+        try:
+            value = layer(value)
+        except Exception as error:
+            error.add_note(
+                f"in partition {j}, layer '{name}', while shapes were found out: on tensors that have a shape but no "
+                "values, so that a layer cannot look at these"
+            )
+            raise
+    return value
+
+
+@contextlib.contextmanager
+def _without_its_own_words() -> Iterator[None]:
+    """Keep torch from logging a traceback of its own before the error is raised."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+class _RandomWatch(TorchDispatchMode):
+    """Sees whether any operator draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.seen = True
+        return func(*args, **(kwargs or {}))
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)

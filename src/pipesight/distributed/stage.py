@@ -1,0 +1,529 @@
+"""One partition as a stage of torch.distributed.pipelining: its schedules say when, this says what.
+
+A schedule calls, in its own order, for each micro-batch i::
+
+    get_fwd_recv_ops(i)   forward_one_chunk(i)    get_fwd_send_ops(i)
+    get_bwd_recv_ops(i)   backward_one_chunk(i)   get_bwd_send_ops(i)     or, where a schedule splits the backward:
+                          backward_one_chunk(i, full_backward=False) ... backward_weight_one_chunk(i)
+
+What differs from torch's own stage: shapes may be another for each micro-batch and step, skips travel along with the
+output, partitions can be checkpointed, the context is set, and errors say where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from pipesight.context import MicrobatchToken, Observers, Phase, Unrepeatable, Where
+from pipesight.distributed.shapes import Cut, Flow, meta_of
+from pipesight.distributed.transfer import receive_ops, send_ops
+from pipesight.pipeline.checkpoint import Buffers, SavedBuffers, changes_input
+from pipesight.pipeline.failure import annotate
+from pipesight.pipeline.microbatch import Form, as_tuple, form_of, gather
+from pipesight.pipeline.partition import Partition, SkipRoutes
+from pipesight.pipeline.randomness import PassRandomness, SavedGenerators, begin_task, end_task
+from pipesight.pipeline.skip import SkipKey, SkipTracker, skip_keys, use_tracker
+
+__all__ = ["Minibatch", "Stage"]
+
+
+@dataclass(slots=True)
+class Minibatch:
+    """What is the same for all stages of a rank during one step."""
+
+    flows: list[Flow]
+    """One a micro-batch."""
+    inputs: list[tuple[Tensor, ...]]
+    """Of the first partition; empty elsewhere."""
+    targets: list[Any]
+    """Of the last partition; empty elsewhere, and where no loss is wanted."""
+    weights: list[float]
+    """What the loss of each micro-batch counts."""
+    loss_fn: Callable[[Any, Any], Tensor]
+    learns: bool
+    checkpoint_stop: int
+    randomness: PassRandomness
+    where: Where
+    observers: Observers
+    tokens: list[MicrobatchToken] = field(default_factory=list)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, tuple[Form, list[Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tokens = [MicrobatchToken(i) for i in range(len(self.flows))]
+
+    def output(self) -> Any:
+        """Return what the last partition gave, put together again."""
+        form = self.outputs[0][0]
+        return form(gather([self.outputs[i][1] for i in range(len(self.flows))]))
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    buffers: SavedBuffers
+    generators: SavedGenerators
+
+
+@dataclass(slots=True)
+class _Task:
+    """What a forward leaves for its backward."""
+
+    leaves: list[Tensor]
+    outputs: list[Tensor]
+    checkpoint: _Checkpoint | None = None
+    loss: Tensor | None = None
+    ends: list[Tensor] = field(default_factory=list)
+    """The output, cut off from the graph of the partition: where the graph of the loss begins."""
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    groups: Any = None
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+class Stage(_PipelineStageBase):
+    """A partition of this rank.
+
+    Args:
+        partition: Its layers.
+        j: Which one it is.
+        partitions: How many there are.
+        routes: Of the skips of the whole model.
+        device: Where it runs.
+        group: The ranks of this pipeline.
+    """
+
+    batch: Minibatch
+
+    def __init__(
+        self,
+        partition: Partition,
+        j: int,
+        partitions: int,
+        *,
+        routes: SkipRoutes,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(partition, j, partitions, device, group)
+        self.j = j
+        self.routes = routes
+        self.reduce: Callable[[Stage], None] | None = None
+        """Merges the gradients of data-parallel replicas."""
+        self.explain: Callable[[RuntimeError, int], Exception] = lambda error, _peer: error
+        """Says more about a transfer that failed."""
+        self.waits_for: int | None = None
+        """The rank whose tensors it waits for, right now."""
+        self._skips = any(skip_keys(partition))
+        self._buffers = Buffers(partition)
+        self._repeatable = True  # no layer has asked for `current_microbatch`
+        self._warm = False
+        self._tasks: dict[int, _Task] = {}
+        self._received: dict[int, list[Tensor]] = {}
+        self._gradients_received: dict[int, list[Tensor | None]] = {}
+        self._sent: dict[int, list[Tensor]] = {}
+        self._gradients_sent: dict[int, list[Tensor | None]] = {}
+
+    def begin(self, batch: Minibatch) -> None:
+        """Get ready for a step."""
+        self.batch = batch
+        self.clear_runtime_states()
+
+    # What schedules call around the steps.
+
+    def clear_runtime_states(self) -> None:
+        """Forget what an earlier step, which may have failed, has left."""
+        for state in (self._tasks, self._received, self._gradients_received, self._sent, self._gradients_sent):
+            state.clear()
+        self.output_chunks.clear()
+
+    def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
+        self.chunks = num_microbatches
+        self.args_recv_info = {0: ()}
+
+    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
+        self.chunks = num_microbatches
+
+    def _create_grad_recv_info(self, act_send_info: dict[Any, Any]) -> tuple[Any, ...]:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Let NCCL connect to the neighbours, once, in an order that suits all; gloo needs no such thing."""
+        backend = str(dist.get_backend(self.group))
+        if self._warm or "nccl" not in backend:
+            return []
+        self._warm = True
+        neighbours = {self.stage_index_to_group_rank.get(self.j + way) for way in (-1, 1)}
+        if self.group_rank in neighbours or self.group_size == 1:
+            return []
+        return list(super()._get_init_p2p_neighbors_ops())
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what receives the input of a micro-batch."""
+        if self.is_first:
+            return []
+        tensors = [meta.empty(self.device) for meta in self._cut(fwd_chunk_id, before=True).tensors]
+        self._received[fwd_chunk_id] = tensors
+        return receive_ops(self, tensors, self.j - 1, fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what sends the output of a micro-batch on."""
+        tensors = self._sent.pop(fwd_chunk_id)
+        return [] if self.is_last else send_ops(self, tensors, self.j + 1, fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what receives the gradients of an output."""
+        if not self.has_backward or self.is_last:
+            return []
+        metas = self._cut(bwd_chunk_id).tensors
+        gradients = [meta.empty(self.device) if meta.learns else None for meta in metas]
+        self._gradients_received[bwd_chunk_id] = gradients
+        return receive_ops(self, [g for g in gradients if g is not None], self.j + 1, bwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what sends the gradients of an input back."""
+        if not self.has_backward or self.is_first:
+            return []
+        gradients = self._gradients_sent.pop(bwd_chunk_id)
+        metas = self._cut(bwd_chunk_id, before=True).tensors
+        tensors = [
+            meta.empty(self.device).zero_() if gradient is None else gradient
+            for meta, gradient in zip(metas, gradients, strict=True)
+            if meta.learns
+        ]
+        return send_ops(self, tensors, self.j - 1, bwd_chunk_id)
+
+    # Where the neighbour is on the same rank.
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take the output of the partition before."""
+        self._received[mb_index] = [t.detach() for t in prev_stage_outputs]
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
+        """Give the gradients of the input."""
+        return tuple(self._gradients_sent.pop(mb_index)) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Take the gradients of the output."""
+        if self.has_backward:
+            self._gradients_received[mb_index] = list(next_stage_bwd_outputs)
+
+    # Tasks.
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = True
+    ) -> list[Tensor]:
+        """Run the partition on a micro-batch; return what goes to the next one."""
+        i, batch = fwd_chunk_id, self.batch
+        came = list(batch.inputs[i]) if self.is_first else self._received.pop(i)
+        if self.has_backward and not self.is_first:
+            came = _made_leaves(came)
+        own, passing = self._sort(came, self._cut(i, before=True))
+        checkpointed = self.has_backward and i < batch.checkpoint_stop and self._repeatable
+        self._start("forward", i, checkpointing=checkpointed)
+        try:
+            outputs, form, leaving, checkpoint = self._forward(i, own, checkpointed)
+            going = self._merge(i, outputs, leaving, passing)
+            task = _Task(own, [*outputs, *(t for t in leaving.values() if t is not None)], checkpoint)
+            if self.is_last:
+                self._finish(i, task, form)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._end()
+        if self.has_backward:
+            task.marks = batch.where.marks
+            if checkpoint is not None:
+                task.outputs = []
+            self._tasks[i] = task
+        self._sent[i] = [t.detach() for t in going]
+        return going
+
+    def _forward(
+        self, i: int, own: list[Tensor], checkpointed: bool
+    ) -> tuple[list[Tensor], Form, dict[SkipKey, Tensor | None], _Checkpoint | None]:
+        if checkpointed:
+            checkpoint = _Checkpoint(self._buffers.save(), {})
+            try:
+                with torch.no_grad():
+                    outputs, form, leaving, checkpoint.generators = self._call(i, own)
+                self._buffers.learn(checkpoint.buffers)
+                return outputs, form, leaving, checkpoint
+            except Unrepeatable:
+                where = self.batch.where
+                self._buffers.restore(checkpoint.buffers)
+                self._repeatable = where.checkpointing = False
+                where.marks = []
+        outputs, form, leaving, _ = self._call(i, own)
+        return outputs, form, leaving, None
+
+    def _call(
+        self, i: int, own: list[Tensor], replay: SavedGenerators | None = None
+    ) -> tuple[list[Tensor], Form, dict[SkipKey, Tensor | None], SavedGenerators]:
+        """Call the partition; return the tensors of its output, their form, the skips that leave, and generators."""
+        cut = self._cut(i, before=True)
+        # Of a received tensor there is no other use, but autograd lets nobody change what it is a leaf for.
+        tensors = [t.clone() for t in own] if changes_input(self.submod) else own
+        count = len(cut.output)
+        value = cut.form(tensors[:count])
+        leaving: dict[SkipKey, Tensor | None] = {}
+        begin_task(self.batch.randomness, (i, self.j, "forward"), replay)
+        try:
+            if self._skips:
+                rest = iter(tensors[count:])
+                arriving: dict[Hashable, Tensor | None] = {
+                    key: None if meta is None else next(rest)
+                    for key, meta in cut.skips.items()
+                    if self.routes.target[key] == self.j
+                }
+                tracker = SkipTracker(arriving)
+                with use_tracker(tracker):
+                    output = self.submod(value)
+                leaving = {key: tracker.pop(key) for key in self.routes.leaving[self.j]}
+            else:
+                output = self.submod(value)
+        finally:
+            generators = end_task()
+        return list(as_tuple(output, "the output of a partition")), form_of(output), leaving, generators
+
+    def _finish(self, i: int, task: _Task, form: Form) -> None:
+        """Compute the loss, in the last partition, or keep the output if none is wanted."""
+        batch = self.batch
+        if not batch.targets:
+            batch.outputs[i] = form, [t.detach() for t in task.outputs]
+            return
+        batch.where.layer = "loss_fn"
+        task.ends = [t.detach() for t in task.outputs]
+        if self.has_backward:
+            task.ends = _made_leaves(task.ends)
+        loss = batch.loss_fn(form(task.ends), batch.targets[i])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"loss_fn must return one number, as a tensor, but returned {what}")
+        batch.losses[i] = loss.detach() * batch.weights[i]
+        task.loss = loss * batch.weights[i]
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run the backward of a micro-batch, or only the part that the partition before waits for."""
+        if not self.has_backward:
+            return
+        i = bwd_chunk_id
+        task = self._tasks.pop(i)
+        if task.checkpoint is not None:
+            self._recompute(i, task, task.checkpoint)
+        self._start("backward", i, marks=task.marks)
+        try:
+            ends, gradients, passed = self._gradients(i, task)
+            self._prepare_sharded()
+            with torch.autograd.set_multithreading_enabled(False):  # hooks see where they are
+                if full_backward or not any(leaf.requires_grad for leaf in task.leaves):
+                    if full_backward:
+                        _backward(ends, gradients)
+                    else:  # all of it is about weights
+                        task.outputs, task.gradients = ends, gradients
+                elif ends:
+                    # It detaches its arguments in place, which views do not let it.
+                    ends = [t.clone() if t._is_view() else t for t in ends]
+                    parameters = self.submod.parameters()
+                    _, task.groups = _call_torch(stage_backward_input, ends, gradients, task.leaves, parameters)
+            own = [leaf.grad for leaf in task.leaves]
+            for leaf in task.leaves:
+                leaf.grad = None
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._end()
+        if not full_backward:
+            self._tasks[i] = task
+        self._gradients_sent[i] = self._join(i, own, passed)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the rest of a backward: the gradients of the weights."""
+        if not self.has_backward:
+            return
+        task = self._tasks.pop(bwd_chunk_id)
+        self._start("weight", bwd_chunk_id)
+        try:
+            self._prepare_sharded()
+            with torch.autograd.set_multithreading_enabled(False):
+                if task.groups is not None:
+                    _call_torch(stage_backward_weight, self.submod.parameters(), task.groups)
+                elif task.gradients:
+                    _backward(task.outputs, task.gradients)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._end()
+
+    def _recompute(self, i: int, task: _Task, checkpoint: _Checkpoint) -> None:
+        self._start("recompute", i)
+        resume = self._buffers.replay(checkpoint.buffers)
+        try:
+            with torch.enable_grad():
+                outputs, _, leaving, _ = self._call(i, task.leaves, checkpoint.generators)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            resume()
+        self._end()
+        task.outputs = [*outputs, *(t for t in leaving.values() if t is not None)]
+        task.marks = self.batch.where.marks
+        task.checkpoint = None
+
+    def _gradients(self, i: int, task: _Task) -> tuple[list[Tensor], list[Tensor], dict[SkipKey, Tensor | None]]:
+        """Return the outputs that have a graph, their gradients, and the gradients of skips that only pass."""
+        passed: dict[SkipKey, Tensor | None] = {}
+        if self.is_last:
+            if task.loss is not None and task.loss.requires_grad:
+                begin_task(self.batch.randomness, (i, self.j, "backward"))
+                try:
+                    task.loss.backward()
+                finally:
+                    end_task()
+            received = [t.grad for t in task.ends]
+            task.loss, task.ends = None, []
+        else:
+            cut = self._cut(i)
+            came = self._gradients_received.pop(i)
+            received = came[: len(cut.output)]
+            present = [key for key, meta in cut.skips.items() if meta is not None]
+            for key, gradient in zip(present, came[len(cut.output) :], strict=True):
+                if self.routes.source[key] == self.j:
+                    received.append(gradient)
+                else:
+                    passed[key] = gradient
+        pairs = zip(task.outputs, received, strict=True)
+        chosen = [(output, g) for output, g in pairs if g is not None and output.requires_grad]
+        task.outputs = []
+        return [output for output, _ in chosen], [gradient for _, gradient in chosen], passed
+
+    # Tensors of the input and output, and skips among them.
+
+    def _cut(self, i: int, *, before: bool = False) -> Cut:
+        return self.batch.flows[i].cuts[self.j if before else self.j + 1]
+
+    def _sort(self, came: list[Tensor], cut: Cut) -> tuple[list[Tensor], dict[SkipKey, Tensor]]:
+        """Tell what goes into the partition from skips that only pass."""
+        if not cut.skips:
+            return came, {}
+        own, passing = came[: len(cut.output)], {}
+        rest = iter(came[len(cut.output) :])
+        for key, meta in cut.skips.items():
+            if meta is None:
+                continue
+            if self.routes.target[key] == self.j:
+                own.append(next(rest))
+            else:
+                passing[key] = next(rest)
+        return own, passing
+
+    def _merge(
+        self,
+        i: int,
+        outputs: Sequence[Tensor],
+        leaving: dict[SkipKey, Tensor | None],
+        passing: dict[SkipKey, Tensor],
+    ) -> list[Tensor]:
+        """Put together what goes to the next partition, and check that it is what that expects."""
+        cut = self._cut(i)
+        going = list(outputs)
+        for key, meta in cut.skips.items():
+            tensor = leaving[key] if key in leaving else passing.get(key)
+            if (tensor is None) != (meta is None):
+                raise RuntimeError(f"the skip '{key.name}' is {_what(tensor)} here, but {meta or None} was expected")
+            if tensor is not None:
+                going.append(tensor)
+        found = [meta_of(t) for t in going]
+        if found != cut.tensors:
+            raise RuntimeError(
+                f"the output must be what the shapes of the input say: {', '.join(map(str, cut.tensors))}, but it is "
+                f"{', '.join(map(str, found))}; shapes that depend on values cannot go from rank to rank"
+            )
+        return going
+
+    def _join(self, i: int, own: list[Tensor | None], passed: dict[SkipKey, Tensor | None]) -> list[Tensor | None]:
+        """Put the gradients of the input together, as they came."""
+        cut = self._cut(i, before=True)
+        count = len(cut.output)
+        rest = iter(own[count:])
+        skips = [key for key, meta in cut.skips.items() if meta is not None]
+        return [*own[:count], *(next(rest) if self.routes.target[key] == self.j else passed[key] for key in skips)]
+
+    # Data parallelism.
+
+    def _prepare_sharded(self) -> None:
+        """Let FSDP collect gradients, and merge them only when all micro-batches are through."""
+        if isinstance(self.submod, FSDPModule):
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Merge the gradients of the replicas, once all micro-batches are through."""
+        if not self.has_backward:
+            return
+        super().perform_reduce_grad(1)
+        if self.reduce is not None:
+            self.reduce(self)
+
+    # The context.
+
+    def _start(
+        self, phase: Phase, i: int, *, checkpointing: bool = False, marks: list[tuple[int, str]] | None = None
+    ) -> None:
+        where = self.batch.where
+        where.partition, where.device = self.j, self.device
+        where.microbatch, where.token = i, self.batch.tokens[i]
+        where.checkpointing = checkpointing
+        where.layer = None
+        where.marks = [] if marks is None else marks
+        where.repeating = False
+        where.phase = phase
+        if self.batch.observers.members:
+            self.batch.observers.tell("task_started", where)
+
+    def _end(self) -> None:
+        where = self.batch.where
+        if self.batch.observers.members:
+            if where.phase == "backward" and where.layer is not None:
+                self.batch.observers.tell("layer_ended", where)
+            self.batch.observers.tell("task_ended", where)
+        where.phase = None
+
+    def _fail(self, error: BaseException) -> None:
+        annotate(error, self.batch.where)
+        self._end()
+
+
+def _made_leaves(tensors: list[Tensor]) -> list[Tensor]:
+    """Let the tensors that can have a gradient get one."""
+    return [t.requires_grad_() if t.is_floating_point() or t.is_complex() else t for t in tensors]
+
+
+def _what(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else str(meta_of(tensor))
+
+
+def _backward(ends: list[Tensor], gradients: list[Tensor]) -> None:
+    if ends:
+        torch.autograd.backward(ends, gradients)
+
+
+def _call_torch(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of torch's that wraps errors of layers into its own; raise the layer's."""
+    try:
+        return function(*args)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, Exception):
+            raise error.__cause__ from None
+        raise

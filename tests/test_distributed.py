@@ -1,0 +1,150 @@
+"""DistributedPipeline on real processes, compared with the plain model."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipesight.distributed import DistributedPipeline, schedule_names
+from torchrun import torchrun
+
+ALL = ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv-zero-bubble", "dualpipev"]
+
+CURVES = """
+mse = nn.functional.mse_loss
+for name in schedule_names():
+    n = size if name in ("gpipe", "1f1b") else 2 * size
+    plain = tanhs(n)
+    pipeline = DistributedPipeline(copy.deepcopy(plain), [1] * n, chunks=2 * n, schedule=name, loss_fn=mse)
+    optimizers = [torch.optim.Adam(model.parameters(), 1e-2) for model in (plain, pipeline)]
+    # Whole ones, a short last micro-batch, fewer samples than chunks, than stages, and a single one.
+    for k, (x, y) in enumerate(batches([4 * n, 4 * n, 4 * n - 1, 3, 1] * 4)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = mse(plain(x), y)
+        expected.backward()
+        loss = pipeline.step(x if pipeline.is_first else None, y if pipeline.is_last else None, broadcast_loss=True)
+        torch.testing.assert_close(loss, expected.detach(), msg=lambda text: f"{name}, step {k}: {text}")
+        assert_same_gradients(pipeline, plain)
+        norms = [pipeline.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5)]
+        torch.testing.assert_close(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert (pipeline.step(x, y) is None) == (not pipeline.is_last)
+    with torch.no_grad():
+        for x, y in batches([4 * n, 3]):
+            loss, output = pipeline.eval_step(x, y), pipeline.predict(x)
+            if pipeline.is_last:
+                torch.testing.assert_close(loss, mse(plain(x), y))
+                torch.testing.assert_close(output, plain(x))
+            else:
+                assert loss is None and output is None
+    if rank == 0:
+        print(name)
+"""
+
+
+def test_schedules_that_exist():
+    """The names are those of the schedules that torch has, and all of them on a recent one."""
+    assert set(schedule_names()) <= set(ALL)
+    assert {"gpipe", "1f1b"} <= set(schedule_names())
+    if torch.__version__ >= "2.13":
+        assert schedule_names() == ALL
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_loss_curves(ranks, tmp_path):
+    """Every schedule gives the losses, gradients and norms of the plain model, over steps of any batch size."""
+    output, _ = torchrun(ranks, CURVES, tmp_path)
+    assert output.split() == schedule_names()
+
+
+def test_initial_weights(tmp_path):
+    """A factory's weights depend on the seed and the layer, never on the ranks; no rank holds those of others."""
+    body = """
+    def factory():
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.BatchNorm1d(4), nn.Embedding(3, 4))
+        nn.init.orthogonal_(model[1].weight)
+        nn.init.trunc_normal_(model[2].weight, std=0.02)
+        model[3].register_buffer("scale", torch.tensor([1.0, 2.0]))
+        assert all(p.is_meta for p in model.parameters())
+        return model
+
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    balance = [1, 2, 2, 1] if size == 4 else [3, 3]
+    pipeline = DistributedPipeline(factory, balance, chunks=4, loss_fn=nn.functional.mse_loss)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(pipeline.module) == balance[rank]
+    assert not any(t.is_meta for t in pipeline.state_dict().values())
+    torch.save(pipeline.state_dict(), f"{folder}/{size}-{rank}.pt")
+    """
+    found = []
+    for ranks in (2, 4):
+        torchrun(ranks, body, tmp_path)
+        found.append({})
+        for rank in range(ranks):
+            found[-1].update(torch.load(tmp_path / f"{ranks}-{rank}.pt"))
+    two, four = found
+    assert len(two) == 15
+    assert two.keys() == four.keys()
+    assert all(torch.equal(two[key], four[key]) for key in two)
+    assert not torch.equal(two["0.weight"], two["3.weight"])
+    assert 0.3 < two["0.weight"].abs().max() <= 0.5
+    torch.testing.assert_close(two["1.weight"] @ two["1.weight"].T, torch.eye(4), atol=1e-5, rtol=0)
+    assert 0.01 < two["2.weight"].std() < 0.03
+    assert two["3.scale"].tolist() == [1, 2]
+    assert two["4.running_var"].tolist() == [1] * 4
+
+
+def test_mistakes(tmp_path):
+    """What cannot work is an error on every rank, which says what to do; afterwards the pipeline works."""
+    torchrun(
+        2,
+        """
+        mse = nn.functional.mse_loss
+        def make(balance=(1, 1), chunks=4, layers=2, **settings):
+            return DistributedPipeline(tanhs(layers), balance, chunks=chunks, loss_fn=mse, **settings)
+
+        def expect(kind, *words, function=make, **settings):
+            error = error_of(function, **settings)
+            assert type(error) is kind, repr(error)
+            assert all(word in str(error) for word in words), error
+
+        expect(ValueError, "'gpipe'", "'dualpipev'", "'zb'", schedule="zb")
+        expect(ValueError, "chunks=2", "schedule='gpipe'", chunks=1)
+        expect(ValueError, "one partition a rank", "interleaved-1f1b", balance=[1, 1, 1], layers=3)
+        expect(ValueError, "multiple of 2", balance=[1, 1, 1], layers=3, schedule="looped-bfs")
+        expect(ValueError, "two partitions a rank", schedule="zbv-zero-bubble")
+        expect(ValueError, "chunks=4 or 6", balance=[1] * 4, layers=4, schedule="interleaved_1F1B", chunks=5)
+        expect(ValueError, "sum of balance", balance=[1, 2])
+        expect(TypeError, "loss_fn", function=lambda: DistributedPipeline(tanhs(2), [1, 1], chunks=2, loss_fn=None))
+
+        pipeline = make()
+        x, y = next(batches([8]))
+        def step(x=x, y=y):
+            return pipeline.step(x, y)
+
+        expect(ValueError, "first rank needs the input", function=step, x=None)
+        expect(ValueError, "last rank needs the target", function=step, y=None)
+        expect(ValueError, "same batch size", "rank 0: 8", "rank 1: 7", function=step, y=y[:7])
+        expect(TypeError, "input must be a Tensor", function=step, x=[x])
+        expect(ValueError, "batch dimension", function=step, x=torch.ones(()))
+        expect(RuntimeError, "5", function=step, x=torch.ones(8, 5).double())
+        assert "partition 0, layer '0'" in "".join(
+            [str(e := error_of(step, x=torch.ones(8, 5).double())), *getattr(e, "__notes__", [])]
+        )
+        error = error_of(pipeline.step if rank else pipeline.eval_step, x, y)
+        assert type(error) is DisagreementError and "rank 0: eval_step" in str(error), repr(error)
+        pipeline.train(rank == 0)
+        expect(ValueError, "{0: 'train', 1: 'eval'}", function=step)
+        pipeline.train()
+        assert (step() is None) == (rank == 0)
+        """,
+        tmp_path,
+    )
+
+
+def test_without_a_process_group():
+    """Outside of a job, the error says how to start one."""
+    with pytest.raises(RuntimeError, match=r"torchrun.*init_process_group"):
+        DistributedPipeline(nn.Sequential(nn.Linear(1, 1)), [1], chunks=1, loss_fn=nn.functional.mse_loss)
