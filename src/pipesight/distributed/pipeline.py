@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
@@ -145,6 +146,11 @@ class DistributedPipeline:
     def is_last(self) -> bool:
         """Whether this rank has the last partition, needs the target and gets the loss."""
         return self._stages[-1].j == len(self._balance) - 1
+
+    @property
+    def data_parallel_group(self) -> ProcessGroup:
+        """The ranks with the same partitions as this one; alone, without data parallelism."""
+        return self.places.replicas
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank, for an optimizer."""

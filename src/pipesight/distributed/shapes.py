@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipesight.context import Where, enter_thread
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone
 from pipesight.pipeline.partition import Partition, SkipRoutes
 from pipesight.pipeline.skip import SkipKey, SkipTracker, use_tracker
@@ -140,9 +141,18 @@ class Skeleton:
         return autocast, torch.get_default_dtype(), tuple(p.training for p in self.partitions)
 
     def _run(self, inputs: Sequence[Meta], form: Form) -> Flow:
-        routes = self.routes
         tracker = SkipTracker()
         watch = _RandomWatch()
+        inside = Where()
+        inside.phase = "forward"  # so that hooks on all modules, those of tracing among them, let these alone
+        enter_thread(inside)
+        try:
+            return self._run_inside(inputs, form, tracker, watch)
+        finally:
+            inside.phase = None
+
+    def _run_inside(self, inputs: Sequence[Meta], form: Form, tracker: SkipTracker, watch: _RandomWatch) -> Flow:
+        routes = self.routes
         with torch.no_grad(), self._mode, watch, use_tracker(tracker), _without_its_own_words():
             value = form([meta.empty(self._device) for meta in inputs])
             cuts = [Cut(tuple(inputs), form, {})]

@@ -299,7 +299,7 @@ class Stage(_PipelineStageBase):
         if not batch.targets:
             batch.outputs[i] = form, [t.detach() for t in task.outputs]
             return
-        batch.where.layer = "loss_fn"
+        layer, batch.where.layer = batch.where.layer, "loss_fn"
         task.ends = [t.detach() for t in task.outputs]
         if self.has_backward:
             task.ends = _made_leaves(task.ends)
@@ -309,6 +309,7 @@ class Stage(_PipelineStageBase):
             raise TypeError(f"loss_fn must return one number, as a tensor, but returned {what}")
         batch.losses[i] = loss.detach() * batch.weights[i]
         task.loss = loss * batch.weights[i]
+        batch.where.layer = layer
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

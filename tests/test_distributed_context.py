@@ -1,0 +1,158 @@
+"""The context of tasks on real processes, and what reads it: observers, log lines, spans, statistics."""
+
+from torchrun import RANK, torchrun
+
+BEGIN = (
+    RANK
+    + '''
+import collections, logging
+from pipesight import GPipe, trace
+from pipesight.testing import capture_events
+from pipesight.trace import ai
+mse = nn.functional.mse_loss
+
+
+class Everything(context.Observer):
+    """Keeps all that it is told, in order."""
+
+    def __init__(self):
+        self.seen = []
+
+    def keep(self, event, where):
+        self.seen.append(
+            (event, where.step, where.partition, where.microbatch, where.phase, where.layer, where.checkpointing)
+        )
+
+    def task_started(self, where):
+        assert where.microbatches == 4 and context.current() is where
+        self.keep("task_started", where)
+
+    def task_ended(self, where):
+        self.keep("task_ended", where)
+
+    def layer_started(self, where):
+        self.keep("layer_started", where)
+
+    def layer_ended(self, where):
+        self.keep("layer_ended", where)
+
+
+def tasks_of(seen):
+    """Return what was told of each task, whatever order tasks came in."""
+    tasks = collections.defaultdict(list)
+    for told in seen:
+        tasks[told[1:5]].append(told)
+    return tasks
+
+
+def observed(run):
+    observer = Everything()
+    context.attach(observer)
+    for x, y in batches([8, 8]):
+        run(x, y)
+    context.detach(observer)
+    return observer.seen
+'''
+)
+
+
+def test_as_gpipe_tells_it(tmp_path):
+    """Observers hear of each task and layer what GPipe tells, in the order of its schedule; zero bubbles add more."""
+    torchrun(
+        2,
+        """
+        for name in ("gpipe", "1f1b", "interleaved-zero-bubble"):
+            n = 4 if "zero" in name else 2
+            for checkpoint in ("never", "except_last"):
+                gpipe = GPipe(tanhs(n), [1] * n, devices=["cpu"] * n, chunks=4, checkpoint=checkpoint)
+                expected = tasks_of(observed(lambda x, y: mse(gpipe(x), y).backward()))
+                pipeline = DistributedPipeline(
+                    tanhs(n), [1] * n, chunks=4, schedule=name, loss_fn=mse, checkpoint=checkpoint
+                )
+                seen = observed(lambda x, y: pipeline.step(x, y))
+                found = tasks_of(seen)
+                weights = [key for key in found if key[3] == "weight"]
+                for key in weights:
+                    del found[key]
+                # The backward of a first partition is all about weights, so a schedule that splits it moves it there.
+                moved = {key for key in weights if key[1] == 0}
+                mine = {key: told for key, told in expected.items() if key[1] in pipeline.partitions}
+                assert found.keys() == mine.keys(), (name, found.keys() ^ mine.keys())
+                for key, told in mine.items():
+                    assert found[key] == told or (*key[:3], "weight") in moved, (name, key, found[key], told)
+                assert ("zero" in name) == bool(weights)
+                if name == "1f1b":
+                    order = [told[4][0].upper() + str(told[3]) for told in seen if told[0] == "task_started"]
+                    again = checkpoint != "never"
+                    assert order[: len(order) // 2] == (
+                        (["F0", "F1", "R0", "B0", "F2", "R1", "B1", "F3", "R2", "B2", "B3"] if rank == 0 else
+                         ["F0", "R0", "B0", "F1", "R1", "B1", "F2", "R2", "B2", "F3", "B3"]) if again else
+                        (["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"] if rank == 0 else
+                         ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"])
+                    ), order
+        """,
+        tmp_path,
+        begin=BEGIN,
+    )
+
+
+def test_spans_logs_and_statistics(tmp_path):
+    """Tasks, layers, transfers, sends and waits are recorded on every rank; so are log lines and statistics."""
+    torchrun(
+        2,
+        """
+        lines = []
+        class Lines(logging.Handler):
+            def emit(self, record):
+                lines.append((record.getMessage(), record.partition, record.microbatch))
+        logger = logging.getLogger("pipesight.pipeline")
+        logger.addHandler(Lines())
+        logger.setLevel(logging.INFO)
+        pipeline = DistributedPipeline(tanhs(4), [2, 2], chunks=4, loss_fn=mse)
+        with capture_events() as events, trace.instrument():
+            for x, y in batches([8, 8]):
+                pipeline.step(x, y)
+        assert len(lines) == 8
+        assert lines[0] == (
+            f"Micro-batch 0 (partition {rank}): checkpoint_stop=0, using_checkpointing=False", rank, 0
+        ), lines[0]
+        spans = [event for event in events if event["ph"] == "X"]
+        def of(name, category):
+            return [e for e in spans if e["name"] == name and e["cat"] == category]
+        for name in ("forward", "backward"):
+            tasks = [e["args"] for e in of(name, "compute")]
+            found = [(a["step"], a["partition"], a["microbatch"]) for a in tasks if "partition" in a]
+            assert sorted(found) == [(step, rank, i) for step in range(2) for i in range(4)], found
+            assert len(tasks) == len(found)  # modules are not recorded a second time
+            layers = [e["args"] for e in of(f"{name}.layer", "compute")]
+            assert len(layers) == 16 and {a["layer"] for a in layers} == {str(2 * rank), str(2 * rank + 1)}
+        transfers = [e["args"] for e in of("transfer", "device")]
+        other = 1 - rank
+        assert len(transfers) == 8, transfers
+        assert all((a["from"], a["to"]) == (f"rank {other}", f"rank {rank}") for a in transfers)
+        assert all(a["size"] == 2 * 6 * 8 and a["partition"] == rank for a in transfers)
+        for name in ("send", "receive", "send.wait", "receive.wait"):
+            assert len(of(name, "comm")) == 8, (name, len(of(name, "comm")))
+
+        import pipesight.stats as stats
+        from logged import config, values
+        stats.initialize(config(["activation", "gradient"], ["mean"]), log_dir=folder)
+        watch = stats.watch(pipeline.module, auto_step=False)
+        stats.set_tensor_reduction_group(pipeline.data_parallel_group)
+        outputs = {}
+        plain = tanhs(4)
+        for k, layer in enumerate(plain):
+            layer.register_forward_hook(lambda module, _, output, k=k: outputs.__setitem__(k, output))
+        pipeline.step(x, y)
+        stats.step()
+        stats.end_debug()
+        found = values(folder, rank)
+        plain(x)
+        for k in (2 * rank, 2 * rank + 1):
+            torch.testing.assert_close(found[0, f"{k}", "activation", "mean"], outputs[k].mean().item())
+            assert (0, f"{k}", "gradient", "mean") in found
+        assert len({layer.split(".")[0] for _, layer, *_ in found}) == 2
+        """,
+        tmp_path,
+        begin=BEGIN,
+    )
