@@ -18,6 +18,7 @@ from pipesight.context import Where
 from pipesight.distributed import schedules
 from pipesight.distributed.agreement import Agreement, Message
 from pipesight.distributed.places import Places
+from pipesight.distributed.replicas import KINDS, make_replicas
 from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
 from pipesight.distributed.stage import Minibatch, Stage
 from pipesight.distributed.weights import Recipe, build_on_meta
@@ -53,11 +54,14 @@ class DistributedPipeline:
         schedule: One of ``pipesight.distributed.schedule_names()``.
         loss_fn: Takes output and target of a micro-batch, returns their loss. The losses of micro-batches are averaged,
             each with the weight of its samples, or summed if ``loss_fn.reduction`` is ``"sum"``.
-        mesh: The ranks to use: one dimension, or two, named ``pp`` and ``dp``. All ranks by default.
+        mesh: The ranks to use: one dimension, or two, named ``pp`` and ``dp``. All ranks by default. With ``dp``,
+            each replica of the pipeline takes its own part of the batch.
         checkpoint: Which micro-batches are run again before their backward instead of keeping activations:
             ``"always"`` all of them, ``"except_last"``, or ``"never"``.
         deferred_batch_norm: Let ``nn.BatchNorm*`` track the statistics of the whole mini-batch instead of those of
             each micro-batch.
+        data_parallel: What replicas do: ``"ddp"`` keeps each of them whole, ``"fsdp"`` shards parameters and gradients
+            over them.
     """
 
     def __init__(
@@ -71,7 +75,10 @@ class DistributedPipeline:
         mesh: DeviceMesh | None = None,
         checkpoint: str = "never",
         deferred_batch_norm: bool = False,
+        data_parallel: str = "ddp",
     ) -> None:
+        if data_parallel not in KINDS:
+            raise ValueError(f"data_parallel is not one of 'ddp' or 'fsdp' (data_parallel: {data_parallel!r})")
         self._kind = schedules.choose(schedule)
         self._chunks = _check_chunks(chunks)
         self._checkpoint = _check_checkpoint(checkpoint)
@@ -88,7 +95,7 @@ class DistributedPipeline:
         self.places = Places(mesh)
         self._kind.check(self._chunks, self.places.ranks, len(self._balance))
         self._skeleton = Skeleton(module, self._balance, self.places.device)
-        self._stages = self._make_stages(module, recipe, deferred_batch_norm)
+        self._stages = self._make_stages(module, recipe, deferred_batch_norm, data_parallel)
         self.module = nn.Sequential(
             OrderedDict(child for stage in self._stages for child in stage.submod.named_children())
         )
@@ -98,7 +105,9 @@ class DistributedPipeline:
         self._where = Where()
         self._steps = self._calls = 0
 
-    def _make_stages(self, module: nn.Sequential, recipe: Recipe | None, deferred_batch_norm: bool) -> list[Stage]:
+    def _make_stages(
+        self, module: nn.Sequential, recipe: Recipe | None, deferred_batch_norm: bool, data_parallel: str
+    ) -> list[Stage]:
         places, n = self.places, len(self._balance)
         layers = list(module.named_children())
         stages = []
@@ -112,9 +121,10 @@ class DistributedPipeline:
                 DeferredBatchNorm.convert(partition)
             partition.to(places.device)
             partition.training = module.training
-            stages.append(
-                Stage(partition, j, n, routes=self._skeleton.routes, device=places.device, group=places.pipeline)
-            )
+            averaging = make_replicas(partition, places, data_parallel)
+            stage = Stage(partition, j, n, routes=self._skeleton.routes, device=places.device, group=places.pipeline)
+            stage.averaging = averaging
+            stages.append(stage)
         return stages
 
     @property
@@ -335,6 +345,9 @@ class DistributedPipeline:
         try:
             with isolated():
                 run(target=numbers)
+            for stage in self._stages:
+                if stage.averaging is not None:
+                    stage.averaging.finish()
         except BaseException:
             self._schedules.clear()  # they hold what is left of this step
             raise

@@ -24,6 +24,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipesight.context import MicrobatchToken, Observers, Phase, Unrepeatable, Where
+from pipesight.distributed.replicas import Averaging
 from pipesight.distributed.shapes import Cut, Flow, meta_of
 from pipesight.distributed.transfer import receive_ops, send_ops
 from pipesight.pipeline.checkpoint import Buffers, SavedBuffers, changes_input
@@ -115,8 +116,8 @@ class Stage(_PipelineStageBase):
         super().__init__(partition, j, partitions, device, group)
         self.j = j
         self.routes = routes
-        self.reduce: Callable[[Stage], None] | None = None
-        """Merges the gradients of data-parallel replicas."""
+        self.averaging: Averaging | None = None
+        """Of the gradients of its replicas, unless FSDP does it."""
         self.explain: Callable[[RuntimeError, int], Exception] = lambda error, _peer: error
         """Says more about a transfer that failed."""
         self.waits_for: int | None = None
@@ -474,8 +475,8 @@ class Stage(_PipelineStageBase):
         if not self.has_backward:
             return
         super().perform_reduce_grad(1)
-        if self.reduce is not None:
-            self.reduce(self)
+        if self.averaging is not None:
+            self.averaging.start()
 
     # The context.
 

@@ -1,0 +1,87 @@
+"""Data parallelism inside a stage: its replicas start alike, and their gradients are averaged once a step.
+
+``ddp`` keeps every replica whole and averages its gradients; ``fsdp`` shards parameters, gradients and so the state of
+optimizers over the replicas (PyTorch's ``fully_shard``). Losses are weighed so that the average is that of the whole
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from pipesight.distributed.places import Places
+
+__all__ = ["KINDS", "Averaging", "make_replicas"]
+
+KINDS = ("ddp", "fsdp")
+
+_BUCKET = 25 * 2**20  # bytes, as DDP's
+
+
+def make_replicas(partition: nn.Module, places: Places, kind: str) -> Averaging | None:
+    """Let the replicas of a partition start alike; return what averages their gradients, unless FSDP does."""
+    if len(places.lines) == 1:
+        return None
+    source = places.lines[0][places.rank]
+    with torch.no_grad():
+        for tensor in (*partition.parameters(), *partition.buffers()):
+            dist.broadcast(tensor, source, group=places.replicas)
+    if kind == "ddp":
+        return Averaging(partition, places)
+    mesh = DeviceMesh.from_group(places.replicas, places.device.type)
+    # Micro-batches follow each other at once, so what they all need stays.
+    for layer in partition.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(partition, mesh=mesh, reshard_after_forward=False)
+    return None
+
+
+class Averaging:
+    """Averages the gradients of a partition over its replicas, in the background while other stages still compute."""
+
+    def __init__(self, partition: nn.Module, places: Places) -> None:
+        self._partition, self._group, self._count = partition, places.replicas, len(places.lines)
+        self._pending: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+
+    def start(self) -> None:
+        """Send the gradients, in buckets. A replica may have none where others have one."""
+        for bucket in _buckets([p for p in self._partition.parameters() if p.requires_grad]):
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in bucket]
+            there = torch.tensor([float(p.grad is not None) for p in bucket], dtype=gradients[0].dtype)
+            flat = torch.cat([*(g.reshape(-1) for g in gradients), there.to(gradients[0].device)])
+            self._pending.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
+
+    def finish(self) -> None:
+        """Wait for the averages, and put them in place."""
+        for work, flat, bucket in self._pending:
+            work.wait()
+            sizes = [p.numel() for p in bucket]
+            *sums, there = flat.split([*sizes, len(bucket)])
+            for parameter, total, count in zip(bucket, sums, there.tolist(), strict=True):
+                if count:
+                    average = total.view(parameter.shape).div_(self._count)
+                    if parameter.grad is None:
+                        parameter.grad = average.clone()
+                    else:
+                        parameter.grad.copy_(average)
+        self._pending.clear()
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters of one dtype that fit into a bucket together."""
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        bucket: list[nn.Parameter] = []
+        for parameter in (p for p in parameters if p.dtype == dtype):
+            if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > _BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        yield bucket
