@@ -19,7 +19,7 @@ from pipesight import context
 from pipesight.distributed import *
 from torchrun import *
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+init_process_group("gloo")
 rank, size, folder = dist.get_rank(), dist.get_world_size(), os.environ["FOLDER"]
 """
 

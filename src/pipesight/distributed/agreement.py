@@ -13,9 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipesight.distributed.failures import Watch
+
 __all__ = ["Agreement", "DisagreementError"]
 
 Message = dict[str, Any]
+
+_EVERYONE = "all ranks to make the same call"
 
 
 class DisagreementError(RuntimeError):
@@ -27,12 +31,13 @@ class Agreement:
 
     Args:
         group: All of them, on gloo.
+        watch: Says what is wrong if they do not all come.
     """
 
     _SIZE = 512  # what most messages fit in; longer ones take a second exchange
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
+        self.group, self._watch = group, watch
         self.ranks = dist.get_process_group_ranks(group)
         self._lent: list[Tensor] = []  # else a thread of gloo's may be the last to let go, at exit
 
@@ -70,7 +75,12 @@ class Agreement:
         sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         received = [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in self.ranks]
         self._lent = [sent, *received]
-        dist.all_gather(received, sent, group=self.group)
+        self._watch.waits_for = _EVERYONE
+        try:
+            dist.all_gather(received, sent, group=self.group)
+        except RuntimeError as error:
+            raise self._watch.explain(error, _EVERYONE) from None
+        self._watch.waits_for = None
         return [part.numpy().tobytes() for part in received]
 
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import functools
+import logging
+import signal
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
 from pipesight import context
 from pipesight.context import Where
-from pipesight.distributed import schedules
+from pipesight.distributed import saving, schedules
 from pipesight.distributed.agreement import Agreement, Message
+from pipesight.distributed.failures import RankFailedError, Watch
 from pipesight.distributed.places import Places
 from pipesight.distributed.replicas import KINDS, make_replicas
 from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
@@ -31,13 +38,15 @@ from pipesight.pipeline.skip import verify_skippables
 
 __all__ = ["DistributedPipeline"]
 
+logger = logging.getLogger(__name__)
+
 
 class DistributedPipeline:
     """Runs an ``nn.Sequential`` over the processes of a job, each with some of its partitions.
 
     Every process makes the same calls. The first rank needs the input, the last one the target::
 
-        torch.distributed.init_process_group()
+        pipesight.distributed.init_process_group()
         pipeline = DistributedPipeline(make_model, balance=[2, 2], chunks=8, loss_fn=nn.CrossEntropyLoss())
         optimizer = torch.optim.AdamW(pipeline.parameters())
         for input, target in loader:
@@ -62,6 +71,8 @@ class DistributedPipeline:
             each micro-batch.
         data_parallel: What replicas do: ``"ddp"`` keeps each of them whole, ``"fsdp"`` shards parameters and gradients
             over them.
+        timeout: How many seconds a rank may keep another waiting, in a step or between steps, before the others name
+            it and end; by default as long as the process group says.
     """
 
     def __init__(
@@ -76,6 +87,7 @@ class DistributedPipeline:
         checkpoint: str = "never",
         deferred_batch_norm: bool = False,
         data_parallel: str = "ddp",
+        timeout: float | None = None,
     ) -> None:
         if data_parallel not in KINDS:
             raise ValueError(f"data_parallel is not one of 'ddp' or 'fsdp' (data_parallel: {data_parallel!r})")
@@ -92,7 +104,7 @@ class DistributedPipeline:
         assert isinstance(module, nn.Sequential)
         verify_skippables(module)
         self._balance = _check_balance(balance, len(module))
-        self.places = Places(mesh)
+        self.places = Places(mesh, timeout)
         self._kind.check(self._chunks, self.places.ranks, len(self._balance))
         self._skeleton = Skeleton(module, self._balance, self.places.device)
         self._stages = self._make_stages(module, recipe, deferred_batch_norm, data_parallel)
@@ -100,10 +112,13 @@ class DistributedPipeline:
             OrderedDict(child for stage in self._stages for child in stage.submod.named_children())
         )
         """The layers of this rank, under the names that they have in the plain model."""
-        self._agreement = Agreement(self.places.control)
         self._schedules: dict[int, Any] = {}
         self._where = Where()
+        self._watch = Watch([self.places.control, self.places.pipeline], self._where, timeout)
+        self._agreement = Agreement(self.places.control, self._watch)
         self._steps = self._calls = 0
+        self._leaves = False
+        self._farewell: Callable[[], NoReturn] | None = None
 
     def _make_stages(
         self, module: nn.Sequential, recipe: Recipe | None, deferred_batch_norm: bool, data_parallel: str
@@ -224,10 +239,85 @@ class DistributedPipeline:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
+    def save(
+        self,
+        folder: str | PathLike[str],
+        optimizer: Optimizer | None = None,
+        *,
+        extra: Any = None,
+        step: int | None = None,
+        keep: int = 2,
+    ) -> Path:
+        """Write a checkpoint to ``folder``, all ranks together; one that is not finished does not count.
+
+        Args:
+            folder: Where checkpoints are; all ranks must see the same.
+            optimizer: That of this rank.
+            extra: What else to keep, such as the epoch: anything that can be pickled, the same on all ranks.
+            step: The number of the checkpoint, by default how many training steps there have been.
+            keep: How many checkpoints to keep.
+
+        Returns:
+            Where the checkpoint is.
+        """
+        if keep < 1:
+            raise ValueError(f"keep must be a positive integer (keep: {keep})")
+        self._agreement.settle({"call": f"save {folder}"})
+        number = self._steps if step is None else step
+        content = {"steps": self._steps, "extra": extra}
+        return saving.save(folder, self.module, optimizer, content, step=number, keep=keep, group=self.places.control)
+
+    def load(self, folder: str | PathLike[str], optimizer: Optimizer | None = None) -> Any:
+        """Go on from the latest checkpoint in ``folder``, whatever ranks and partitions wrote it.
+
+        Example::
+
+            start = pipeline.load("checkpoints", optimizer) or 0
+            for epoch in range(start, 10):
+                ...
+                pipeline.save("checkpoints", optimizer, extra=epoch + 1)
+
+        Returns:
+            What was given to :meth:`save` as ``extra``; ``None`` if there is no checkpoint.
+        """
+        found = saving.complete(folder)
+        messages = self._agreement.settle({"call": f"load {folder}", "latest": found[-1].name if found else None})
+        latest = messages[self.places.lines[0][0]]["latest"]
+        if latest is None:
+            return None
+        content = saving.load(Path(folder) / latest, self.module, optimizer, group=self.places.control)
+        self._steps = content["steps"]
+        return content["extra"]
+
+    def save_on_sigterm(
+        self, folder: str | PathLike[str], optimizer: Optimizer | None = None, *, extra: Callable[[], Any] | None = None
+    ) -> None:
+        """On SIGTERM, which comes before a preemption, save at the next step and leave with exit code 143.
+
+        It is enough that one rank gets the signal. The main thread of every rank has to call this.
+
+        Args:
+            folder: As for :meth:`save`.
+            optimizer: As for :meth:`save`.
+            extra: Returns what :meth:`save` takes as ``extra``.
+        """
+        self._farewell = functools.partial(self._save_and_leave, folder, optimizer, extra)
+        signal.signal(signal.SIGTERM, self._asked_to_leave)
+
+    def _asked_to_leave(self, _number: int, _frame: Any) -> None:
+        self._leaves = True
+
+    def _save_and_leave(
+        self, folder: str | PathLike[str], optimizer: Optimizer | None, extra: Callable[[], Any] | None
+    ) -> NoReturn:
+        path = self.save(folder, optimizer, extra=None if extra is None else extra())
+        logger.warning("saved %s and left, as SIGTERM asked", path)
+        sys.exit(128 + signal.SIGTERM)
+
     # One step.
 
     def _run(self, call: str, input: Any, target: Any, *, learns: bool, with_target: bool) -> Minibatch:
-        message: Message = {"call": f"{call} {self._calls}", "training": self.module.training}
+        message: Message = {"call": f"{call} {self._calls}", "training": self.module.training, "leaves": self._leaves}
         error: Exception | None = None
         inputs: list[tuple[Tensor, ...]] = []
         targets: list[Any] = []
@@ -239,6 +329,8 @@ class DistributedPipeline:
         except Exception as found:
             error = found
         messages = self._agreement.settle(message, error)
+        if self._farewell is not None and any(answer["leaves"] for answer in messages.values()):
+            self._farewell()
         self._calls += 1
         flows, weights, seed = self._plan(messages, with_target)
         batch = self._minibatch(flows, inputs, targets, weights, seed, learns)
@@ -332,6 +424,7 @@ class DistributedPipeline:
             PassRandomness(shared),
             where,
             where.observers,
+            self._watch,
         )
 
     def _execute(self, batch: Minibatch) -> None:
@@ -348,8 +441,10 @@ class DistributedPipeline:
             for stage in self._stages:
                 if stage.averaging is not None:
                     stage.averaging.finish()
-        except BaseException:
+        except BaseException as error:
             self._schedules.clear()  # they hold what is left of this step
+            if not isinstance(error, RankFailedError):
+                self._watch.fail(error)
             raise
         finally:
             self._where.phase = None

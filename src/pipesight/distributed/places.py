@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,14 @@ class Places:
 
     Args:
         mesh: One dimension, or two, named ``pp`` and ``dp``. All ranks in one pipeline by default.
+        timeout: How many seconds a rank waits for another; by default as long as the process group says.
     """
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, timeout: float | None = None) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
-                "there is no process group; start the program with torchrun and call "
-                'torch.distributed.init_process_group("gloo") or ("nccl") first'
+                "there is no process group; start the program with torchrun, and call "
+                "pipesight.distributed.init_process_group() first"
             )
         self.mesh = mesh if mesh is not None else init_device_mesh(_device_type(), (dist.get_world_size(),))
         ranks = self.mesh.mesh
@@ -63,9 +65,9 @@ class Places:
         self.device = torch.device("cpu")
         if self.mesh.device_type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.pipeline = _group(self.line)
-        self.replicas = _group([line[self.rank] for line in self.lines])
-        self.control = _group(everyone, backend="gloo")
+        self.pipeline = _group(self.line, timeout)
+        self.replicas = _group([line[self.rank] for line in self.lines], timeout)
+        self.control = _group(everyone, timeout, backend="gloo")
 
     def share_loss(self, loss: Tensor | None, *, everywhere: bool) -> Tensor | None:
         """Return the mean over replicas of the last stage's loss, there or everywhere."""
@@ -99,7 +101,8 @@ def _device_type() -> str:
     return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
 
 
-def _group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+def _group(ranks: list[int], timeout: float | None, backend: str | None = None) -> dist.ProcessGroup:
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    group = dist.new_group(ranks, limit, backend, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -24,6 +24,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipesight.context import MicrobatchToken, Observers, Phase, Unrepeatable, Where
+from pipesight.distributed.failures import Watch
 from pipesight.distributed.replicas import Averaging
 from pipesight.distributed.shapes import Cut, Flow, meta_of
 from pipesight.distributed.transfer import receive_ops, send_ops
@@ -55,6 +56,7 @@ class Minibatch:
     randomness: PassRandomness
     where: Where
     observers: Observers
+    watch: Watch
     tokens: list[MicrobatchToken] = field(default_factory=list)
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, tuple[Form, list[Tensor]]] = field(default_factory=dict)
@@ -118,10 +120,6 @@ class Stage(_PipelineStageBase):
         self.routes = routes
         self.averaging: Averaging | None = None
         """Of the gradients of its replicas, unless FSDP does it."""
-        self.explain: Callable[[RuntimeError, int], Exception] = lambda error, _peer: error
-        """Says more about a transfer that failed."""
-        self.waits_for: int | None = None
-        """The rank whose tensors it waits for, right now."""
         self._skips = any(skip_keys(partition))
         self._buffers = Buffers(partition)
         self._repeatable = True  # no layer has asked for `current_microbatch`

@@ -68,7 +68,7 @@ class _Posting:
             else:
                 work = dist.irecv(tensor, group=stage.group, group_src=peer)
         except RuntimeError as error:
-            raise stage.explain(error, self._peer) from error
+            raise stage.batch.watch.explain(error, f"rank {self._peer}") from None
         return _Waiting(work, tensor, self._sends, stage, self._i, self._peer)
 
 
@@ -84,7 +84,7 @@ class _Waiting:
     def wait(self, *_: Any) -> bool:
         stage = self._stage
         batch = stage.batch
-        stage.waits_for = self._peer
+        batch.watch.waits_for = f"rank {self._peer}"
         observed = batch.observers.members and not self._sends
         if observed:
             batch.where.partition, batch.where.microbatch = stage.j, self._i
@@ -94,9 +94,9 @@ class _Waiting:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise stage.explain(error, self._peer) from error
+            raise batch.watch.explain(error, f"rank {self._peer}") from None
         finally:
-            stage.waits_for = None
             if observed:
                 batch.observers.tell("transfer_ended", batch.where, *details)
+        batch.watch.waits_for = None
         return True
