@@ -138,6 +138,9 @@ def test_mistakes(tmp_path):
         pipeline.train(rank == 0)
         expect(ValueError, "{0: 'train', 1: 'eval'}", function=step)
         pipeline.train()
+        with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
+            expect(ValueError, "autocast torch.bfloat16", function=step)
+        expect(DisagreementError, "rank 0", "rank 1", layers=2 + 2 * rank, balance=[1 + rank] * 2)
         assert (step() is None) == (rank == 0)
         """,
         tmp_path,

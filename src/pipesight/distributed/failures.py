@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -95,6 +95,18 @@ class Watch:
                             work.wait(timedelta(milliseconds=1))
                     else:
                         group.abort()
+
+    @contextlib.contextmanager
+    def explaining(self, waited_for: str) -> Iterator[None]:
+        """Explain errors of the transport in a block that waits for other ranks."""
+        self.waits_for = waited_for
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RankFailedError) or "gloo" not in str(error):
+                raise
+            raise self.explain(error, waited_for) from None
+        self.waits_for = None
 
     def explain(self, error: Exception, waited_for: str) -> RankFailedError:
         """Return what an error of the transport is really about."""

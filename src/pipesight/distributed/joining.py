@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 __all__ = ["init_process_group"]
 
@@ -30,6 +31,6 @@ def init_process_group(backend: str | None = None, **kwargs: Any) -> None:
     if attempt is None or "store" in kwargs or "init_method" in kwargs:
         dist.init_process_group(backend, **kwargs)
         return
-    store, rank, size = next(dist.rendezvous("env://"))
+    store, rank, size = next(rendezvous("env://"))
     store = PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import signal
 import sys
@@ -24,16 +25,18 @@ from pipesight.context import Where
 from pipesight.distributed import saving, schedules
 from pipesight.distributed.agreement import Agreement, Message
 from pipesight.distributed.failures import RankFailedError, Watch
+from pipesight.distributed.minibatch import Minibatch
 from pipesight.distributed.places import Places
+from pipesight.distributed.planning import Planner
 from pipesight.distributed.replicas import KINDS, make_replicas
-from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
-from pipesight.distributed.stage import Minibatch, Stage
+from pipesight.distributed.shapes import Flow, Skeleton
+from pipesight.distributed.stage import Stage
 from pipesight.distributed.weights import Recipe, build_on_meta
 from pipesight.pipeline.batchnorm import DeferredBatchNorm
 from pipesight.pipeline.gpipe import _check_balance, _check_checkpoint, _check_chunks
-from pipesight.pipeline.microbatch import Form, TensorOrTensors, as_tuple, form_of, lone, scatter
+from pipesight.pipeline.microbatch import TensorOrTensors
 from pipesight.pipeline.partition import Partition, verify_sequential
-from pipesight.pipeline.randomness import PassRandomness, draw_seed, isolated
+from pipesight.pipeline.randomness import PassRandomness, isolated
 from pipesight.pipeline.skip import verify_skippables
 
 __all__ = ["DistributedPipeline"]
@@ -112,10 +115,13 @@ class DistributedPipeline:
             OrderedDict(child for stage in self._stages for child in stage.submod.named_children())
         )
         """The layers of this rank, under the names that they have in the plain model."""
+        self._planner = Planner(self._skeleton, self.places, self._kind, self._chunks, loss_fn)
         self._schedules: dict[int, Any] = {}
         self._where = Where()
-        self._watch = Watch([self.places.control, self.places.pipeline], self._where, timeout)
+        self._watch = Watch([self.places.control, self.places.pipeline, self.places.replicas], self._where, timeout)
         self._agreement = Agreement(self.places.control, self._watch)
+        settings = (self._chunks, self._kind.name, checkpoint, data_parallel, self._skeleton.fingerprint())
+        self._agreement.settle({"call": f"DistributedPipeline with {settings}"})
         self._steps = self._calls = 0
         self._leaves = False
         self._farewell: Callable[[], NoReturn] | None = None
@@ -235,7 +241,8 @@ class DistributedPipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all ranks so that their common norm is at most ``max_norm``; return the norm."""
         parameters = [p for p in self.parameters() if p.grad is not None]
-        total = self.places.total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        with self._watch.explaining("the norms of other ranks"):
+            total = self.places.total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
@@ -265,7 +272,9 @@ class DistributedPipeline:
         self._agreement.settle({"call": f"save {folder}"})
         number = self._steps if step is None else step
         content = {"steps": self._steps, "extra": extra}
-        return saving.save(folder, self.module, optimizer, content, step=number, keep=keep, group=self.places.control)
+        group = self.places.control
+        with self._watch.explaining("all ranks to save"):
+            return saving.save(folder, self.module, optimizer, content, step=number, keep=keep, group=group)
 
     def load(self, folder: str | PathLike[str], optimizer: Optimizer | None = None) -> Any:
         """Go on from the latest checkpoint in ``folder``, whatever ranks and partitions wrote it.
@@ -285,7 +294,8 @@ class DistributedPipeline:
         latest = messages[self.places.lines[0][0]]["latest"]
         if latest is None:
             return None
-        content = saving.load(Path(folder) / latest, self.module, optimizer, group=self.places.control)
+        with self._watch.explaining("all ranks to load"):
+            content = saving.load(Path(folder) / latest, self.module, optimizer, group=self.places.control)
         self._steps = content["steps"]
         return content["extra"]
 
@@ -317,82 +327,26 @@ class DistributedPipeline:
     # One step.
 
     def _run(self, call: str, input: Any, target: Any, *, learns: bool, with_target: bool) -> Minibatch:
-        message: Message = {"call": f"{call} {self._calls}", "training": self.module.training, "leaves": self._leaves}
+        message: Message = {"call": f"{call} {self._calls}", "mode": self._skeleton.mode, "leaves": self._leaves}
         error: Exception | None = None
         inputs: list[tuple[Tensor, ...]] = []
         targets: list[Any] = []
         try:
             if self.is_first:
-                inputs = self._read_input(input, call, message)
+                inputs = self._planner.read_input(input, call, message)
             if self.is_last and with_target:
-                targets = self._read_target(target, call, message)
+                targets = self._planner.read_target(target, call, message)
         except Exception as found:
             error = found
         messages = self._agreement.settle(message, error)
         if self._farewell is not None and any(answer["leaves"] for answer in messages.values()):
             self._farewell()
         self._calls += 1
-        flows, weights, seed = self._plan(messages, with_target)
+        flows, weights, seed = self._planner.plan(messages, with_target)
         batch = self._minibatch(flows, inputs, targets, weights, seed, learns)
         self._steps += learns
         self._execute(batch)
         return batch
-
-    def _read_input(self, input: Any, call: str, message: Message) -> list[tuple[Tensor, ...]]:
-        if input is None:
-            raise ValueError(f"the first rank needs the input: {call}(input, ...)")
-        tensors = tuple(t.detach().to(self.places.device) for t in as_tuple(input, "input"))
-        microbatches = scatter(tensors, self._chunks)
-        # Found out first, since only then the seed is drawn, and only if it is needed.
-        flows = self._flows([[meta_of(t) for t in microbatch] for microbatch in microbatches], form_of(input))
-        message["input"] = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
-        message["lone"] = isinstance(input, Tensor)
-        message["seed"] = draw_seed() if any(flow.random for flow in flows) else None
-        return microbatches
-
-    def _read_target(self, target: Any, call: str, message: Message) -> list[Any]:
-        if target is None:
-            raise ValueError(f"the last rank needs the target: {call}(..., target)")
-        tensors = tuple(t.detach().to(self.places.device) for t in as_tuple(target, "target"))
-        message["target"] = tensors[0].size(0) if tensors and tensors[0].dim() else None
-        form = form_of(target)
-        return [form(microbatch) for microbatch in scatter(tensors, self._chunks)]
-
-    def _plan(self, messages: dict[int, Message], with_target: bool) -> tuple[list[Flow], list[float], int | None]:
-        """Make of all messages what this rank has to do; on all ranks alike."""
-        places = self.places
-        modes = {rank: "train" if message["training"] else "eval" for rank, message in messages.items()}
-        if len(set(modes.values())) > 1:
-            raise ValueError(f"all ranks must be in one mode ({modes}); call train() or eval() on every rank")
-        n = len(self._balance)
-        sizes = {}
-        for line in places.lines:
-            first, last = line[self._kind.rank_of(0, len(line))], line[self._kind.rank_of(n - 1, len(line))]
-            sizes[first] = messages[first]["input"][0][0][0]
-            if with_target and messages[last]["target"] != sizes[first]:
-                raise ValueError(
-                    "input and target must have the same batch size "
-                    f"(input on rank {first}: {sizes[first]}, target on rank {last}: {messages[last]['target']})"
-                )
-        first = places.line[self._kind.rank_of(0, places.ranks)]
-        head = messages[first]
-        metas = [Meta(tuple(shape), getattr(torch, dtype)) for shape, dtype in head["input"]]
-        parts = _chunk_sizes(sizes[first], self._chunks)
-        flows = self._flows(
-            [[Meta((size, *meta.shape[1:]), meta.dtype) for meta in metas] for size in parts],
-            lone if head["lone"] else tuple,
-        )
-        # Replicas are averaged by those who merge their gradients, so what they weigh makes up for that.
-        replicas, everything = len(places.lines), sum(sizes.values())
-        if _reduction(self._loss_fn) == "sum":
-            weights = [float(replicas)] * len(parts)
-        else:
-            weights = [replicas * size / everything if everything else 1.0 for size in parts]
-        return flows, weights, head["seed"]
-
-    def _flows(self, microbatches: list[list[Meta]], form: Form) -> list[Flow]:
-        form = lone if form is lone else tuple
-        return [self._skeleton.flow(metas, form) for metas in microbatches]
 
     def _minibatch(
         self,
@@ -434,13 +388,16 @@ class DistributedPipeline:
             stage.begin(batch)
         context.enter_thread(self._where)
         numbers = torch.arange(m) if self.is_last else None
-        run = functools.partial(schedule.step if batch.learns else schedule.eval, return_outputs=False)
+        run = schedule.step if batch.learns else schedule.eval
+        if "return_outputs" in inspect.signature(schedule.step).parameters:  # not before torch 2.9
+            run = functools.partial(run, return_outputs=False)
         try:
             with isolated():
                 run(target=numbers)
-            for stage in self._stages:
-                if stage.averaging is not None:
-                    stage.averaging.finish()
+            with self._watch.explaining("other replicas"):
+                for stage in self._stages:
+                    if stage.averaging is not None and batch.learns:
+                        stage.averaging.finish()
         except BaseException as error:
             self._schedules.clear()  # they hold what is left of this step
             if not isinstance(error, RankFailedError):
@@ -461,28 +418,10 @@ class DistributedPipeline:
 
     def _loss(self, batch: Minibatch, everywhere: bool) -> Tensor | None:
         loss = torch.stack(list(batch.losses.values())).sum() if self.is_last else None
-        return self.places.share_loss(loss, everywhere=everywhere)
+        with self._watch.explaining("the loss"):
+            return self.places.share_loss(loss, everywhere=everywhere)
 
 
 def _no_loss(_output: Any, _number: Tensor) -> Tensor:
     """Stand for the loss in torch's schedules: stages compute it themselves, in the forward that it belongs to."""
     return torch.empty(())
-
-
-def _chunk_sizes(size: int, chunks: int) -> list[int]:
-    """Return the sizes of the pieces that ``torch.chunk`` cuts a batch into.
-
-    >>> _chunk_sizes(10, 4)
-    [3, 3, 3, 1]
-    """
-    piece = -(-size // chunks)
-    return [min(piece, size - start) for start in range(0, size, piece)] if size else [0]
-
-
-def _reduction(loss_fn: Any) -> str:
-    """Tell whether a loss is a sum or a mean over samples."""
-    while isinstance(loss_fn, functools.partial):
-        if "reduction" in loss_fn.keywords:
-            return str(loss_fn.keywords["reduction"])
-        loss_fn = loss_fn.func
-    return str(getattr(loss_fn, "reduction", "mean"))

@@ -49,10 +49,11 @@ class Averaging:
 
     def __init__(self, partition: nn.Module, places: Places) -> None:
         self._partition, self._group, self._count = partition, places.replicas, len(places.lines)
-        self._pending: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+        self._pending: list[tuple[Any, Tensor, list[nn.Parameter]]] | None = None
 
     def start(self) -> None:
         """Send the gradients, in buckets. A replica may have none where others have one."""
+        self._pending = []
         for bucket in _buckets([p for p in self._partition.parameters() if p.requires_grad]):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in bucket]
             there = torch.tensor([float(p.grad is not None) for p in bucket], dtype=gradients[0].dtype)
@@ -61,6 +62,9 @@ class Averaging:
 
     def finish(self) -> None:
         """Wait for the averages, and put them in place."""
+        if self._pending is None:  # older schedules do not start it
+            self.start()
+        assert self._pending is not None
         for work, flat, bucket in self._pending:
             work.wait()
             sizes = [p.numel() for p in bucket]
@@ -72,7 +76,7 @@ class Averaging:
                         parameter.grad = average.clone()
                     else:
                         parameter.grad.copy_(average)
-        self._pending.clear()
+        self._pending = None
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -114,7 +115,11 @@ class Skeleton:
             for name in _HOOKS:
                 if name in child.__dict__:
                     memo[id(child.__dict__[name])] = type(child.__dict__[name])()
-        return copy.deepcopy(module, memo)
+        hollow = copy.deepcopy(module, memo)
+        for parent in list(hollow.modules()):
+            for name, child in parent.named_children():
+                parent._modules[name] = getattr(child, "_orig_mod", child)  # not its compiled form
+        return hollow
 
     def train(self, mode: bool) -> None:
         """Do what ``nn.Module.train`` does."""
@@ -133,6 +138,24 @@ class Skeleton:
                 self._known.clear()
             self._known[signature] = self._run(inputs, form)
         return self._known[signature]
+
+    @property
+    def mode(self) -> str:
+        """What else decides over shapes and dtypes, in words, for all ranks to compare."""
+        autocast, default, training = self._surroundings()
+        words = ["train" if all(training) else "eval" if not any(training) else "some in train"]
+        words += [] if autocast is None else [f"autocast {autocast}"]
+        return ", ".join([*words, *([] if default is torch.float32 else [f"default {default}"])])
+
+    def fingerprint(self) -> str:
+        """Return a short text that is another for another model or balance."""
+        tensors = [
+            [j, name, list(t.shape), str(t.dtype)]
+            for j, partition in enumerate(self.partitions)
+            for name, t in (*partition.named_parameters(), *partition.named_buffers())
+        ]
+        sizes = [len(partition) for partition in self.partitions]
+        return hashlib.blake2b(repr((sizes, tensors)).encode(), digest_size=8).hexdigest()
 
     def _surroundings(self) -> Signature:
         """Return what else decides over shapes and dtypes."""

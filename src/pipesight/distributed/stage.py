@@ -12,8 +12,7 @@ output, partitions can be checkpointed, the context is set, and errors say where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -23,72 +22,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from pipesight.context import MicrobatchToken, Observers, Phase, Unrepeatable, Where
-from pipesight.distributed.failures import Watch
+from pipesight.context import Phase, Unrepeatable
+from pipesight.distributed.minibatch import Checkpoint, Minibatch, Task
 from pipesight.distributed.replicas import Averaging
-from pipesight.distributed.shapes import Cut, Flow, meta_of
+from pipesight.distributed.shapes import Cut
 from pipesight.distributed.transfer import receive_ops, send_ops
-from pipesight.pipeline.checkpoint import Buffers, SavedBuffers, changes_input
+from pipesight.distributed.wiring import Wiring
+from pipesight.pipeline.checkpoint import Buffers, changes_input
 from pipesight.pipeline.failure import annotate
-from pipesight.pipeline.microbatch import Form, as_tuple, form_of, gather
+from pipesight.pipeline.microbatch import Form, as_tuple, form_of
 from pipesight.pipeline.partition import Partition, SkipRoutes
-from pipesight.pipeline.randomness import PassRandomness, SavedGenerators, begin_task, end_task
+from pipesight.pipeline.randomness import SavedGenerators, begin_task, end_task
 from pipesight.pipeline.skip import SkipKey, SkipTracker, skip_keys, use_tracker
 
-__all__ = ["Minibatch", "Stage"]
-
-
-@dataclass(slots=True)
-class Minibatch:
-    """What is the same for all stages of a rank during one step."""
-
-    flows: list[Flow]
-    """One a micro-batch."""
-    inputs: list[tuple[Tensor, ...]]
-    """Of the first partition; empty elsewhere."""
-    targets: list[Any]
-    """Of the last partition; empty elsewhere, and where no loss is wanted."""
-    weights: list[float]
-    """What the loss of each micro-batch counts."""
-    loss_fn: Callable[[Any, Any], Tensor]
-    learns: bool
-    checkpoint_stop: int
-    randomness: PassRandomness
-    where: Where
-    observers: Observers
-    watch: Watch
-    tokens: list[MicrobatchToken] = field(default_factory=list)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, tuple[Form, list[Tensor]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.tokens = [MicrobatchToken(i) for i in range(len(self.flows))]
-
-    def output(self) -> Any:
-        """Return what the last partition gave, put together again."""
-        form = self.outputs[0][0]
-        return form(gather([self.outputs[i][1] for i in range(len(self.flows))]))
-
-
-@dataclass(slots=True)
-class _Checkpoint:
-    buffers: SavedBuffers
-    generators: SavedGenerators
-
-
-@dataclass(slots=True)
-class _Task:
-    """What a forward leaves for its backward."""
-
-    leaves: list[Tensor]
-    outputs: list[Tensor]
-    checkpoint: _Checkpoint | None = None
-    loss: Tensor | None = None
-    ends: list[Tensor] = field(default_factory=list)
-    """The output, cut off from the graph of the partition: where the graph of the loss begins."""
-    marks: list[tuple[int, str]] = field(default_factory=list)
-    groups: Any = None
-    gradients: list[Tensor] = field(default_factory=list)
+__all__ = ["Stage"]
 
 
 class Stage(_PipelineStageBase):
@@ -117,14 +64,14 @@ class Stage(_PipelineStageBase):
     ) -> None:
         super().__init__(partition, j, partitions, device, group)
         self.j = j
-        self.routes = routes
+        self._wiring = Wiring(j, routes)
         self.averaging: Averaging | None = None
         """Of the gradients of its replicas, unless FSDP does it."""
         self._skips = any(skip_keys(partition))
         self._buffers = Buffers(partition)
         self._repeatable = True  # no layer has asked for `current_microbatch`
         self._warm = False
-        self._tasks: dict[int, _Task] = {}
+        self._tasks: dict[int, Task] = {}
         self._received: dict[int, list[Tensor]] = {}
         self._gradients_received: dict[int, list[Tensor | None]] = {}
         self._sent: dict[int, list[Tensor]] = {}
@@ -224,13 +171,13 @@ class Stage(_PipelineStageBase):
         came = list(batch.inputs[i]) if self.is_first else self._received.pop(i)
         if self.has_backward and not self.is_first:
             came = _made_leaves(came)
-        own, passing = self._sort(came, self._cut(i, before=True))
+        own, passing = self._wiring.sort(came, self._cut(i, before=True))
         checkpointed = self.has_backward and i < batch.checkpoint_stop and self._repeatable
         self._start("forward", i, checkpointing=checkpointed)
         try:
             outputs, form, leaving, checkpoint = self._forward(i, own, checkpointed)
-            going = self._merge(i, outputs, leaving, passing)
-            task = _Task(own, [*outputs, *(t for t in leaving.values() if t is not None)], checkpoint)
+            going = self._wiring.merge(outputs, leaving, passing, self._cut(i))
+            task = Task(own, [*outputs, *(t for t in leaving.values() if t is not None)], checkpoint)
             if self.is_last:
                 self._finish(i, task, form)
         except BaseException as error:
@@ -243,13 +190,15 @@ class Stage(_PipelineStageBase):
                 task.outputs = []
             self._tasks[i] = task
         self._sent[i] = [t.detach() for t in going]
+        if self.is_last and save_forward_output:  # before torch 2.9, schedules put these together
+            self.output_chunks.append(torch.empty(1))
         return going
 
     def _forward(
         self, i: int, own: list[Tensor], checkpointed: bool
-    ) -> tuple[list[Tensor], Form, dict[SkipKey, Tensor | None], _Checkpoint | None]:
+    ) -> tuple[list[Tensor], Form, dict[SkipKey, Tensor | None], Checkpoint | None]:
         if checkpointed:
-            checkpoint = _Checkpoint(self._buffers.save(), {})
+            checkpoint = Checkpoint(self._buffers.save(), {})
             try:
                 with torch.no_grad():
                     outputs, form, leaving, checkpoint.generators = self._call(i, own)
@@ -276,23 +225,18 @@ class Stage(_PipelineStageBase):
         begin_task(self.batch.randomness, (i, self.j, "forward"), replay)
         try:
             if self._skips:
-                rest = iter(tensors[count:])
-                arriving: dict[Hashable, Tensor | None] = {
-                    key: None if meta is None else next(rest)
-                    for key, meta in cut.skips.items()
-                    if self.routes.target[key] == self.j
-                }
-                tracker = SkipTracker(arriving)
+                arriving = self._wiring.arriving(tensors, cut)
+                tracker = SkipTracker(dict[Hashable, Tensor | None](arriving.items()))
                 with use_tracker(tracker):
                     output = self.submod(value)
-                leaving = {key: tracker.pop(key) for key in self.routes.leaving[self.j]}
+                leaving = {key: tracker.pop(key) for key in self._wiring.leaving}
             else:
                 output = self.submod(value)
         finally:
             generators = end_task()
         return list(as_tuple(output, "the output of a partition")), form_of(output), leaving, generators
 
-    def _finish(self, i: int, task: _Task, form: Form) -> None:
+    def _finish(self, i: int, task: Task, form: Form) -> None:
         """Compute the loss, in the last partition, or keep the output if none is wanted."""
         batch = self.batch
         if not batch.targets:
@@ -344,7 +288,7 @@ class Stage(_PipelineStageBase):
         self._end()
         if not full_backward:
             self._tasks[i] = task
-        self._gradients_sent[i] = self._join(i, own, passed)
+        self._gradients_sent[i] = self._wiring.merge_gradients(own, passed, self._cut(i, before=True))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the rest of a backward: the gradients of the weights."""
@@ -364,7 +308,7 @@ class Stage(_PipelineStageBase):
             raise
         self._end()
 
-    def _recompute(self, i: int, task: _Task, checkpoint: _Checkpoint) -> None:
+    def _recompute(self, i: int, task: Task, checkpoint: Checkpoint) -> None:
         self._start("recompute", i)
         resume = self._buffers.replay(checkpoint.buffers)
         try:
@@ -380,7 +324,7 @@ class Stage(_PipelineStageBase):
         task.marks = self.batch.where.marks
         task.checkpoint = None
 
-    def _gradients(self, i: int, task: _Task) -> tuple[list[Tensor], list[Tensor], dict[SkipKey, Tensor | None]]:
+    def _gradients(self, i: int, task: Task) -> tuple[list[Tensor], list[Tensor], dict[SkipKey, Tensor | None]]:
         """Return the outputs that have a graph, their gradients, and the gradients of skips that only pass."""
         passed: dict[SkipKey, Tensor | None] = {}
         if self.is_last:
@@ -393,71 +337,14 @@ class Stage(_PipelineStageBase):
             received = [t.grad for t in task.ends]
             task.loss, task.ends = None, []
         else:
-            cut = self._cut(i)
-            came = self._gradients_received.pop(i)
-            received = came[: len(cut.output)]
-            present = [key for key, meta in cut.skips.items() if meta is not None]
-            for key, gradient in zip(present, came[len(cut.output) :], strict=True):
-                if self.routes.source[key] == self.j:
-                    received.append(gradient)
-                else:
-                    passed[key] = gradient
+            received, passed = self._wiring.sort_gradients(self._gradients_received.pop(i), self._cut(i))
         pairs = zip(task.outputs, received, strict=True)
         chosen = [(output, g) for output, g in pairs if g is not None and output.requires_grad]
         task.outputs = []
         return [output for output, _ in chosen], [gradient for _, gradient in chosen], passed
 
-    # Tensors of the input and output, and skips among them.
-
     def _cut(self, i: int, *, before: bool = False) -> Cut:
         return self.batch.flows[i].cuts[self.j if before else self.j + 1]
-
-    def _sort(self, came: list[Tensor], cut: Cut) -> tuple[list[Tensor], dict[SkipKey, Tensor]]:
-        """Tell what goes into the partition from skips that only pass."""
-        if not cut.skips:
-            return came, {}
-        own, passing = came[: len(cut.output)], {}
-        rest = iter(came[len(cut.output) :])
-        for key, meta in cut.skips.items():
-            if meta is None:
-                continue
-            if self.routes.target[key] == self.j:
-                own.append(next(rest))
-            else:
-                passing[key] = next(rest)
-        return own, passing
-
-    def _merge(
-        self,
-        i: int,
-        outputs: Sequence[Tensor],
-        leaving: dict[SkipKey, Tensor | None],
-        passing: dict[SkipKey, Tensor],
-    ) -> list[Tensor]:
-        """Put together what goes to the next partition, and check that it is what that expects."""
-        cut = self._cut(i)
-        going = list(outputs)
-        for key, meta in cut.skips.items():
-            tensor = leaving[key] if key in leaving else passing.get(key)
-            if (tensor is None) != (meta is None):
-                raise RuntimeError(f"the skip '{key.name}' is {_what(tensor)} here, but {meta or None} was expected")
-            if tensor is not None:
-                going.append(tensor)
-        found = [meta_of(t) for t in going]
-        if found != cut.tensors:
-            raise RuntimeError(
-                f"the output must be what the shapes of the input say: {', '.join(map(str, cut.tensors))}, but it is "
-                f"{', '.join(map(str, found))}; shapes that depend on values cannot go from rank to rank"
-            )
-        return going
-
-    def _join(self, i: int, own: list[Tensor | None], passed: dict[SkipKey, Tensor | None]) -> list[Tensor | None]:
-        """Put the gradients of the input together, as they came."""
-        cut = self._cut(i, before=True)
-        count = len(cut.output)
-        rest = iter(own[count:])
-        skips = [key for key, meta in cut.skips.items() if meta is not None]
-        return [*own[:count], *(next(rest) if self.routes.target[key] == self.j else passed[key] for key in skips)]
 
     # Data parallelism.
 
@@ -472,7 +359,8 @@ class Stage(_PipelineStageBase):
         """Merge the gradients of the replicas, once all micro-batches are through."""
         if not self.has_backward:
             return
-        super().perform_reduce_grad(1)
+        if isinstance(self.submod, FSDPModule):
+            super().perform_reduce_grad(1)
         if self.averaging is not None:
             self.averaging.start()
 
@@ -508,10 +396,6 @@ class Stage(_PipelineStageBase):
 def _made_leaves(tensors: list[Tensor]) -> list[Tensor]:
     """Let the tensors that can have a gradient get one."""
     return [t.requires_grad_() if t.is_floating_point() or t.is_complex() else t for t in tensors]
-
-
-def _what(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else str(meta_of(tensor))
 
 
 def _backward(ends: list[Tensor], gradients: list[Tensor]) -> None:

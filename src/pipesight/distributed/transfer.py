@@ -40,7 +40,7 @@ def _ops(
             op = dist.P2POp(operation, _bytes(tensor), group=stage.group, group_peer=peer)
             if tensor.device.type == "cpu":
                 # Checked when it was made; from here on torch only calls it.
-                op.op = _Posting(operation is c10d.isend, stage, i, op.peer)
+                op.op = _Posting(operation is c10d.isend, stage, i, peer, op.peer)
             ops.append(op)
     return ops
 
@@ -53,15 +53,14 @@ def _bytes(tensor: Tensor) -> Tensor:
 class _Posting:
     """Posts a transfer, for `torch.distributed.batch_isend_irecv`."""
 
-    __slots__ = ("__name__", "_i", "_peer", "_sends", "_stage")
+    __slots__ = ("__name__", "_i", "_peer", "_place", "_sends", "_stage")
 
-    def __init__(self, sends: bool, stage: Stage, i: int, peer: int) -> None:
+    def __init__(self, sends: bool, stage: Stage, i: int, place: int, peer: int) -> None:
         self.__name__ = "isend" if sends else "irecv"
-        self._sends, self._stage, self._i, self._peer = sends, stage, i, peer
+        self._sends, self._stage, self._i, self._place, self._peer = sends, stage, i, place, peer
 
-    def __call__(self, tensor: Tensor, **where: Any) -> _Waiting:
-        peer = where.get("group_dst", where.get("group_src"))
-        stage = self._stage
+    def __call__(self, tensor: Tensor, *_: Any, **__: Any) -> _Waiting:
+        stage, peer = self._stage, self._place
         try:
             if self._sends:
                 work = dist.isend(tensor, group=stage.group, group_dst=peer)

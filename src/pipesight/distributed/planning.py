@@ -1,0 +1,117 @@
+"""What a step is about, the same on all ranks: its micro-batches, what they send, and what each of them counts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesight.distributed.agreement import Message
+from pipesight.distributed.places import Places
+from pipesight.distributed.schedules import Kind
+from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
+from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone, scatter
+from pipesight.pipeline.randomness import draw_seed
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Makes a plan of what the ranks tell each other.
+
+    Args:
+        skeleton: The model without its memory.
+        places: The ranks.
+        kind: The schedule.
+        chunks: How many micro-batches a mini-batch is cut into.
+        loss_fn: That of the user.
+    """
+
+    def __init__(
+        self, skeleton: Skeleton, places: Places, kind: Kind, chunks: int, loss_fn: Callable[[Any, Any], Tensor]
+    ) -> None:
+        self._skeleton, self._places, self._kind = skeleton, places, kind
+        self._chunks, self._loss_fn = chunks, loss_fn
+        self._partitions = len(skeleton.partitions)
+
+    def read_input(self, input: Any, call: str, message: Message) -> list[tuple[Tensor, ...]]:
+        """Return the micro-batches of the input, and put into ``message`` what the other ranks must know."""
+        if input is None:
+            raise ValueError(f"the first rank needs the input: {call}(input, ...)")
+        tensors = tuple(t.detach().to(self._places.device) for t in as_tuple(input, "input"))
+        microbatches = scatter(tensors, self._chunks)
+        # Found out first, since only then the seed is drawn, and only if it is needed.
+        flows = self._flows([[meta_of(t) for t in microbatch] for microbatch in microbatches], form_of(input))
+        message["input"] = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
+        message["lone"] = isinstance(input, Tensor)
+        message["seed"] = draw_seed() if any(flow.random for flow in flows) else None
+        return microbatches
+
+    def read_target(self, target: Any, call: str, message: Message) -> list[Any]:
+        """Return the micro-batches of the target, and put into ``message`` what the other ranks must know."""
+        if target is None:
+            raise ValueError(f"the last rank needs the target: {call}(..., target)")
+        tensors = tuple(t.detach().to(self._places.device) for t in as_tuple(target, "target"))
+        message["target"] = tensors[0].size(0) if tensors and tensors[0].dim() else None
+        form = form_of(target)
+        return [form(microbatch) for microbatch in scatter(tensors, self._chunks)]
+
+    def plan(self, messages: dict[int, Message], with_target: bool) -> tuple[list[Flow], list[float], int | None]:
+        """Make of all messages what this rank has to do; on all ranks alike."""
+        places = self._places
+        modes = {rank: message["mode"] for rank, message in messages.items()}
+        if len(set(modes.values())) > 1:
+            raise ValueError(
+                f"all ranks must be in one mode ({modes}); call train() or eval(), and use autocast, on every rank"
+            )
+        n = self._partitions
+        sizes = {}
+        for line in places.lines:
+            first, last = line[self._kind.rank_of(0, len(line))], line[self._kind.rank_of(n - 1, len(line))]
+            sizes[first] = messages[first]["input"][0][0][0]
+            if with_target and messages[last]["target"] != sizes[first]:
+                raise ValueError(
+                    "input and target must have the same batch size "
+                    f"(input on rank {first}: {sizes[first]}, target on rank {last}: {messages[last]['target']})"
+                )
+        first = places.line[self._kind.rank_of(0, places.ranks)]
+        head = messages[first]
+        metas = [Meta(tuple(shape), getattr(torch, dtype)) for shape, dtype in head["input"]]
+        parts = _chunk_sizes(sizes[first], self._chunks)
+        flows = self._flows(
+            [[Meta((size, *meta.shape[1:]), meta.dtype) for meta in metas] for size in parts],
+            lone if head["lone"] else tuple,
+        )
+        # Replicas are averaged by those who merge their gradients, so what they weigh makes up for that.
+        replicas, everything = len(places.lines), sum(sizes.values())
+        if _reduction(self._loss_fn) == "sum":
+            weights = [float(replicas)] * len(parts)
+        else:
+            weights = [replicas * size / everything if everything else 1.0 for size in parts]
+        return flows, weights, head["seed"]
+
+    def _flows(self, microbatches: list[list[Meta]], form: Form) -> list[Flow]:
+        form = lone if form is lone else tuple
+        return [self._skeleton.flow(metas, form) for metas in microbatches]
+
+
+def _chunk_sizes(size: int, chunks: int) -> list[int]:
+    """Return the sizes of the pieces that ``torch.chunk`` cuts a batch into.
+
+    >>> _chunk_sizes(10, 4)
+    [3, 3, 3, 1]
+    """
+    piece = -(-size // chunks)
+    return [min(piece, size - start) for start in range(0, size, piece)] if size else [0]
+
+
+def _reduction(loss_fn: Any) -> str:
+    """Tell whether a loss is a sum or a mean over samples."""
+    while isinstance(loss_fn, functools.partial):
+        if "reduction" in loss_fn.keywords:
+            return str(loss_fn.keywords["reduction"])
+        loss_fn = loss_fn.func
+    return str(getattr(loss_fn, "reduction", "mean"))
