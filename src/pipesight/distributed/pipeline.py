@@ -116,7 +116,7 @@ class DistributedPipeline:
         )
         """The layers of this rank, under the names that they have in the plain model."""
         self._planner = Planner(self._skeleton, self.places, self._kind, self._chunks, loss_fn)
-        self._schedules: dict[int, Any] = {}
+        self._schedules: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._where = Where()
         self._watch = Watch([self.places.control, self.places.pipeline, self.places.replicas], self._where, timeout)
         self._agreement = Agreement(self.places.control, self._watch)
@@ -383,17 +383,15 @@ class DistributedPipeline:
 
     def _execute(self, batch: Minibatch) -> None:
         m = len(batch.flows)
-        schedule = self._schedule(m)
+        schedule, settings = self._schedule(m)
         for stage in self._stages:
             stage.begin(batch)
         context.enter_thread(self._where)
         numbers = torch.arange(m) if self.is_last else None
         run = schedule.step if batch.learns else schedule.eval
-        if "return_outputs" in inspect.signature(schedule.step).parameters:  # not before torch 2.9
-            run = functools.partial(run, return_outputs=False)
         try:
             with isolated():
-                run(target=numbers)
+                run(target=numbers, **settings)
             with self._watch.explaining("other replicas"):
                 for stage in self._stages:
                     if stage.averaging is not None and batch.learns:
@@ -408,12 +406,16 @@ class DistributedPipeline:
             for stage in self._stages:
                 stage.clear_runtime_states()
 
-    def _schedule(self, m: int) -> Any:
+    def _schedule(self, m: int) -> tuple[Any, dict[str, Any]]:
+        """Return the schedule for so many micro-batches, and what its calls take."""
         if m not in self._schedules:
             kind = self._kind
             if not kind.fits(m, self.places.ranks, len(self._balance)):
                 kind = schedules.choose(kind.stand_in)
-            self._schedules[m] = schedules.make(kind, self._stages, m, _no_loss)
+            schedule = schedules.make(kind, self._stages, m, _no_loss)
+            takes = inspect.signature(schedule.step).parameters
+            settings = {"return_outputs": False} if "return_outputs" in takes else {}  # not before torch 2.9
+            self._schedules[m] = schedule, settings
         return self._schedules[m]
 
     def _loss(self, batch: Minibatch, everywhere: bool) -> Tensor | None:

@@ -69,6 +69,7 @@ class Stage(_PipelineStageBase):
         """Of the gradients of its replicas, unless FSDP does it."""
         self._skips = any(skip_keys(partition))
         self._buffers = Buffers(partition)
+        self._changes_input = False
         self._repeatable = True  # no layer has asked for `current_microbatch`
         self._warm = False
         self._tasks: dict[int, Task] = {}
@@ -80,6 +81,7 @@ class Stage(_PipelineStageBase):
     def begin(self, batch: Minibatch) -> None:
         """Get ready for a step."""
         self.batch = batch
+        self._changes_input = changes_input(self.submod)
         self.clear_runtime_states()
 
     # What schedules call around the steps.
@@ -218,7 +220,7 @@ class Stage(_PipelineStageBase):
         """Call the partition; return the tensors of its output, their form, the skips that leave, and generators."""
         cut = self._cut(i, before=True)
         # Of a received tensor there is no other use, but autograd lets nobody change what it is a leaf for.
-        tensors = [t.clone() for t in own] if changes_input(self.submod) else own
+        tensors = [t.clone() for t in own] if self._changes_input else own
         count = len(cut.output)
         value = cut.form(tensors[:count])
         leaving: dict[SkipKey, Tensor | None] = {}

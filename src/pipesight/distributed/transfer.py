@@ -46,8 +46,7 @@ def _ops(
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class _Posting:
