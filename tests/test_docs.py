@@ -44,6 +44,7 @@ PUBLIC = [
     "pipesight",
     "pipesight.balance",
     "pipesight.context",
+    "pipesight.distributed",
     "pipesight.logs",
     "pipesight.plan",
     "pipesight.recording",
