@@ -34,6 +34,7 @@ from pipesight.context import Where
 __all__ = ["RankFailedError", "Watch"]
 
 _PATIENCE = 1.0  # seconds for a note to appear, after a connection broke
+_NO_TAG = 1_000_003  # of nothing that is ever sent: a real message must not meet a receiver of another size
 _COURTESY = 0.3  # seconds in which the rank with the cause prints it first
 
 
@@ -90,7 +91,7 @@ class Watch:
                     if peer == dist.get_rank(group):
                         continue
                     if "gloo" in str(dist.get_backend(group)):
-                        work = dist.irecv(torch.empty(1), group=group, group_src=peer)
+                        work = dist.irecv(torch.empty(1), group=group, tag=_NO_TAG, group_src=peer)
                         if work is not None:
                             work.wait(timedelta(milliseconds=1))
                     else:
