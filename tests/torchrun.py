@@ -31,8 +31,8 @@ dist.destroy_process_group()
 """
 
 
-def start(ranks, body, folder, *, options=(), begin=RANK, end=END, **environment):
-    """Start a job of as many ranks."""
+def start(ranks, body, folder, *, options=(), begin=RANK, end=END, through=(), **environment):
+    """Start a job of as many ranks; ``through`` another program that runs the script, if one is given."""
     script = Path(folder) / "script.py"
     script.write_text(begin + textwrap.dedent(body) + end)
     here = str(Path(__file__).parent)
@@ -41,7 +41,7 @@ def start(ranks, body, folder, *, options=(), begin=RANK, end=END, **environment
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
             *options,
-            *("--no-python", *STRICT_PYTHON, str(script)),
+            *("--no-python", *STRICT_PYTHON, *through, str(script)),
         ],
         env={
             **os.environ,
@@ -106,3 +106,36 @@ def error_of(function, *args, **kwargs):
     except Exception as error:
         return error
     return None
+
+
+def sleeping(forwards, backwards):
+    """Return a model of layers that take so many milliseconds, and no processor: ranks may share one."""
+    import time
+
+    import torch
+    from torch import nn
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, forward, backward):
+            ctx.backward = backward
+            if type(x) is torch.Tensor:  # else only shapes are found out
+                time.sleep(forward / 1000)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            time.sleep(ctx.backward / 1000)
+            return gradient, None, None
+
+    class Layer(nn.Module):
+        def __init__(self, forward, backward):
+            super().__init__()
+            self.times = forward, backward
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return Sleep.apply(self.inner(x), *self.times)
+
+    torch.manual_seed(0)
+    return nn.Sequential(*[Layer(*times) for times in zip(forwards, backwards, strict=True)])

@@ -25,6 +25,7 @@ __all__ = [
     "current",
     "current_microbatch",
     "detach",
+    "exchanging",
     "is_checkpointing",
     "is_recomputing",
     "observers",
@@ -53,6 +54,7 @@ class Where:
         "observers",
         "partition",
         "partitions",
+        "peer",
         "phase",
         "repeating",
         "samples",
@@ -87,6 +89,8 @@ class Where:
         """Where in the task's graph each layer begins, by autograd's sequence number."""
         self.repeating = False
         """A checkpointed forward runs again from its start to the call that interrupted it."""
+        self.peer: int | None = None
+        """The rank that tensors are being sent to, or received from, between tasks."""
         self.observers = Observers(())
         """Those that see the pass under way."""
         self.track: Any = None
@@ -140,6 +144,12 @@ def current() -> Where | None:
     """Return the place of the calling thread in the pipe, or ``None`` outside of a partition."""
     where = _here.where
     return None if where is None or where.phase is None else where
+
+
+def exchanging() -> Where | None:
+    """Return the place of the calling thread while it sends to another rank, or receives from one; else ``None``."""
+    where = _here.where
+    return None if where is None or where.peer is None else where
 
 
 def enter_thread(where: Where) -> None:
@@ -295,8 +305,11 @@ class StepCounter(Protocol):
     def number(self) -> int:
         """The step under way."""
 
-    def called(self, pipeline: torch.nn.Module) -> int:
+    def called(self, pipeline: Any) -> int:
         """Take note of the call of a pipeline, and return the step that it belongs to."""
+
+    def catch_up(self, number: int) -> None:
+        """Take note that other ranks, which work on the same mini-batch, are at this step already."""
 
 
 _counter: StepCounter | None = None
@@ -314,7 +327,7 @@ def counted_step() -> int | None:
     return None if counter is None else counter.number
 
 
-def step_of_call(pipeline: torch.nn.Module, own: int) -> int:
+def step_of_call(pipeline: Any, own: int) -> int:
     """Return the step that a call of a pipeline belongs to; ``own`` if nobody counts steps. For engines."""
     counter = _counter
     if counter is not None:
@@ -324,3 +337,10 @@ def step_of_call(pipeline: torch.nn.Module, own: int) -> int:
             count_steps(None)
             logger.exception("steps cannot be counted any more, so pipelines count their calls; training goes on")
     return own
+
+
+def catch_up(step: int) -> None:
+    """Go on to a step that other ranks are at, if somebody counts steps: a rank may have nothing to optimize."""
+    counter = _counter
+    if counter is not None:
+        counter.catch_up(step)

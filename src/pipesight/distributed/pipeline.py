@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import logging
@@ -35,6 +36,7 @@ from pipesight.distributed.weights import Recipe, build_on_meta
 from pipesight.pipeline.batchnorm import DeferredBatchNorm
 from pipesight.pipeline.gpipe import _check_balance, _check_checkpoint, _check_chunks
 from pipesight.pipeline.microbatch import TensorOrTensors
+from pipesight.pipeline.minibatch import next_serial
 from pipesight.pipeline.partition import Partition, verify_sequential
 from pipesight.pipeline.randomness import PassRandomness, isolated
 from pipesight.pipeline.skip import verify_skippables
@@ -121,7 +123,9 @@ class DistributedPipeline:
         self._watch = Watch([self.places.control, self.places.pipeline, self.places.replicas], self._where, timeout)
         self._agreement = Agreement(self.places.control, self._watch)
         settings = (self._chunks, self._kind.name, checkpoint, data_parallel, self._skeleton.fingerprint())
-        self._agreement.settle({"call": f"DistributedPipeline with {settings}"})
+        device = str(self.places.device)
+        messages = self._agreement.settle({"call": f"DistributedPipeline with {settings}", "device": device})
+        self._devices = {rank: str(message["device"]) for rank, message in messages.items()}
         self._steps = self._calls = 0
         self._leaves = False
         self._farewell: Callable[[], NoReturn] | None = None
@@ -164,9 +168,30 @@ class DistributedPipeline:
         return self._kind.name
 
     @property
+    def checkpoint(self) -> str:
+        """Which micro-batches are run again before their backward."""
+        return self._checkpoint
+
+    @property
     def partitions(self) -> dict[int, Partition]:
         """The partitions of this rank, by number."""
         return {stage.j: stage.submod for stage in self._stages}  # type: ignore[misc]
+
+    @property
+    def outlines(self) -> list[Partition]:
+        """All partitions, those of other ranks too, with tensors that have a shape but no memory."""
+        return list(self._skeleton.partitions)
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """The ranks that have each partition, one in each pipeline of the mesh."""
+        place = [self._kind.rank_of(j, self.places.ranks) for j in range(len(self._balance))]
+        return [[line[k] for line in self.places.lines] for k in place]
+
+    @property
+    def devices(self) -> list[str]:
+        """The device of each partition, on the rank that has it in the pipeline of this one."""
+        return [self._devices[ranks[self.places.replica]] for ranks in self.ranks]
 
     @property
     def is_first(self) -> bool:
@@ -327,7 +352,9 @@ class DistributedPipeline:
     # One step.
 
     def _run(self, call: str, input: Any, target: Any, *, learns: bool, with_target: bool) -> Minibatch:
+        step = context.step_of_call(self, self._steps)
         message: Message = {"call": f"{call} {self._calls}", "mode": self._skeleton.mode, "leaves": self._leaves}
+        message["step"] = context.counted_step()
         error: Exception | None = None
         inputs: list[tuple[Tensor, ...]] = []
         targets: list[Any] = []
@@ -343,10 +370,18 @@ class DistributedPipeline:
             self._farewell()
         self._calls += 1
         flows, weights, seed = self._planner.plan(messages, with_target)
+        self._enter_step(step, [answer["step"] for answer in messages.values() if answer["step"] is not None])
         batch = self._minibatch(flows, inputs, targets, weights, seed, learns)
         self._steps += learns
         self._execute(batch)
         return batch
+
+    def _enter_step(self, step: int, counted: list[int]) -> None:
+        """Be at the step that the ranks are at which count them: one without parameters has no optimizer to count."""
+        self._where.step = step
+        if counted and context.counted_step() is not None:
+            self._where.step = max(counted)
+            context.catch_up(max(counted))
 
     def _minibatch(
         self,
@@ -361,8 +396,10 @@ class DistributedPipeline:
         stop = {"always": m, "except_last": m - 1, "never": 0}[self._checkpoint]
         where = self._where
         where.observers = context.observers()
-        where.step, where.serial = self._steps, self._calls
+        where.serial = next_serial()
+        where.samples = sum(flow.cuts[0].output[0].shape[0] for flow in flows)
         where.microbatches, where.partitions = m, len(self._balance)
+        where.stream = torch.cuda.current_stream(self.places.device) if self.places.device.type == "cuda" else None
         where.checkpoint_stop = stop if learns and self.module.training else 0
         shared = None
         if seed is not None:
@@ -389,9 +426,11 @@ class DistributedPipeline:
         context.enter_thread(self._where)
         numbers = torch.arange(m) if self.is_last else None
         run = schedule.step if batch.learns else schedule.eval
+        batch.observers.tell("pass_started")
         try:
             with isolated():
-                run(target=numbers, **settings)
+                # As workers of GPipe do, tasks leave context variables, such as the open span, as they found them.
+                contextvars.copy_context().run(run, target=numbers, **settings)
             with self._watch.explaining("other replicas"):
                 for stage in self._stages:
                     if stage.averaging is not None and batch.learns:
@@ -403,6 +442,7 @@ class DistributedPipeline:
             raise
         finally:
             self._where.phase = None
+            batch.observers.tell("pass_ended")
             for stage in self._stages:
                 stage.clear_runtime_states()
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from pipesight.context import Phase, Unrepeatable
+from pipesight.context import Observers, Phase, Unrepeatable
 from pipesight.distributed.minibatch import Checkpoint, Minibatch, Task
 from pipesight.distributed.replicas import Averaging
 from pipesight.distributed.shapes import Cut
@@ -281,6 +281,7 @@ class Stage(_PipelineStageBase):
                     ends = [t.clone() if t._is_view() else t for t in ends]
                     parameters = self.submod.parameters()
                     _, task.groups = _call_torch(stage_backward_input, ends, gradients, task.leaves, parameters)
+            self._end_layer()  # what is left to do is no layer's
             own = [leaf.grad for leaf in task.leaves]
             for leaf in task.leaves:
                 leaf.grad = None
@@ -296,18 +297,23 @@ class Stage(_PipelineStageBase):
         """Run the rest of a backward: the gradients of the weights."""
         if not self.has_backward:
             return
-        task = self._tasks.pop(bwd_chunk_id)
-        self._start("weight", bwd_chunk_id)
+        task, where = self._tasks.pop(bwd_chunk_id), self.batch.where
+        self._start("weight", bwd_chunk_id, marks=task.marks)
         try:
             self._prepare_sharded()
             with torch.autograd.set_multithreading_enabled(False):
                 if task.groups is not None:
+                    # Weights come one after the other, in no order of layers.
+                    where.observers = Observers(())
                     _call_torch(stage_backward_weight, self.submod.parameters(), task.groups)
                 elif task.gradients:
                     _backward(task.outputs, task.gradients)
+                    self._end_layer()
         except BaseException as error:
             self._fail(error)
             raise
+        finally:
+            where.observers = self.batch.observers
         self._end()
 
     def _recompute(self, i: int, task: Task, checkpoint: Checkpoint) -> None:
@@ -382,11 +388,15 @@ class Stage(_PipelineStageBase):
         if self.batch.observers.members:
             self.batch.observers.tell("task_started", where)
 
+    def _end_layer(self) -> None:
+        """Tell the observers that the backward of the last layer has ended: nothing else does."""
+        where = self.batch.where
+        if where.layer is not None and self.batch.observers.members:
+            self.batch.observers.tell("layer_ended", where)
+
     def _end(self) -> None:
         where = self.batch.where
         if self.batch.observers.members:
-            if where.phase == "backward" and where.layer is not None:
-                self.batch.observers.tell("layer_ended", where)
             self.batch.observers.tell("task_ended", where)
         where.phase = None
 

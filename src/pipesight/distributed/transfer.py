@@ -49,6 +49,12 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
+def _enter(stage: Stage, i: int, peer: int) -> None:
+    """Say where this rank is: at a micro-batch that comes from another rank, or goes there."""
+    where = stage.batch.where
+    where.partition, where.microbatch, where.device, where.peer = stage.j, i, stage.device, peer
+
+
 class _Posting:
     """Posts a transfer, for `torch.distributed.batch_isend_irecv`."""
 
@@ -60,6 +66,7 @@ class _Posting:
 
     def __call__(self, tensor: Tensor, *_: Any, **__: Any) -> _Waiting:
         stage, peer = self._stage, self._place
+        _enter(stage, self._i, self._peer)
         try:
             if self._sends:
                 work = dist.isend(tensor, group=stage.group, group_dst=peer)
@@ -67,6 +74,8 @@ class _Posting:
                 work = dist.irecv(tensor, group=stage.group, group_src=peer)
         except RuntimeError as error:
             raise stage.batch.watch.explain(error, f"rank {self._peer}") from None
+        finally:
+            stage.batch.where.peer = None
         return _Waiting(work, tensor, self._sends, stage, self._i, self._peer)
 
 
@@ -83,10 +92,9 @@ class _Waiting:
         stage = self._stage
         batch = stage.batch
         batch.watch.waits_for = f"rank {self._peer}"
+        _enter(stage, self._i, self._peer)
         observed = batch.observers.members and not self._sends
         if observed:
-            batch.where.partition, batch.where.microbatch = stage.j, self._i
-            batch.where.device = stage.device
             details = (f"rank {self._peer}", f"rank {dist.get_rank()}", self._tensor.numel())
             batch.observers.tell("transfer_started", batch.where, *details)
         try:
@@ -94,6 +102,7 @@ class _Waiting:
         except RuntimeError as error:
             raise batch.watch.explain(error, f"rank {self._peer}") from None
         finally:
+            batch.where.peer = None
             if observed:
                 batch.observers.tell("transfer_ended", batch.where, *details)
         batch.watch.waits_for = None

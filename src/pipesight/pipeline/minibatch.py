@@ -33,9 +33,10 @@ from pipesight.pipeline.task import Graph, Stage
 from pipesight.pipeline.transfer import Streams
 from pipesight.pipeline.worker import Workers
 
-__all__ = ["MiniBatch"]
+__all__ = ["MiniBatch", "next_serial"]
 
-_serials = itertools.count(1)
+next_serial = itertools.count(1).__next__
+"""Returns a number for each mini-batch of the process, whichever engine runs it."""
 
 
 class MiniBatch:
@@ -59,7 +60,7 @@ class MiniBatch:
     ) -> None:
         self.stages, self.routes, self.workers, self.surroundings = stages, routes, workers, surroundings
         self.m, self.n = len(microbatches), len(stages)
-        self.step, self.serial = step, next(_serials)
+        self.step, self.serial = step, next_serial()
         self.grad = torch.is_grad_enabled()
         self.checkpoint_stop = checkpoint_stop if self.grad else 0
         self.sizes = [tensors[0].size(0) for tensors in microbatches]

@@ -15,11 +15,10 @@ from typing import Any
 from torch import nn
 
 from pipesight import trace as tracing
-from pipesight.pipeline.gpipe import GPipe
 from pipesight.recording.description import Description
 from pipesight.recording.directory import RunDirectory
 from pipesight.recording.log_lines import LogLines, level_number
-from pipesight.recording.pipelines import KnownPipeline
+from pipesight.recording.pipelines import KnownPipeline, Pipeline
 from pipesight.recording.room import TraceRoom
 from pipesight.recording.statistics import Config, RunStatistics
 from pipesight.recording.steps import StepCount
@@ -302,12 +301,12 @@ class Observation:
         if self._statistics is not None:
             self._statistics.part_with_ranks()
 
-    def meet_pipeline(self, pipeline: nn.Module) -> None:
+    def meet_pipeline(self, pipeline: Pipeline) -> None:
         """A pipeline is called."""
-        if isinstance(pipeline, GPipe) and os.getpid() == self._process:
+        if os.getpid() == self._process:
             self._safely("describe a pipeline", self._describe_pipeline, pipeline)
         if self._statistics is not None:
-            self._statistics.meet_pipeline(pipeline)
+            self._statistics.meet_pipeline(pipeline if isinstance(pipeline, nn.Module) else pipeline.module)
 
     def meet_module(self, module: nn.Module) -> None:
         """A module is called, from outside of all others."""
@@ -334,7 +333,7 @@ class Observation:
             self._without_hooks = not wanted
             self._instrumentation.modules.pause(not wanted)
 
-    def _describe_pipeline(self, pipeline: GPipe) -> None:
+    def _describe_pipeline(self, pipeline: Pipeline) -> None:
         known = self._pipelines.get(id(pipeline))
         if known is None:
             with self._meeting:

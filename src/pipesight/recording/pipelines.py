@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -13,13 +14,22 @@ from pipesight import context
 from pipesight._nested import tensors_in
 from pipesight.pipeline.gpipe import GPipe
 
-__all__ = ["KnownPipeline"]
+if TYPE_CHECKING:
+    from pipesight.distributed import DistributedPipeline
+
+__all__ = ["KnownPipeline", "Pipeline"]
+
+Pipeline: TypeAlias = Union[GPipe, "DistributedPipeline"]
+"""A pipeline of either engine."""
 
 
 class KnownPipeline:
-    """A pipeline that a run has met. Its first mini-batch tells how large these are, and the outputs of layers."""
+    """A pipeline that a run has met. Its first mini-batch tells how large these are, and the outputs of layers.
 
-    def __init__(self, pipeline: GPipe) -> None:
+    Of one over several processes, each knows the outputs of its own layers.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._outputs: dict[str, int] = {}
         self._samples: int | None = None
@@ -27,7 +37,7 @@ class KnownPipeline:
         self._adding = threading.Lock()
         self._handles: list[RemovableHandle] = [
             layer.register_forward_hook(partial(self._add, name))
-            for part in pipeline.partitions
+            for part in (pipeline.partitions if isinstance(pipeline, GPipe) else pipeline.partitions.values())
             for name, layer in part.named_children()
         ]
 
@@ -47,8 +57,14 @@ class KnownPipeline:
     def as_json(self) -> dict[str, Any]:
         """Return what there is to say by now."""
         pipeline = self._pipeline
+        everything: Sequence[nn.Module]
+        placed: dict[str, Any]
+        if isinstance(pipeline, GPipe):
+            everything, placed = list(pipeline.partitions), {"schedule": "gpipe"}
+        else:
+            everything, placed = pipeline.outlines, {"schedule": pipeline.schedule, "ranks": pipeline.ranks}
         return {
-            "schedule": "gpipe",
+            **placed,
             "partitions": len(pipeline.balance),
             "chunks": pipeline.chunks,
             "balance": pipeline.balance,
@@ -63,7 +79,7 @@ class KnownPipeline:
                     "parameter_bytes": sum(p.nelement() * p.element_size() for p in layer.parameters()),
                     "output_bytes": self._outputs.get(name),
                 }
-                for j, part in enumerate(pipeline.partitions)
+                for j, part in enumerate(everything)
                 for name, layer in part.named_children()
             ],
         }

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
 from pipesight import context
+from pipesight.recording.pipelines import Pipeline
 from pipesight.trace.automatic import Patches, on_outermost
 
 __all__ = ["StepCount", "StepFollower"]
@@ -39,7 +40,7 @@ class StepFollower(Protocol):
     def part(self) -> None:
         """The program is about to leave the other ranks."""
 
-    def meet_pipeline(self, pipeline: nn.Module) -> None:
+    def meet_pipeline(self, pipeline: Pipeline) -> None:
         """A pipeline is called."""
 
     def meet_module(self, module: nn.Module) -> None:
@@ -108,11 +109,18 @@ class StepCount:
                     self._ended = False
                     self._turn_to(self._number + 1)
 
-    def called(self, pipeline: nn.Module) -> int:
+    def called(self, pipeline: Any) -> int:
         """Take note of the call of a pipeline, and return the step that it belongs to."""
         self.begin()
         self._follower.meet_pipeline(pipeline)
         return self._number
+
+    def catch_up(self, number: int) -> None:
+        """Take note that other ranks, which work on the same mini-batch, are at this step already."""
+        with self._turning:
+            if number > self._number:
+                self._ended = False
+                self._turn_to(number)
 
     def _turn_to(self, number: int) -> None:
         last, self._number = self._number, number

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipesight.report.analysis.facts import LayerFacts
-from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE, Column, LayerTimes
+from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Column, LayerTimes
 
 __all__ = ["Layer", "layers_of"]
 
@@ -55,7 +55,7 @@ def layers_of(times: LayerTimes, facts: Sequence[LayerFacts] = ()) -> list[Layer
     found = []
     for (partition, name), rows in groups.items():
         own = times.where(np.array(rows))
-        sums = [_sums(own, phase) for phase in (FORWARD, RECOMPUTE, BACKWARD)]
+        sums = [_sums(own, FORWARD), _sums(own, RECOMPUTE), _sums(own, BACKWARD, WEIGHT)]
         fact = known.get((partition, name), (0, None))[1]
         forward, recompute, backward = (total / count if count else 0.0 for count, total in sums)
         total = int(own.total.sum())
@@ -77,9 +77,11 @@ def layers_of(times: LayerTimes, facts: Sequence[LayerFacts] = ()) -> list[Layer
     return sorted(found, key=lambda layer: layer.place)
 
 
-def _sums(times: LayerTimes, phase: int) -> tuple[int, int]:
-    rows: Column = times.phase == phase
-    return int(times.count[rows].sum()), int(times.total[rows].sum())
+def _sums(times: LayerTimes, *phases: int) -> tuple[int, int]:
+    """Return how often a layer ran, and how long; where some phases are parts of one, how often the most usual was."""
+    counts = [int(times.count[times.phase == phase].sum()) for phase in phases]
+    rows: Column = np.isin(times.phase, phases)
+    return max(counts), int(times.total[rows].sum())
 
 
 def _order(key: tuple[int, str], known: dict[tuple[int, str], tuple[int, LayerFacts]]) -> tuple[object, ...]:

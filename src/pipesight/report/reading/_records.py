@@ -25,7 +25,7 @@ _LINE = re.compile(
 )
 _WHERE = re.compile(
     r"(?:step (?P<step>\d+) ?)?(?:partition (?P<partition>\d+) ?)?(?:micro-batch (?P<microbatch>\d+) ?)?"
-    r"(?P<phase>forward|recompute|backward)? ?(?:layer (?P<layer>.*))?"
+    r"(?P<phase>forward|recompute|backward|weight)? ?(?:layer (?P<layer>.*))?"
 )
 
 

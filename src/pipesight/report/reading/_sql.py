@@ -52,10 +52,10 @@ _PHASE = f"""
 CASE WHEN cat <> 'compute' OR args.partition IS NULL OR args.partition < 0 THEN -1
     WHEN args.layer IS NULL THEN CASE name
         WHEN 'forward' THEN {FORWARD} WHEN 'forward.recompute' THEN {RECOMPUTE} WHEN 'backward' THEN {BACKWARD}
-        ELSE -1 END
+        WHEN 'backward.weight' THEN {WEIGHT} ELSE -1 END
     ELSE CASE name
         WHEN 'forward.layer' THEN {FORWARD} WHEN 'forward.recompute.layer' THEN {RECOMPUTE}
-        WHEN 'backward.layer' THEN {BACKWARD} ELSE -1 END
+        WHEN 'backward.layer' THEN {BACKWARD} WHEN 'backward.weight.layer' THEN {WEIGHT} ELSE -1 END
 END"""
 _LAST = 2**61  # microseconds; beyond, sums might not fit
 _IS_SPAN = f"ts BETWEEN 0 AND {_LAST} AND dur BETWEEN 0 AND {_LAST}"

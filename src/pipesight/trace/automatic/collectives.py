@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pipesight import context
 from pipesight._nested import tensors_in
 from pipesight.trace import _span
 from pipesight.trace.ai import ai
@@ -71,26 +72,42 @@ def _around(name: str, node: Node, measured: str) -> Callable[..., Any]:
         for end in ("src", "dst", "group_src", "group_dst"):
             if isinstance(given.get(end), int):
                 known[end] = given[end]
-        with node(args=with_step(known)):
+        if (where := context.exchanging()) is not None:
+            known |= _place(where)
+        known = with_step(known)
+        with node(args=dict(known)):
             work = original(*args, **kwargs)
         if known["async"] and work is not None:
             if len(_waits) > 10_000:  # works that nobody waits for
                 _waits.clear()
-            _waits[id(work)] = node.name
+            del known["async"]  # the wait itself is not
+            _waits[id(work)] = node.name, known
         return work
 
     return around
 
 
-_waits: dict[int, str] = {}  # what the works that nobody has waited for yet are
+_waits: dict[int, tuple[str, dict[str, Any]]] = {}  # what the works that nobody has waited for yet are
 
 
 def _wait(original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
     what = _waits.pop(id(work), None)
     if what is None or not ai.comm.recording:
         return original(work, *args, **kwargs)
-    with getattr(ai.comm, what).derive("wait")(args=with_step({})):
+    name, known = what
+    with getattr(ai.comm, name).derive("wait")(args=known):
         return original(work, *args, **kwargs)
+
+
+def _place(where: context.Where) -> dict[str, Any]:
+    """Return what is known of tensors that a pipeline sends from rank to rank."""
+    return {
+        "step": where.step,
+        "minibatch": where.serial,
+        "partition": where.partition,
+        "microbatch": where.microbatch,
+        "peer": where.peer,
+    }
 
 
 def _is_inside(node: Node) -> bool:

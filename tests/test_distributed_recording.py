@@ -1,0 +1,162 @@
+"""Runs of several ranks, recorded: what each rank writes, and that it fits together."""
+
+import json
+
+import pytest
+
+from observed import description, events
+from torchrun import RANK, torchrun
+
+TRAIN = (
+    RANK
+    + """
+def train(pipeline, steps, width=4, samples=16):
+    parameters = list(pipeline.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.01) if parameters else None
+    for _ in range(steps):
+        x = torch.randn(samples, width)
+        if optimizer is not None:
+            optimizer.zero_grad()
+        pipeline.step(x, x)
+        if optimizer is not None:
+            optimizer.step()
+"""
+)
+
+
+def of_rank(run, name, category="compute"):
+    """Return the events of one name, by rank."""
+    found = {}
+    for event in events(run):
+        if event["ph"] == "X" and (event["name"], event["cat"]) == (name, category):
+            found.setdefault(event["pid"], []).append(event["args"])
+    facts = [json.loads(file.read_text()) for file in (run / "ranks").glob("*.json")] + [description(run)]
+    return {fact["rank"]: found.get(fact["pid"], []) for fact in facts}
+
+
+def tasks(args):
+    return sorted((a["step"], a["partition"], a["microbatch"]) for a in args)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Record four ranks, the third of which has no parameters and so no optimizer, with no change to the program."""
+    folder = tmp_path_factory.mktemp("recorded")
+    torchrun(
+        4,
+        """
+        layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh(), nn.ReLU(), nn.Linear(4, 4)]
+        pipeline = DistributedPipeline(nn.Sequential(*layers), [1, 1, 2, 1], chunks=4, loss_fn=nn.functional.mse_loss,
+                                       checkpoint="except_last")
+        train(pipeline, 5)
+        """,
+        folder,
+        begin=TRAIN,
+        through=("-m", "pipesight", "run", "--out", str(folder / "RUN"), "--steps", "1:3"),
+    )
+    return folder / "RUN"
+
+
+def test_one_directory(recorded):
+    """Each rank writes its own trace, log and description into one run directory."""
+    ranks = [f"rank-{rank:05}" for rank in range(4)]
+    assert sorted(file.name for file in (recorded / "trace").iterdir()) == [f"{name}.pfw.gz" for name in ranks]
+    assert sorted(file.name for file in (recorded / "logs").iterdir()) == [f"{name}.log" for name in ranks]
+    assert sorted(file.stem for file in (recorded / "ranks").iterdir()) == ranks[1:]
+    for rank, name in enumerate(ranks):
+        lines = (recorded / "logs" / f"{name}.log").read_text().splitlines()
+        assert sum(f"[step 2 partition {rank} micro-batch 3 forward]" in line for line in lines) == 1, lines
+
+
+def test_tasks_of_each_rank(recorded):
+    """Each rank records its own tasks, of the same steps on all of them, also where there is nothing to optimize."""
+    for name, chunks in (("forward", 4), ("forward.recompute", 3), ("backward", 4)):
+        for rank, args in of_rank(recorded, name).items():
+            own = [(step, rank, i) for step in (1, 2, 3) for i in range(chunks)]
+            assert tasks(args) == own, (name, rank, tasks(args))
+    layers = {rank: {a["layer"] for a in args} for rank, args in of_rank(recorded, "backward.layer").items()}
+    assert layers == {0: {"0"}, 1: {"1"}, 2: {"2", "3"}, 3: {"4"}}
+
+
+def test_messages_of_each_rank(recorded):
+    """What a rank sends, receives and waits for says whose it is, how large, and where it comes from or goes to."""
+    for name in ("send", "receive"):
+        for event in (name, f"{name}.wait"):
+            for rank, args in of_rank(recorded, event, "comm").items():
+                neighbours = {rank - 1, rank + 1} & {0, 1, 2, 3}
+                assert {a["peer"] for a in args} == neighbours
+                for peer in neighbours:
+                    own = [a for a in args if a["peer"] == peer]
+                    assert tasks(own) == [(step, rank, i) for step in (1, 2, 3) for i in range(4)], (event, rank)
+                    assert {a["size"] for a in own} == {4 * 4 * 4}
+    for rank, args in of_rank(recorded, "transfer", "device").items():
+        assert {(a["from"], a["to"]) for a in args} == {
+            (f"rank {peer}", f"rank {rank}") for peer in (rank - 1, rank + 1) if 0 <= peer < 4
+        }
+    for args in of_rank(recorded, "all_gather", "comm").values():
+        assert {a["step"] for a in args} >= {1, 2, 3}  # the ranks agree on each step before it
+
+
+def test_description(recorded):
+    """The description says how the pipeline is cut, which rank has what, and all ranks have their own."""
+    facts = description(recorded)
+    (pipeline,) = facts["pipelines"]
+    layers = pipeline.pop("layers")
+    assert pipeline == {
+        "schedule": "1f1b",
+        "ranks": [[0], [1], [2], [3]],
+        "partitions": 4,
+        "chunks": 4,
+        "balance": [1, 1, 2, 1],
+        "devices": ["cpu"] * 4,
+        "checkpoint": "except_last",
+        "batch_size": 16,
+    }
+    assert [(e["name"], e["class"], e["partition"], e["parameter_bytes"]) for e in layers] == [
+        ("0", "Linear", 0, 80),
+        ("1", "Linear", 1, 80),
+        ("2", "Tanh", 2, 0),
+        ("3", "ReLU", 2, 0),
+        ("4", "Linear", 3, 80),
+    ]
+    assert facts["world_size"] == 4
+    assert facts["outcome"] == "ok"
+    assert facts["left_out"]["steps"] == 2
+    for rank in range(1, 4):
+        own = json.loads((recorded / "ranks" / f"rank-{rank:05}.json").read_text())
+        assert own["rank"] == rank
+        assert own["pid"] != facts["pid"]
+        sizes = {e["name"]: e["output_bytes"] for e in own["pipelines"][0]["layers"]}
+        mine = [e["name"] for e in layers if e["partition"] == rank]
+        assert sizes == {e["name"]: 16 * 4 * 4 if e["name"] in mine else None for e in layers}
+
+
+def test_open_span_and_statistics(tmp_path):
+    """A span around steps stays open from one to the next, and statistics are found on each rank by themselves."""
+    torchrun(
+        2,
+        """
+        import pipesight
+        from pipesight.trace import ai
+        from observed import STATS
+        pipeline = DistributedPipeline(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), [2, 2], chunks=2,
+                                       loss_fn=nn.functional.mse_loss)
+        with pipesight.observe(os.path.join(folder, "RUN"), stats=STATS):
+            with ai.pipeline.epoch:
+                train(pipeline, 2)
+        """,
+        tmp_path,
+        begin=TRAIN,
+    )
+    run = tmp_path / "RUN"
+    found = [event for event in events(run) if event["ph"] == "X"]
+    for epoch in (event for event in found if event["name"] == "epoch"):
+        inside = [e for e in found if e["pid"] == epoch["pid"] and e["name"] == "step" and e["cat"] == "compute"]
+        assert [e["args"]["p_idx"] for e in inside] == [epoch["id"]] * 2
+    for rank in (0, 1):
+        lines = (run / "stats" / f"rank-{rank:05}.jsonl").read_text().splitlines()
+        values = [json.loads(line) for line in lines]
+        own = {(v["iteration"], v["layer"], v["tensor"]) for v in values}
+        assert own == {
+            (step, str(2 * rank + k), tensor) for step in (0, 1) for k in (0, 1) for tensor in ("activation", "wgrad")
+        }, own
