@@ -5,6 +5,8 @@ import json
 import pytest
 
 from observed import description, events
+from pipesight.report.analysis.analysing import analyse
+from pipesight.report.reading.run import open_run
 from torchrun import RANK, torchrun
 
 TRAIN = (
@@ -160,3 +162,34 @@ def test_open_span_and_statistics(tmp_path):
         assert own == {
             (step, str(2 * rank + k), tensor) for step in (0, 1) for k in (0, 1) for tensor in ("activation", "wgrad")
         }, own
+
+
+def test_clocks_that_cannot_be_compared(tmp_path):
+    """If rank 0 cannot be reached, that is logged, noted and reported, and training goes on."""
+    torchrun(
+        2,
+        """
+        import logging, socket
+        import pipesight
+        def refuse(*args, **kwargs):
+            raise ConnectionRefusedError("no way through")
+        if rank == 1:
+            socket.create_connection = refuse
+        pipeline = DistributedPipeline(tanhs(2, width=4).float(), [1, 1], chunks=2, loss_fn=nn.functional.mse_loss)
+        with pipesight.observe(os.path.join(folder, "RUN")):
+            train(pipeline, 3)
+            time.sleep(0.5)
+        """,
+        tmp_path,
+        begin=TRAIN,
+    )
+    run = tmp_path / "RUN"
+    log = (run / "logs" / "rank-00001.log").read_text()
+    assert "the clock of rank 1 cannot be compared with that of rank 0 (no way through); training goes on" in log
+    assert description(run)["clock"]["error_ns"] is None
+    own = json.loads((run / "ranks" / "rank-00001.json").read_text())
+    assert own["outcome"] == "ok"
+    assert own["clock"]["error_ns"] is None
+    with open_run(run) as opened:
+        remarks = [remark.text for remark in analyse(opened).remarks]
+    assert "the clocks of ranks were not all compared, so waits of one rank for another may be wrong" in remarks

@@ -29,16 +29,15 @@ class Description:
 
     Args:
         directory: Where it belongs.
-        clock_offset: What the trace adds to the monotonic clock, in nanoseconds.
+        clock: What there is to say of it.
         observed: What is recorded.
     """
 
-    def __init__(self, directory: RunDirectory, *, clock_offset: int | None, observed: dict[str, Any]) -> None:
+    def __init__(self, directory: RunDirectory, *, clock: dict[str, Any], observed: dict[str, Any]) -> None:
         self._file = directory.description
         self._complained = False
         self.written = 0.0
         """When it was written last, by the monotonic clock."""
-        offset = time.time_ns() - time.perf_counter_ns() if clock_offset is None else clock_offset
         self._facts: dict[str, Any] = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -57,7 +56,7 @@ class Description:
             "started": _now(),
             "ended": None,
             "outcome": None,
-            "clock": {"offset_ns": offset, "error_ns": 0},
+            "clock": clock,
             "pipelines": [],
             "observed": observed,
             "left_out": {"steps": 0, "events": 0, "log_lines": 0},

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from pipesight import trace as tracing
+from pipesight.recording.asking import RankClocks
 from pipesight.recording.description import Description
 from pipesight.recording.directory import RunDirectory
 from pipesight.recording.log_lines import LogLines, level_number
@@ -212,10 +213,16 @@ class Observation:
             stack.callback(self._instrumentation.__exit__, None, None, None)
         self._count.attach()
         stack.callback(self._count.detach)
-        offset = None if self._session is None else self._session.clock_offset
-        self._description = Description(directory, clock_offset=offset, observed=self._observed())
+        offset = time.time_ns() - time.perf_counter_ns() if self._session is None else self._session.clock_offset
+        self._clock_offset = offset
+        self._clocks = RankClocks(
+            directory.rank, directory.ranks, directory.restart, lambda: time.perf_counter_ns() + offset
+        )
+        stack.callback(self._clocks.end, failed=True)
+        self._description = Description(directory, clock=self._clock(), observed=self._observed())
         self._switch(self._first)
         self._description.update()
+        self.join()
 
     def _observed(self) -> dict[str, Any]:
         stats = self._stats
@@ -237,6 +244,7 @@ class Observation:
                 known.settle()
                 known.remove()
         self._count.detach()
+        self._safely("compare clocks", self._clocks.end, failed=failed)
         statistics, self._statistics = self._statistics, None
         try:
             if statistics is not None and failed:
@@ -275,6 +283,7 @@ class Observation:
             return
         if self._statistics is not None:
             self._safely("close the statistics", self._statistics.close, failed=True)
+        self._safely("compare clocks", self._clocks.end, failed=True)
         self._description.end(trace_session.ending() or "the process ended")
         self._refresh()
 
@@ -288,6 +297,7 @@ class Observation:
         elif statistics is not None:
             statistics.end_step()  # raises where the configuration, or a rank that is missing, says so
         self._safely("turn to another step", self._switch, step)
+        self.join()
         if self._description is not None and time.monotonic() - self._description.written > _REFRESH:
             self._safely("describe the run", self._look_around)
 
@@ -296,10 +306,15 @@ class Observation:
         if self._windows.include(self._count.number + 1):
             self._want_hooks(True)
 
+    def join(self) -> None:
+        """The program may have joined other ranks."""
+        self._safely("compare clocks", self._clocks.begin)
+
     def part(self) -> None:
         """The program is about to leave the other ranks."""
         if self._statistics is not None:
             self._statistics.part_with_ranks()
+        self._safely("compare clocks", self._clocks.end)
 
     def meet_pipeline(self, pipeline: Pipeline) -> None:
         """A pipeline is called."""
@@ -354,9 +369,13 @@ class Observation:
             events += self._session.lost + self._session.removed
         lines = 0 if self._log_lines is None else self._log_lines.left_out
         self._description.update(
+            clock=self._clock(),
             pipelines=[known.as_json() for known in list(self._pipelines.values())],
             left_out={"steps": self._left_out, "events": events, "log_lines": lines},
         )
+
+    def _clock(self) -> dict[str, Any]:
+        return {"offset_ns": self._clock_offset, **self._clocks.as_json()}
 
     def _log(self, level: int, message: str) -> None:
         if self._log_lines is not None and self._logs is not None and level >= self._logs[1]:

@@ -37,6 +37,9 @@ class StepFollower(Protocol):
     def stepped(self) -> None:
         """An optimizer has stepped, so that the step may be over."""
 
+    def join(self) -> None:
+        """The program has joined other ranks."""
+
     def part(self) -> None:
         """The program is about to leave the other ranks."""
 
@@ -83,6 +86,7 @@ class StepCount:
         patches.wrap(torch.amp.GradScaler, "step", self._scaler_stepped)
         if dist.is_available():
             for owner in (dist, dist.distributed_c10d):
+                patches.wrap(owner, "init_process_group", self._joining)
                 patches.wrap(owner, "destroy_process_group", self._before_parting)
         on_outermost.append(self._module_called)
         context.count_steps(self)
@@ -133,6 +137,11 @@ class StepCount:
     def _before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.begin()
         return original(*args, **kwargs)
+
+    def _joining(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._follower.join()
+        return result
 
     def _before_parting(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs:  # all groups

@@ -11,6 +11,7 @@ import numpy as np
 from pipesight.report.analysis.breakdown import PARTS, StepTimes, Summary, break_down, summary, warm_up
 from pipesight.report.analysis.bubble import Split, split_windows
 from pipesight.report.analysis.changes import Situation, find_changes
+from pipesight.report.analysis.clocks import doubts_about_clocks
 from pipesight.report.analysis.facts import PipelineFacts, device_of_partition, pipelines_of
 from pipesight.report.analysis.layers import Layer, layers_of
 from pipesight.report.analysis.nonfinite import SIGNS, NonFinite, first_nonfinite
@@ -171,7 +172,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         description=run.description,
         events=run.events,
         ranks=tuple(run.ranks()),
-        remarks=tuple(_remarks(run, own, spans)),
+        remarks=(*_remarks(run, own, spans), *_doubts(run, tasks)),
         verdict=_with_ending(_verdict(overall, pipelines, splits, counted_minibatches, times, counted, layers), run),
         overall=overall,
         left=Left(tuple(warm.tolist()), int((~found.complete).sum())),
@@ -361,6 +362,11 @@ def _remarks(run: Run, minibatches: MiniBatches | None = None, spans: Spans | No
         text = "mini-batch is" if broken == 1 else "mini-batches are"
         found.append(Remark(None, f"{broken:,} {text} incomplete, and left out with the step"))
     return found
+
+
+def _doubts(run: Run, tasks: Tasks) -> list[Remark]:
+    text = doubts_about_clocks(run.description, tasks)
+    return [] if text is None else [Remark(None, text)]
 
 
 def _never_stepped(minibatches: MiniBatches, spans: Spans) -> int:

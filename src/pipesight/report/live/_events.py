@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipesight.report.reading._clocks import Shift
 from pipesight.report.reading._duckdb import DuckEvents, Source
 from pipesight.report.reading.queries import Frame
 
@@ -25,7 +26,7 @@ class Lines:
     rank: int
     own: bool
     """Of the rank's own process, not of one that it started."""
-    shift: int
+    shift: Shift
 
 
 class LiveEvents(DuckEvents):

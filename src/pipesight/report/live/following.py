@@ -19,6 +19,7 @@ from pipesight.report.live._events import Lines
 from pipesight.report.live._growing import GrowingFile
 from pipesight.report.live._handing_over import is_inside
 from pipesight.report.live._recent import RecentRun
+from pipesight.report.reading._clocks import NO_SHIFT, Shift
 from pipesight.report.reading._files import read_object
 from pipesight.report.reading.run import NotARunError
 from pipesight.report.reading.traces import find_traces
@@ -112,7 +113,7 @@ class Follower:
         events = list(self._new("trace"))
         if events:
             shifts = _shifts(self.path)
-            self.run.add_events([self._lines(path, lines, shifts.get(_rank(path), 0)) for path, lines in events])
+            self.run.add_events([self._lines(path, lines, shifts.get(_rank(path), NO_SHIFT)) for path, lines in events])
         said = False
         for path, lines in self._new("stats"):
             self.run.add_statistics(_rank(path), lines)
@@ -174,7 +175,7 @@ class Follower:
                 self._note_growth(changed_at)
                 yield path, lines
 
-    def _lines(self, path: Path, lines: list[bytes], shift: int) -> Lines:
+    def _lines(self, path: Path, lines: list[bytes], shift: Shift) -> Lines:
         self._closed[path] = lines[-1].strip() == b"]"
         return Lines(lines, _rank(path), own=_CHILD.search(path.name) is None, shift=shift)
 
@@ -221,15 +222,17 @@ def _rank(path: Path) -> int:
     return int(found[1]) if found else 0
 
 
-def _shifts(run: Path) -> dict[int, int]:
-    """Return what to add to the times of ranks whose clocks were compared with that of rank 0, in microseconds."""
+def _shifts(run: Path) -> dict[int, Shift]:
+    """Return what to add to the times of ranks whose clocks were compared with that of rank 0."""
     shifts = {}
     for path in (run / "ranks").glob("*.json"):
         try:
             facts = read_object(path)
-            shifts[int(facts["rank"])] = int(facts["clock"]["offset_correction_ns"]) // 1000
+            rank, shift = int(facts["rank"]), Shift.of(facts)
         except (OSError, ValueError, LookupError, TypeError):
             continue
+        if shift is not None:
+            shifts[rank] = shift
     return shifts
 
 

@@ -8,11 +8,12 @@ import glob
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pipesight.report.reading import _sql
+from pipesight.report.reading._clocks import NO_SHIFT, Shift
 from pipesight.report.reading._files import NotARunError
 
 if TYPE_CHECKING:
@@ -32,13 +33,13 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of lines: whose events they are, and what to add to their times, in microseconds."""
+    """A file of lines: whose events they are, and what to add to their times."""
 
     path: Path
     number: int
     rank: int
     own: bool = True
-    shift: int = 0
+    shift: Shift = NO_SHIFT
     packed: bool = True
 
 
@@ -89,8 +90,8 @@ class DuckEvents:
         try:
             run("BEGIN")
             run("DELETE FROM sources")
-            rows = [(str(s.path), s.number, s.rank, s.own, s.shift) for s in sources]
-            self._database.executemany("INSERT INTO sources VALUES (?, ?, ?, ?, ?)", rows)
+            rows = [(str(s.path), s.number, s.rank, s.own, *astuple(s.shift)) for s in sources]
+            self._database.executemany("INSERT INTO sources VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
             for packed in (True, False):
                 paths = [glob.escape(str(source.path)) for source in sources if source.packed == packed]
                 if paths:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipesight.report.reading._checking import Checks
+from pipesight.report.reading._clocks import NO_SHIFT, Shift
 from pipesight.report.reading._dataset import EVENTS, is_dataset, read_notes
+from pipesight.report.reading._describing import complete
 from pipesight.report.reading._duckdb import DuckEvents, FileFacts, Source, UnreadableError
 from pipesight.report.reading._files import NotARunError, Note, TraceFile, find_files, read_object
 from pipesight.report.reading._sieve import Sieve
@@ -125,7 +127,7 @@ def _load(path: Path, loaded: Loaded, events: DuckEvents) -> None:
                 kept.append((number, file))
         sieved |= {number: Sieve(file) for number, file in _unread(events, kept, shifts)}
     for number, sieve in sorted(sieved.items()):
-        sieve.read_into(events, number, shifts.get(sieve.file.rank, 0))
+        sieve.read_into(events, number, shifts.get(sieve.file.rank, NO_SHIFT))
     if foreign := [number for number, sieve in sieved.items() if sieve.file.form != "lines"]:
         events.adopt(foreign)
     facts = events.settle()
@@ -139,7 +141,7 @@ def _load(path: Path, loaded: Loaded, events: DuckEvents) -> None:
     }
     for number, sieve in again.items():
         events.remove(number)
-        sieve.read_into(events, number, shifts.get(sieve.file.rank, 0))
+        sieve.read_into(events, number, shifts.get(sieve.file.rank, NO_SHIFT))
     if again:
         facts |= {number: fact for number, fact in events.settle().items() if number in again}
         sieved |= again
@@ -151,11 +153,11 @@ def _load(path: Path, loaded: Loaded, events: DuckEvents) -> None:
         raise NotARunError(_nothing(path, loaded.notes))
 
 
-def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, int], dict[int, int]]:
-    """Return what ``run.json`` says, the ranks of processes, and what to add to the times of ranks, in microseconds."""
+def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, int], dict[int, Shift]]:
+    """Return what ``run.json`` says, the ranks of processes, and what to add to the times of ranks."""
     description: dict[str, Any] = {}
     processes: dict[int, int] = {}
-    shifts: dict[int, int] = {}
+    shifts: dict[int, Shift] = {}
     others = sorted((path / "ranks").glob("*.json")) if (path / "ranks").is_dir() else []
     for file in [path / "run.json", *others] if path.is_dir() else []:
         try:
@@ -167,12 +169,13 @@ def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, 
             continue
         if file.name == "run.json":
             description = facts
-        rank, pid, clock = facts.get("rank"), facts.get("pid"), facts.get("clock")
+        else:
+            complete(description, facts)
+        rank, pid = facts.get("rank"), facts.get("pid")
         if isinstance(rank, int) and isinstance(pid, int):
             processes[pid] = rank
-        correction = clock.get("offset_correction_ns") if isinstance(clock, dict) else None
-        if isinstance(rank, int) and isinstance(correction, int):
-            shifts[rank] = correction // 1000
+        if isinstance(rank, int) and (shift := Shift.of(facts)) is not None:
+            shifts[rank] = shift
     return description, processes, shifts
 
 
@@ -191,13 +194,13 @@ def _batches(files: Sequence[tuple[int, TraceFile]]) -> Iterator[list[tuple[int,
 
 
 def _unread(
-    events: DuckEvents, files: Sequence[tuple[int, TraceFile]], shifts: dict[int, int]
+    events: DuckEvents, files: Sequence[tuple[int, TraceFile]], shifts: dict[int, Shift]
 ) -> Iterator[tuple[int, TraceFile]]:
     """Read files together, or else one by one, and yield those that cannot be read as they are."""
     if not files:
         return
     sources = [
-        Source(file.path, number, file.rank, own=file.own, packed=file.packed, shift=shifts.get(file.rank, 0))
+        Source(file.path, number, file.rank, own=file.own, packed=file.packed, shift=shifts.get(file.rank, NO_SHIFT))
         for number, file in files
     ]
     try:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from pipesight.report.reading._clocks import Shift
 from pipesight.report.reading._duckdb import DuckEvents, Source, UnreadableError
 from pipesight.report.reading._files import TraceFile
 from pipesight.report.reading._foreign import ChromeReader, records, span_of
@@ -31,7 +32,7 @@ class Sieve:
         self._chrome: ChromeReader | None = None
         self._too_long = 0
 
-    def read_into(self, events: DuckEvents, number: int, shift: int) -> None:
+    def read_into(self, events: DuckEvents, number: int, shift: Shift) -> None:
         """Read the file's events, as of the file of this number, and add to their times."""
         foreign = self.file.form != "lines"
         source = Source(events.folder / "sieved.pfw", number, self.file.rank, own=self.file.own, packed=False)
@@ -41,7 +42,7 @@ class Sieve:
                 source.path.write_bytes(b"".join(piece))
                 if self._chrome is not None:
                     rank = source.rank if self._chrome.rank is None else self._chrome.rank
-                    source = replace(source, rank=rank, shift=shift + self._chrome.shift)
+                    source = replace(source, rank=rank, shift=shift.later(self._chrome.shift))
                 else:
                     source = replace(source, shift=shift)
                 events.read([source], foreign=foreign)

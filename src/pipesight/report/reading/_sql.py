@@ -22,7 +22,8 @@ LONGEST = 2**20  # bytes of a line
 _LONGEST_OF_MANY = 2**18  # of files that are read together: DuckDB keeps twice that for each
 
 SOURCES = """
-CREATE TEMP TABLE sources (path VARCHAR, number INTEGER, rank INTEGER, own BOOLEAN, shift BIGINT);
+CREATE TEMP TABLE sources (path VARCHAR, number INTEGER, rank INTEGER, own BOOLEAN,
+    shift BIGINT, drift DOUBLE, since BIGINT);
 CREATE TEMP TABLE events (
     file INTEGER, rank INTEGER, pid BIGINT, tid BIGINT, category VARCHAR, name VARCHAR, "begin" BIGINT, "end" BIGINT,
     phase TINYINT, kind TINYINT, step BIGINT, minibatch BIGINT, partition INTEGER, microbatch INTEGER, layer VARCHAR,
@@ -34,7 +35,8 @@ CREATE TEMP TABLE events (
 _EVENTS = """
 SELECT source.number AS file, source.rank AS rank, coalesce(pid, -1) AS pid, coalesce(tid, -1) AS tid,
     coalesce(cat, '') AS category, coalesce(name, '') AS name,
-    {begin} + source.shift AS "begin", {end} + source.shift AS "end",
+    {begin} + source.shift + (({begin} - source.since) * source.drift)::BIGINT AS "begin",
+    {end} + source.shift + (({end} - source.since) * source.drift)::BIGINT AS "end",
     {phase} AS phase, {kind} AS kind,
     coalesce(args.step, -1) AS step, coalesce(args.minibatch, args.step, -1) AS minibatch,
     {partition} AS partition, {microbatch} AS microbatch,

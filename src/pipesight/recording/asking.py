@@ -1,0 +1,224 @@
+"""Rank 0 tells the other ranks the time, and they tell it how far their clocks are off.
+
+Where a process group is, its store says at which port. Everything here happens in threads of its own, but for the end,
+where ranks wait a moment for each other. Nothing of it may break the training: clocks that cannot be compared are noted
+as such.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from pipesight.recording.clocks import Correction, Measurement, correction_from, measure
+
+__all__ = ["RankClocks"]
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 10.0
+"""Seconds from one measurement to the next, so that a rank that is killed has a recent one."""
+_PATIENCE = 3.0  # seconds that ranks wait for each other at the end
+_POLL = 0.05
+_ASK = b"?\n"
+
+
+class RankClocks:
+    """The clock of this rank, and on rank 0 those of the others.
+
+    Args:
+        rank: Of this process.
+        ranks: How many there are.
+        attempt: How often a launcher has started the ranks anew.
+        clock: That of the trace, in nanoseconds.
+    """
+
+    def __init__(self, rank: int, ranks: int, attempt: int, clock: Callable[[], int]) -> None:
+        self._rank, self._ranks, self._attempt, self._clock = rank, ranks, attempt, clock
+        self._start = clock()
+        self._measurements: list[Measurement] = []
+        self._failure: str | None = None
+        self._server: _Server | None = None
+        self._thread: threading.Thread | None = None
+        self._address: tuple[str, int] | None = None
+        self._ended = threading.Event()
+        self._end: int | None = None
+        self._has_begun = ranks < 2
+        self._measuring = threading.Lock()
+
+    def begin(self) -> None:
+        """Begin to compare, if there is a process group, and it has not been done yet."""
+        if self._has_begun or not dist.is_available() or not dist.is_initialized():
+            return
+        self._has_begun = True
+        store = dist.distributed_c10d._get_default_store()
+        name = f"pipesight/clock/{self._attempt}"
+        key = f"{name}/{store.add(f'{name}/of rank {self._rank}', 1)}"  # there may be one observation after the other
+        if self._rank == 0:
+            self._server = _Server(self._clock)
+            store.set(key, str(self._server.server_address[1]))
+        else:
+            self._thread = threading.Thread(target=self._follow, args=(store, key), daemon=True)
+            self._thread.name = "pipesight-clock"
+            self._thread.start()
+
+    def end(self, *, failed: bool = False) -> None:
+        """Measure a last time, or wait until the other ranks have, unless the run failed."""
+        if self._ended.is_set():
+            return
+        self._end = self._clock()
+        self._ended.set()
+        if self._server is not None:
+            self._server.stop(patience=0.0 if failed else _PATIENCE)
+        if self._thread is not None:
+            self._thread.join(timeout=_PATIENCE)
+            if not failed and self._address is not None:
+                self._measure(last=True)
+
+    def correction(self) -> Correction | None:
+        """Return what to add to the times of this rank, as far as is known."""
+        if not self._measurements:
+            return None
+        end = self._clock() if self._end is None else self._end
+        return correction_from(self._measurements, begin=self._start, end=end)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what there is to say in the description of this rank."""
+        if self._ranks < 2:
+            return {"error_ns": 0}
+        if self._rank == 0:
+            told = {} if self._server is None else dict(sorted(self._server.told.items()))
+            errors = [facts["error_ns"] for facts in told.values()]
+            complete = len(told) == self._ranks - 1
+            return {"error_ns": max(errors) if complete else None, "ranks": {str(r): f for r, f in told.items()}}
+        correction = self.correction()
+        return {"error_ns": None} if correction is None else correction.as_json()
+
+    # On other ranks than the first.
+
+    def _follow(self, store: Any, key: str) -> None:
+        try:
+            while not store.check([key]):  # a wait would keep others from the store
+                if self._ended.wait(_POLL):
+                    return
+            self._address = (os.environ.get("MASTER_ADDR", "localhost"), int(store.get(key)))
+        except Exception as error:  # the store is gone
+            self._complain(error)
+            return
+        while not self._ended.is_set() and self._measure():
+            self._ended.wait(INTERVAL)
+
+    def _measure(self, *, last: bool = False) -> bool:
+        assert self._address is not None
+        try:
+            with self._measuring, _connected(self._address) as (ask, tell):
+                found = measure(ask, self._clock)
+                self._measurements.append(found)
+                if len(self._measurements) > 100:  # of a long run, every second will do
+                    del self._measurements[1::2]
+                correction = self.correction()
+                assert correction is not None
+                tell({"rank": self._rank, "last": last, "clock": correction.as_json()})
+        except (OSError, ValueError) as error:
+            self._complain(error)
+            return False
+        return True
+
+    def _complain(self, error: Exception) -> None:
+        if self._failure is None:
+            self._failure = str(error)
+            if not self._measurements and not self._ended.is_set():
+                logger.warning(
+                    "the clock of rank %d cannot be compared with that of rank 0 (%s); training goes on, but times of "
+                    "different ranks may not fit together",
+                    self._rank,
+                    error,
+                )
+
+
+@contextlib.contextmanager
+def _connected(address: tuple[str, int]) -> Iterator[tuple[Callable[[], int], Callable[[dict[str, Any]], None]]]:
+    """Connect to rank 0; give what asks for the time, and what tells it something."""
+    with socket.create_connection(address, timeout=_PATIENCE) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        answers = connection.makefile("rb")
+
+        def ask() -> int:
+            connection.sendall(_ASK)
+            return int(answers.readline())
+
+        def tell(facts: dict[str, Any]) -> None:
+            connection.sendall(json.dumps(facts).encode() + b"\n")
+            answers.readline()  # so that it is there
+
+        with answers:
+            yield ask, tell
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Answers ranks that ask for the time of this one."""
+
+    daemon_threads = True
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self.clock = clock
+        self.told: dict[int, dict[str, Any]] = {}
+        """What the other ranks told of their clocks."""
+        self.waiting: set[int] = set()
+        """Ranks that will measure once more."""
+        self.news = threading.Condition()
+        super().__init__(("", 0), _Answers)
+        self._thread = threading.Thread(target=self.serve_forever, args=(_POLL,), daemon=True)
+        self._thread.name = "pipesight-clock"
+        self._thread.start()
+
+    def server_bind(self) -> None:
+        """Take connections of either kind."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Let those go who say something else, or nothing any more."""
+
+    def stop(self, *, patience: float) -> None:
+        """End, once the ranks that have been here were here a last time."""
+        until = time.monotonic() + patience
+        with self.news:
+            while self.waiting and (left := until - time.monotonic()) > 0:
+                self.news.wait(left)
+        self.shutdown()
+        self.server_close()
+
+
+class _Answers(socketserver.StreamRequestHandler):
+    """One connection."""
+
+    disable_nagle_algorithm = True
+    timeout = 60.0
+
+    def handle(self) -> None:
+        """Answer until the other side has enough."""
+        server = self.server
+        assert isinstance(server, _Server)
+        while line := self.rfile.readline(4096):
+            if line == _ASK:
+                self.wfile.write(b"%d\n" % server.clock())
+                continue
+            facts = json.loads(line)
+            with server.news:
+                server.told[int(facts["rank"])] = facts["clock"]
+                (server.waiting.discard if facts["last"] else server.waiting.add)(int(facts["rank"]))
+                server.news.notify_all()
+            self.wfile.write(b"\n")

@@ -1,0 +1,34 @@
+"""How far the clocks of ranks can be trusted, where a pipeline goes over several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pipesight.report.reading.tables import Tasks
+
+__all__ = ["doubts_about_clocks"]
+
+NOTABLE = 0.1
+"""The share of the median task from which on an error of clocks is worth a word."""
+
+
+def doubts_about_clocks(description: Mapping[str, Any], tasks: Tasks) -> str | None:
+    """Return what to say of the clocks; ``None`` if they agree, or if nothing depends on it."""
+    entries, clock = description.get("pipelines"), description.get("clock")
+    if not any("ranks" in entry for entry in (entries if isinstance(entries, list) else []) if isinstance(entry, dict)):
+        return None
+    if not isinstance(clock, dict) or not len(tasks) or tasks.rank.min() == tasks.rank.max():
+        return None
+    error = clock.get("error_ns")
+    if not isinstance(error, int):
+        return "the clocks of ranks were not all compared, so waits of one rank for another may be wrong"
+    usual = float(np.median(tasks.end - tasks.begin))
+    if error / 1000 < NOTABLE * usual:
+        return None
+    return (
+        f"the clocks of ranks agree to {error / 1000:,.0f} µs, and the median task takes {usual:,.0f} µs, so short "
+        "waits of one rank for another may be wrong"
+    )

@@ -1,0 +1,35 @@
+"""What to add to the times of a rank, so that they are those of rank 0's clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+__all__ = ["NO_SHIFT", "Shift"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """Microseconds to add: ``offset``, and ``drift`` for each after ``since``."""
+
+    offset: int = 0
+    drift: float = 0.0
+    since: int = 0
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Self | None:
+        """Read what the description of a rank says of its clock; ``None`` if it says nothing of use."""
+        clock = facts.get("clock")
+        if not isinstance(clock, dict) or not isinstance(offset := clock.get("offset_correction_ns"), int):
+            return None
+        drift, since = clock.get("drift"), clock.get("drift_since_ns")
+        if not isinstance(drift, float | int) or not abs(drift) < 1 or not isinstance(since, int):
+            return cls(offset // 1000)
+        return cls(offset // 1000, float(drift), since // 1000)
+
+    def later(self, microseconds: int) -> Self:
+        """Return the same, with more to add."""
+        return replace(self, offset=self.offset + microseconds)
+
+
+NO_SHIFT = Shift()

@@ -1,0 +1,23 @@
+"""The description of a run, put together from those of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["complete"]
+
+
+def complete(description: dict[str, Any], other: dict[str, Any]) -> None:
+    """Add what another rank knows of its layers: of a pipeline over several ranks, each has seen its own only."""
+    for ours, theirs in zip(_dicts(description, "pipelines"), _dicts(other, "pipelines"), strict=False):
+        if "ranks" not in ours:
+            continue  # a pipeline of one rank: the other has one of its own
+        for layer, same in zip(_dicts(ours, "layers"), _dicts(theirs, "layers"), strict=False):
+            if layer.get("name") == same.get("name") and layer.get("output_bytes") is None:
+                layer["output_bytes"] = same.get("output_bytes")
+
+
+def _dicts(facts: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
+    entries = facts.get(key)
+    return (entry for entry in entries if isinstance(entry, dict)) if isinstance(entries, list) else iter(())

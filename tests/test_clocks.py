@@ -1,0 +1,121 @@
+"""Clocks of ranks: how they are compared, and how a run with different clocks is read."""
+
+from __future__ import annotations
+
+import json
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipesight.recording.clocks import UNKNOWN_DRIFT, Measurement, correction_from, measure
+from pipesight.report.reading.run import open_run
+from synthetic import START, Made
+
+SECOND = 10**9
+
+
+class Clocks:
+    """A rank whose clock is off by some, and drifts, and rank 0, which answers late now and then."""
+
+    def __init__(self, ahead: int, drift: float, seed: int) -> None:
+        self._ahead, self._drift = ahead, Fraction(drift)
+        self._random = random.Random(seed)
+        self.true = 1_700_000_000 * SECOND  # as rank 0's clock has it
+        self.start = self.true
+
+    def at(self, moment: int) -> int:
+        """Return what the rank's clock says at a moment."""
+        return moment - self._ahead + round((moment - self.start) * self._drift)
+
+    def mine(self) -> int:
+        return self.at(self.true)
+
+    def ask(self) -> int:
+        """Answer after a while that is as long on both ways only by chance."""
+        self.true += self._way()
+        answer = self.true
+        self.true += self._way()
+        return answer
+
+    def _way(self) -> int:
+        return self._random.randrange(20_000, 60_000) + self._random.choice([0, 0, 0, 5_000_000])
+
+
+@given(
+    ahead=st.integers(-3600 * SECOND, 3600 * SECOND),
+    drift=st.floats(-1e-3, 1e-3),
+    seconds=st.integers(1, 100_000),
+    seed=st.integers(0, 100),
+)
+def test_offset_and_drift(ahead, drift, seconds, seed):
+    """With a measurement at either end, all times in between come out right to within the error that is stated."""
+    clocks = Clocks(ahead, drift, seed)
+    begin = clocks.true
+    measurements = [measure(clocks.ask, clocks.mine)]
+    clocks.true += seconds * SECOND
+    measurements.append(measure(clocks.ask, clocks.mine))
+    end = clocks.true
+    found = correction_from(measurements, begin=clocks.at(begin), end=clocks.at(end))
+    assert 0 < found.error < 200_000  # half of the fastest answer, and what it may mean for the ends
+    for k in range(11):
+        moment = begin + (end - begin) * k // 10
+        assert abs(found.apply(clocks.at(moment)) - moment) <= found.error
+
+
+def test_one_measurement():
+    """A rank that was measured once may have drifted as clocks do, and the error says so."""
+    clocks = Clocks(5 * SECOND, UNKNOWN_DRIFT / 2, seed=0)
+    first = measure(clocks.ask, clocks.mine)
+    clocks.true += 100 * SECOND
+    found = correction_from([first], begin=clocks.at(clocks.start), end=clocks.mine())
+    assert found.drift == 0
+    assert abs(found.apply(clocks.mine()) - clocks.true) <= found.error < 11_000_000
+
+
+def test_the_fastest_answers_count():
+    """Of many measurements, the best of each half are taken: one that took long does no harm."""
+    measurements = [Measurement(at * SECOND, 7 * SECOND, 50_000) for at in range(10)]
+    measurements[0] = Measurement(0, 9 * SECOND, 2 * SECOND)
+    measurements[-1] = Measurement(9 * SECOND, 6 * SECOND, SECOND)
+    found = correction_from(measurements, begin=SECOND, end=9 * SECOND)
+    assert found.apply(0) == 7 * SECOND
+    assert found.drift == 0
+    assert 50_000 <= found.error < 500_000
+
+
+def test_no_round():
+    """A measurement needs a round."""
+    with pytest.raises(ValueError, match=r"rounds must be a positive integer \(rounds: 0\)"):
+        measure(lambda: 0, lambda: 0, rounds=0)
+
+
+def test_drift_of_a_rank(tmp_path):
+    """A rank's times are shifted by its offset, and by its drift from where that was measured."""
+    made = Made(tmp_path / "run", clock={"offset_ns": 5, "error_ns": 100_000})
+    for rank in range(2):
+        for begin in (0, 1_000_000, 4_000_000):
+            made.span("comm", "send", begin=begin, dur=1000, rank=rank)
+    (made.write() / "ranks").mkdir()
+    clock = {"offset_correction_ns": 2_000_000, "drift": 1e-3, "drift_since_ns": (START + 1_000_000) * 1000}
+    (tmp_path / "run/ranks/rank-00001.json").write_text(json.dumps({"rank": 1, "pid": 4001, "clock": clock}))
+    with open_run(tmp_path / "run") as run:
+        spans = run.spans()
+        begins, ends = spans.begin - START, spans.end - START
+        assert begins[spans.rank == 0].tolist() == [0, 1_000_000, 4_000_000]
+        assert begins[spans.rank == 1].tolist() == [1_000, 1_002_000, 4_005_000]
+        assert ends[spans.rank == 1].tolist() == [2_001, 1_003_001, 4_006_001]
+
+
+@pytest.mark.parametrize("clock", [{"drift": "fast"}, {"drift": 1e-3}, {"drift": 2.0, "drift_since_ns": 0}, {}])
+def test_a_clock_that_makes_no_sense(clock, tmp_path):
+    """A drift that is none is not applied; the offset is."""
+    made = Made(tmp_path / "run")
+    made.span("comm", "send", begin=0, dur=1, rank=1)
+    (made.write() / "ranks").mkdir(exist_ok=True)
+    facts = {"rank": 1, "pid": 4001, "clock": {"offset_correction_ns": 3_000_000, **clock}}
+    (tmp_path / "run/ranks/rank-00001.json").write_text(json.dumps(facts))
+    with open_run(tmp_path / "run") as run:
+        assert (run.spans().begin - START).tolist() == [3000]

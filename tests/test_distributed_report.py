@@ -1,0 +1,166 @@
+"""The report on runs of several ranks: one timeline on one clock, whatever their own clocks say, and its numbers."""
+
+import json
+import subprocess
+
+import numpy as np
+import pytest
+
+from pipesight.plan import one_f_one_b, simulate
+from pipesight.report.analysis.analysing import analyse
+from pipesight.report.payload.limits import Limits
+from pipesight.report.payload.timeline import Timelines
+from pipesight.report.reading.run import open_run
+from pipesight.report.reading.tables import BACKWARD, FORWARD
+from processes import STRICT_PYTHON
+from torchrun import RANK, torchrun
+
+# The clock of rank 2 is seven seconds ahead, and gains a millisecond a second.
+CLOCKS = """
+import os, time
+if os.environ["RANK"] == "2":
+    ticks, wall = time.perf_counter_ns, time.time_ns
+    time.perf_counter_ns = lambda: ticks() + ticks() // 1000
+    time.time_ns = lambda: wall() + 7_000_000_000
+"""
+TRAIN = """
+import pipesight
+def train(model, balance, steps, **options):
+    pipeline = DistributedPipeline(model, balance, loss_fn=nn.functional.mse_loss, **options)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
+    with pipesight.observe(os.path.join(folder, "RUN")):
+        for _ in range(steps):
+            x = torch.randn(16, 4)
+            optimizer.zero_grad()
+            pipeline.step(x, x)
+            optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Record six steps of four ranks, of which the third computes half as long again, and has another clock."""
+    folder = tmp_path_factory.mktemp("recorded")
+    body = """
+    model = sleeping([20, 20, 30, 20], [40, 40, 60, 40])
+    train(model, [1, 1, 1, 1], 6, chunks=8, schedule="1f1b")
+    """
+    torchrun(4, body, folder, begin=CLOCKS + RANK + TRAIN)
+    return folder / "RUN"
+
+
+@pytest.fixture(scope="module")
+def report(recorded):
+    with open_run(recorded) as run:
+        return analyse(run)
+
+
+def clock_of(run, rank):
+    path = run / "run.json" if rank == 0 else run / "ranks" / f"rank-{rank:05}.json"
+    return json.loads(path.read_text())["clock"]
+
+
+def test_offset_and_drift_are_found(recorded):
+    """Each rank says how its clock differs from rank 0's, and how well that is known; `run.json` has them all."""
+    everyone = clock_of(recorded, 0)
+    assert sorted(everyone["ranks"]) == ["1", "2", "3"]
+    assert everyone["error_ns"] == max(clock["error_ns"] for clock in everyone["ranks"].values())
+    for rank in (1, 2, 3):
+        own = clock_of(recorded, rank)
+        assert {name: own[name] for name in own if name != "offset_ns"} == everyone["ranks"][str(rank)]
+        assert 0 < own["error_ns"] < 10_000_000
+        ahead, drift = (7_000_000_000, 1e-3) if rank == 2 else (0, 0.0)
+        # Of four seconds or so, what the errors of both ends may come to.
+        assert own["drift"] == pytest.approx(-drift / (1 + drift), abs=own["error_ns"] / 1e9)
+        assert own["offset_correction_ns"] == pytest.approx(-ahead, abs=20_000_000)
+
+
+def test_one_clock(recorded):
+    """On the common clock no task begins before the one that made its input has ended."""
+    error = clock_of(recorded, 0)["error_ns"] // 1000 + 1
+    with open_run(recorded) as run:
+        tasks = run.tasks()
+    begin, end = (np.zeros((4, 6, 4, 8), np.int64) for _ in range(2))
+    where = (tasks.phase, tasks.step, tasks.partition, tasks.microbatch)
+    begin[where], end[where] = tasks.begin, tasks.end
+    for phase, later, earlier in ((FORWARD, slice(1, 4), slice(0, 3)), (BACKWARD, slice(0, 3), slice(1, 4))):
+        waits = begin[phase][:, later] - end[phase][:, earlier]
+        assert waits.min() >= -error
+        assert np.median(waits.min(axis=(0, 2))) < 20_000  # of seven seconds
+
+
+def test_lanes_and_tasks(recorded, report):
+    """There is a lane for each partition, on its rank, with each task once."""
+    assert report.ranks == (0, 1, 2, 3)
+    (pipeline,) = report.pipelines
+    assert [(row.partition, row.ranks) for row in pipeline.rows] == [(j, (j,)) for j in range(4)]
+    assert (pipeline.partitions, pipeline.chunks, pipeline.replicas, pipeline.facts.schedule) == (4, 8, 1, "1f1b")
+    assert report.left.incomplete == 0
+    assert len(report.tasks) == 6 * 4 * 8 * 2
+    with open_run(recorded) as run:
+        lines = Timelines(report.minibatches, report.tasks, run.spans(), run.transfers(), limits=Limits())
+    assert [(lane.rank, lane.partition, lane.replica) for lane in lines.lanes] == [(j, j, 0) for j in range(4)]
+    drawn = lines.step(3)
+    assert sorted(drawn["tasks"]["lane"]) == sorted([0, 1, 2, 3] * 16)
+    assert sorted(drawn["transfers"]["lane"]) == sorted([0, 3] * 8 + [1, 2] * 16)
+    sizes = {(layer.partition, layer.name): layer.output_bytes for layer in pipeline.facts.layers}
+    assert sizes == {(j, str(j)): 16 * 4 * 4 for j in range(4)}  # each from the rank that has the layer
+
+
+def test_the_lost_time(report):
+    """Computing and losses add up to the window on every rank, and each loss is what it should be."""
+    assert report.steps.parts.sum(axis=0) == pytest.approx(report.steps.period, rel=1e-9)
+    (pipeline,) = report.pipelines
+    window = pipeline.window.mean
+    for row in pipeline.rows:
+        assert row.busy + sum(row.losses.values()) == pytest.approx(window)
+        assert row.bubble == pytest.approx(1 - row.busy / window)
+        assert row.busy == pytest.approx(8 * (90_000 if row.partition == 2 else 60_000), rel=0.1)
+    # The slow partition has no wait but to fill and to drain; the others wait for it as well.
+    slow, others = pipeline.rows[2], [row for row in pipeline.rows if row.partition != 2]
+    for row in others:
+        assert row.losses["imbalance"] == pytest.approx(8 * 30_000, rel=0.25)
+        assert row.losses["imbalance"] > slow.losses["imbalance"] + 150_000
+        assert row.bubble > slow.bubble + 0.15
+    assert slow.losses["fill_and_drain"] == pytest.approx(3 * 67_500, rel=0.25)
+    # A wait for a tensor that is not made yet is no transfer: those take a moment only.
+    assert slow.losses["transfers"] + slow.losses["host_gaps"] < 0.15 * window
+
+
+def test_the_straggler(report):
+    """The rank that holds the others up is named."""
+    slowest = report.stragglers[0]
+    assert (slowest.rank, slowest.partition, slowest.peers) == (2, 2, "partitions")
+    assert slowest.slower == pytest.approx(1.5, rel=0.1)
+
+
+def test_in_the_terminal(recorded):
+    """`pipesight report` draws one timeline of all ranks, and has a row for each partition with its rank."""
+    done = subprocess.run(
+        [*STRICT_PYTHON, "-m", "pipesight", "report", str(recorded)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks, 6 steps" in done.stdout
+    drawn = [line for line in done.stdout.splitlines() if line[:3] in {"  0", "  1", "  2", "  3"} and "│" in line]
+    assert len(drawn) == 4
+    for line in drawn:
+        assert line.index("F") < line.index("B0") < line.index("B7")
+    rows = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith("  ") and "%" in line]
+    assert [[str(j), str(j)] in rows for j in range(4)] == [True] * 4
+
+
+def test_bubble_of_1f1b(tmp_path):
+    """The bubble that is measured is that of the simulated schedule with the measured times of tasks."""
+    body = """
+    train(sleeping([150] * 4, [300] * 4), [1] * 4, 2, chunks=8, schedule="1f1b")
+    """
+    torchrun(4, body, tmp_path, begin=RANK + TRAIN)
+    with open_run(tmp_path / "RUN") as run:
+        found = analyse(run)
+        tasks = run.tasks()
+    lengths = np.zeros((4, 4, 8, 2))
+    lengths[tasks.phase, tasks.partition, tasks.microbatch, tasks.step] = tasks.end - tasks.begin
+    simulated = simulate(one_f_one_b(4, 8), lengths.mean(axis=-1))
+    assert found.overall is not None
+    assert found.overall.bubble == pytest.approx(float(simulated.bubble), rel=0.05)
+    assert found.overall.bound == pytest.approx(3 / 11, rel=0.02)  # of tasks of one length
