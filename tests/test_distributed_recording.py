@@ -99,6 +99,17 @@ def test_messages_of_each_rank(recorded):
         assert {a["step"] for a in args} >= {1, 2, 3}  # the ranks agree on each step before it
 
 
+def test_arrows_between_ranks(recorded):
+    """The way of a micro-batch begins in the trace of one rank, and ends in that of its neighbour."""
+    ends = {end: {} for end in "sf"}
+    for event in events(recorded):
+        if event["ph"] in ends:
+            ends[event["ph"]][event["id"]] = event["pid"]
+    assert len(ends["s"]) == 3 * 4 * 3 * 2  # steps, micro-batches, cuts, ways
+    assert ends["s"].keys() == ends["f"].keys()
+    assert all(ends["s"][arrow] != ends["f"][arrow] for arrow in ends["s"])
+
+
 def test_description(recorded):
     """The description says how the pipeline is cut, which rank has what, and all ranks have their own."""
     facts = description(recorded)

@@ -25,7 +25,6 @@ __all__ = [
     "current",
     "current_microbatch",
     "detach",
-    "exchanging",
     "is_checkpointing",
     "is_recomputing",
     "observers",
@@ -56,6 +55,7 @@ class Where:
         "partitions",
         "peer",
         "phase",
+        "pipe",
         "repeating",
         "samples",
         "serial",
@@ -83,6 +83,8 @@ class Where:
         self.token: MicrobatchToken | None = None
         self.serial = 0
         """A number for each mini-batch of the process."""
+        self.pipe = 0
+        """A number that all processes have which share a pipeline, and no others; 0 if it is in one."""
         self.samples = 0
         """How many samples the mini-batch has."""
         self.marks: list[tuple[int, str]] = []

@@ -6,6 +6,7 @@ import contextvars
 import functools
 import inspect
 import logging
+import secrets
 import signal
 import sys
 from collections import OrderedDict
@@ -123,9 +124,10 @@ class DistributedPipeline:
         self._watch = Watch([self.places.control, self.places.pipeline, self.places.replicas], self._where, timeout)
         self._agreement = Agreement(self.places.control, self._watch)
         settings = (self._chunks, self._kind.name, checkpoint, data_parallel, self._skeleton.fingerprint())
-        device = str(self.places.device)
-        messages = self._agreement.settle({"call": f"DistributedPipeline with {settings}", "device": device})
-        self._devices = {rank: str(message["device"]) for rank, message in messages.items()}
+        message: Message = {"call": f"DistributedPipeline with {settings}", "device": str(self.places.device)}
+        messages = self._agreement.settle({**message, "pipe": secrets.randbelow(2**53 - 1) + 1})
+        self._devices = {rank: str(answer["device"]) for rank, answer in messages.items()}
+        self._where.pipe = messages[self.places.line[0]]["pipe"]
         self._steps = self._calls = 0
         self._leaves = False
         self._farewell: Callable[[], NoReturn] | None = None

@@ -49,7 +49,7 @@ class PlaceLines:
 
     def make(self, node: Any, thread: int, place: Place) -> bytes:
         """Make it, once."""
-        carried, _, _, _, partition, _, layer, _ = place
+        carried, _, _, _, partition, _, layer, _, _ = place
         known = {**carried, "step": 0, "minibatch": 0, "partition": partition, "microbatch": 0}
         if layer is not None:
             known["layer"] = layer
@@ -67,8 +67,12 @@ class PlaceLines:
         return line
 
     def arrows(self, thread: int, place: Place, begin: int, salt: int) -> list[bytes]:
-        """Return the ends of the arrows into and out of a task: a micro-batch's way through the partitions and back."""
-        _, way, _, minibatch, partition, microbatch, _, partitions = place
+        """Return the ends of the arrows into and out of a task: a micro-batch's way through the partitions and back.
+
+        Those of a pipeline over several processes meet arrows of other files; others must not, which ``salt`` sees to.
+        """
+        _, way, _, minibatch, partition, microbatch, _, partitions, pipe = place
+        salt = pipe or salt
         ends = []
         for end, there, source in (("f", partition - way, partition - way), ("s", partition + way, partition)):
             if 0 <= there < partitions:

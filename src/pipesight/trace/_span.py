@@ -61,9 +61,10 @@ __all__ = [
 Args: TypeAlias = Mapping[str, Any]
 """What a span carries. Never changed once it is there: whoever updates makes a new one."""
 
-Place: TypeAlias = tuple[Args, int, int, int, int, int, str | None, int]
+Place: TypeAlias = tuple[Args, int, int, int, int, int, str | None, int, int]
 """In the place of `Args`, for tasks and layers of a pipeline: what the node carries; the way that arrows go from here,
-1, -1 or 0 for none; step, mini-batch, partition, micro-batch and layer; of tasks, how many partitions there are."""
+1, -1 or 0 for none; step, mini-batch, partition, micro-batch and layer; of tasks, how many partitions there are, and
+the number of a pipeline that goes over several processes, 0 of others."""
 
 Span: TypeAlias = tuple[Any, int, Any, int, int, int]
 

@@ -33,7 +33,7 @@ _MOST_PENDING = 10_000
 _CROWDED = 4_000  # spans that wait for the writer: from there on, those who record help
 _ANCHOR_LASTS = 5e9  # nanoseconds: CUDA's float milliseconds are exact to a microsecond for some ten seconds
 
-_Where: TypeAlias = tuple[int, int, int, int, str | None, int]
+_Where: TypeAlias = tuple[int, int, int, int, str | None, int, int]
 """The last entries of `_span.Place`."""
 
 

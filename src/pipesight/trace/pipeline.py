@@ -97,7 +97,7 @@ class PipelineSpans(Observer):
         node, number, _, start, _, thread = track.task
         track.task = None
         resume(track.root)
-        where_it_was = (where.step, where.serial, where.partition, where.microbatch, None, where.partitions)
+        where_it_was = (where.step, where.serial, where.partition, where.microbatch, None, where.partitions, where.pipe)
         _add((node, number, ROOT_ID, start, moment, 2, thread, (node.args, track.way, *where_it_was)))
         if track.on_device is not None:
             device_spans.end_task(track.on_device, node, where_it_was, more=track.way < 0)
@@ -128,7 +128,7 @@ class PipelineSpans(Observer):
         track.layer = None
         resume(track.outside)
         node, number, task, start, _, thread = layer
-        where_it_was = (where.step, where.serial, where.partition, where.microbatch, where.layer, 0)
+        where_it_was = (where.step, where.serial, where.partition, where.microbatch, where.layer, 0, 0)
         _add((node, number, task[1], start, moment, 3, thread, (node.args, 0, *where_it_was)))
         if track.on_device is not None:
             track.on_device.end_layer(node, where_it_was)
