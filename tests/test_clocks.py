@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipesight.cli import main
 from pipesight.recording.clocks import UNKNOWN_DRIFT, Measurement, correction_from, measure
 from pipesight.report.reading.run import open_run
 from synthetic import START, Made
@@ -107,6 +108,21 @@ def test_drift_of_a_rank(tmp_path):
         assert begins[spans.rank == 0].tolist() == [0, 1_000_000, 4_000_000]
         assert begins[spans.rank == 1].tolist() == [1_000, 1_002_000, 4_005_000]
         assert ends[spans.rank == 1].tolist() == [2_001, 1_003_001, 4_006_001]
+
+
+def test_converted_on_one_clock(tmp_path):
+    """A file of all ranks, for viewers, has the times of one clock; nothing else that looks like a time changes."""
+    made = Made(tmp_path / "run")
+    for rank in range(2):
+        made.span("comm", "send", begin=1_000_000, dur=1000, rank=rank, ts=7)
+    (made.write() / "ranks").mkdir()
+    clock = {"offset_correction_ns": 2_000_000, "drift": 1e-3, "drift_since_ns": START * 1000}
+    (tmp_path / "run/ranks/rank-00001.json").write_text(json.dumps({"rank": 1, "pid": 4001, "clock": clock}))
+    assert main(["convert", str(tmp_path / "run")]) == 0
+    found = json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"]
+    sends = [event for event in found if event["name"] == "send"]
+    assert [event["ts"] - START for event in sends] == [1_000_000, 1_003_000]
+    assert [(event["dur"], event["args"]["ts"]) for event in sends] == [(1000, 7)] * 2
 
 
 @pytest.mark.parametrize("clock", [{"drift": "fast"}, {"drift": 1e-3}, {"drift": 2.0, "drift_since_ns": 0}, {}])

@@ -1,10 +1,14 @@
 """Runs of several ranks, recorded: what each rank writes, and that it fits together."""
 
+import concurrent.futures
+import itertools
 import json
+import threading
 
 import pytest
 
 from observed import description, events
+from pipesight.recording.directory import RunDirectory
 from pipesight.report.analysis.analysing import analyse
 from pipesight.report.reading.run import open_run
 from torchrun import RANK, torchrun
@@ -204,3 +208,31 @@ def test_clocks_that_cannot_be_compared(tmp_path):
     with open_run(run) as opened:
         remarks = [remark.text for remark in analyse(opened).remarks]
     assert "the clocks of ranks were not all compared, so waits of one rank for another may be wrong" in remarks
+
+
+def test_claimed_while_others_write(tmp_path, monkeypatch):
+    """Rank 0 takes no file of another rank, which may come at any moment, for that of another run."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    folder = tmp_path / "RUN" / "ranks"
+    folder.mkdir(parents=True)
+    ended = threading.Event()
+
+    def write():
+        for number in itertools.count():
+            (folder / f".rank-00001.json.{number}").write_text("{}")
+            (folder / f".rank-00001.json.{number}").replace(folder / "rank-00001.json")
+            if ended.is_set():
+                break
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        written = pool.submit(write)
+        try:
+            for _ in range(300):
+                RunDirectory(tmp_path / "RUN").claim()
+        finally:
+            ended.set()
+        written.result()
+    (folder / "rank-00004.json").write_text("{}")  # there is no such rank
+    with pytest.raises(FileExistsError, match=r"must be empty, but .* holds 'ranks/rank-00004.json'"):
+        RunDirectory(tmp_path / "RUN").claim()

@@ -6,11 +6,13 @@ import argparse
 import contextlib
 import gzip
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from pipesight.report.reading._clocks import Shift, read_shifts
 from pipesight.report.reading.traces import NotATraceError, TraceReader, find_traces
 
 __all__ = ["add_to", "run"]
@@ -19,6 +21,7 @@ WRONG, FAILED = 2, 1
 """Exit codes: what was asked cannot be; it could, but reading or writing failed."""
 LEVEL = 4  # of gzip: a seventh smaller than 3, and faster than 6
 STDOUT = Path("-")
+_RANK = re.compile(r"rank-(\d{5,})(?!\d)")
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -112,7 +115,7 @@ def _to_chrome(options: argparse.Namespace) -> int:
         return _fail(f"{error.filename or options.trace}: {error.strerror or error}", FAILED)
     try:
         with _opened(output) as file:
-            _write_chrome(readers, file)
+            _write_chrome(readers, file, read_shifts(options.trace))
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -189,11 +192,14 @@ def _opened(output: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
             partial.unlink(missing_ok=True)
 
 
-def _write_chrome(readers: Sequence[TraceReader], file: IO[bytes] | gzip.GzipFile) -> None:
+def _write_chrome(readers: Sequence[TraceReader], file: IO[bytes] | gzip.GzipFile, shifts: Mapping[int, Shift]) -> None:
+    """Write the events of all files, those of ranks by the clock of rank 0."""
     between = b'{"traceEvents":[\n'
     for reader in readers:
+        rank = _RANK.match(reader.path.name)
+        shift = shifts.get(int(rank[1])) if rank else None
         for line in reader:
-            file.write(between + line)
+            file.write(between + (line if shift is None else shift.apply_to(line)))
             between = b",\n"
     file.write(b"\n]}\n" if between == b",\n" else between + b"]}\n")
 

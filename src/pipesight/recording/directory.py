@@ -108,10 +108,10 @@ class RunDirectory:
                 yield file
 
     def _foreign(self) -> Iterator[Path]:
-        """Yield all that the other ranks of this run cannot have written."""
-        others = {file for file in self._files() if 0 < _rank_of(file) < self.ranks}
+        """Yield all that the other ranks of this run cannot have written, or be writing at this moment."""
         for file in sorted(self.path.rglob("*")) if self.path.exists() else ():
-            if not file.is_dir() and file not in others:
+            recorded = file.relative_to(self.path).parts[0] in _FOLDERS and _RANK.search(file.name)
+            if not file.is_dir() and not (recorded and 0 < _rank_of(file) < self.ranks):
                 yield file
 
     def _put_aside(self) -> None:

@@ -12,6 +12,7 @@ from pipesight.report.analysis.breakdown import OUTSIDE, PARTS
 from pipesight.report.analysis.bubble import LOSSES
 from pipesight.report.analysis.pipelines import PartitionReport, PipelineReport
 from pipesight.report.analysis.verdict import TITLES
+from pipesight.report.reading.tables import WEIGHT
 from pipesight.report.timeline import Glyphs, draw_step
 
 __all__ = ["render"]
@@ -288,7 +289,8 @@ def _timeline(report: Report, step: int, style: Style) -> list[str]:
     glyphs = Glyphs.ascii() if style.ascii else Glyphs()
     timeline = draw_step(report, step, width=style.width - 16, glyphs=glyphs)
     label = max(len(text) for text in timeline.labels)
-    legend = "F forward, R recompute, B backward; right, the bubble"
+    backward = "B and W backward" if any(WEIGHT in phases for phases in timeline.phases) else "B backward"
+    legend = f"F forward, R recompute, {backward}; right, the bubble"
     title = f"Step {step}, {time(timeline.end - timeline.begin)}"
     lines = [style.paint(title, "bold") + style.paint(f"   {legend}", "dim")]
     shown = list(zip(timeline.labels, timeline.lines, timeline.phases, timeline.bubbles, strict=True))[: 2 * PARTITIONS]

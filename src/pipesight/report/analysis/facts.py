@@ -52,8 +52,15 @@ def pipelines_of(description: Mapping[str, Any]) -> list[PipelineFacts]:
     for entry in entries if isinstance(entries, list) else []:
         partitions = _number(entry, "partitions")
         if partitions:
-            found.append(_pipeline(entry, partitions, _number(description, "processors")))
+            found.append(_pipeline(entry, partitions, _processors(entry, description)))
     return found
+
+
+def _processors(entry: Mapping[str, Any], description: Mapping[str, Any]) -> int | None:
+    """Return how many processors the partitions share; of several machines, that is not known."""
+    hosts = description.get("hosts")
+    apart = "ranks" in entry and isinstance(hosts, list) and len(hosts) > 1
+    return None if apart else _number(description, "processors")
 
 
 def device_of_partition(facts: PipelineFacts | None, tasks: Tasks, partitions: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from pipesight.report.live._events import Lines
 from pipesight.report.live._growing import GrowingFile
 from pipesight.report.live._handing_over import is_inside
 from pipesight.report.live._recent import RecentRun
-from pipesight.report.reading._clocks import NO_SHIFT, Shift
+from pipesight.report.reading._clocks import NO_SHIFT, Shift, read_shifts
 from pipesight.report.reading._files import read_object
 from pipesight.report.reading.run import NotARunError
 from pipesight.report.reading.traces import find_traces
@@ -112,7 +112,7 @@ class Follower:
         told = self._read_facts()
         events = list(self._new("trace"))
         if events:
-            shifts = _shifts(self.path)
+            shifts = read_shifts(self.path)
             self.run.add_events([self._lines(path, lines, shifts.get(_rank(path), NO_SHIFT)) for path, lines in events])
         said = False
         for path, lines in self._new("stats"):
@@ -220,20 +220,6 @@ class Follower:
 def _rank(path: Path) -> int:
     found = _RANK.search(path.name)
     return int(found[1]) if found else 0
-
-
-def _shifts(run: Path) -> dict[int, Shift]:
-    """Return what to add to the times of ranks whose clocks were compared with that of rank 0."""
-    shifts = {}
-    for path in (run / "ranks").glob("*.json"):
-        try:
-            facts = read_object(path)
-            rank, shift = int(facts["rank"]), Shift.of(facts)
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
-        if shift is not None:
-            shifts[rank] = shift
-    return shifts
 
 
 def _is_gone(facts: dict[str, Any]) -> bool:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["NO_SHIFT", "Shift"]
+from pipesight.report.reading._files import read_object
+
+__all__ = ["NO_SHIFT", "Shift", "read_shifts"]
+
+_TIME = re.compile(rb'"ts":(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +33,31 @@ class Shift:
             return cls(offset // 1000)
         return cls(offset // 1000, float(drift), since // 1000)
 
+    def apply(self, moment: int) -> int:
+        """Return a time by the clock of rank 0."""
+        return moment + self.offset + round((moment - self.since) * self.drift)
+
+    def apply_to(self, line: bytes) -> bytes:
+        """Return the line of an event with its time by the clock of rank 0."""
+        return _TIME.sub(lambda found: b'"ts":%d' % self.apply(int(found[1])), line, count=1)
+
     def later(self, microseconds: int) -> Self:
         """Return the same, with more to add."""
         return replace(self, offset=self.offset + microseconds)
 
 
 NO_SHIFT = Shift()
+
+
+def read_shifts(run: Path) -> dict[int, Shift]:
+    """Return what to add to the times of the ranks of a run whose clocks were compared with that of rank 0."""
+    shifts = {}
+    for path in (run / "ranks").glob("*.json"):
+        try:
+            facts = read_object(path)
+            rank, shift = int(facts["rank"]), Shift.of(facts)
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        if shift is not None:
+            shifts[rank] = shift
+    return shifts

@@ -9,7 +9,10 @@ __all__ = ["complete"]
 
 
 def complete(description: dict[str, Any], other: dict[str, Any]) -> None:
-    """Add what another rank knows of its layers: of a pipeline over several ranks, each has seen its own only."""
+    """Add what another rank knows: its host, and of a pipeline over several ranks, its own layers."""
+    hosts = description.setdefault("hosts", [description.get("host")])
+    if other.get("host") not in hosts:
+        hosts.append(other.get("host"))
     for ours, theirs in zip(_dicts(description, "pipelines"), _dicts(other, "pipelines"), strict=False):
         if "ranks" not in ours:
             continue  # a pipeline of one rank: the other has one of its own
