@@ -87,6 +87,17 @@ def test_the_fastest_answers_count():
     assert 50_000 <= found.error < 500_000
 
 
+def test_uneven_drift():
+    """A clock that was set in between is off by more than its measurements; the error says so."""
+    jump = 3_000_000
+    measurements = [Measurement(at * SECOND, jump if at > 4 else 0, 50_000) for at in range(21)]
+    found = correction_from(measurements, begin=0, end=20 * SECOND)
+    for at in range(21):
+        true = at * SECOND + (jump if at > 4 else 0)
+        assert abs(found.apply(at * SECOND) - true) <= found.error
+    assert found.error < jump
+
+
 def test_no_round():
     """A measurement needs a round."""
     with pytest.raises(ValueError, match=r"rounds must be a positive integer \(rounds: 0\)"):

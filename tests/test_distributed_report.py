@@ -174,7 +174,8 @@ def others(tmp_path_factory):
     body = """
     from torch.distributed.device_mesh import init_device_mesh
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    train(sleeping([10, 10], [20, 20]), [1, 1], 3, name="SIDE", chunks=4, mesh=mesh)
+    times = 2 if rank == 1 else 1
+    train(sleeping([times * 10, 10], [times * 20, 20]), [1, 1], 3, name="SIDE", chunks=4, mesh=mesh)
     train(sleeping([10] * 8, [20] * 8), [1] * 8, 3, name="SPLIT", chunks=4, schedule="interleaved-zero-bubble")
     """
     torchrun(4, body, folder, begin=RANK + TRAIN)
@@ -200,6 +201,9 @@ def test_pipelines_side_by_side(others):
     assert [row.ranks for row in pipeline.rows] == [(0, 1), (2, 3)]
     assert report.description["pipelines"][0]["ranks"] == [[0, 1], [2, 3]]
     assert len(report.tasks) == 3 * 4 * 4 * 2
+    slowest = report.stragglers[0]  # by the other rank with the same partition
+    assert (slowest.rank, slowest.partition, slowest.peers) == (1, 0, "ranks")
+    assert slowest.slower == pytest.approx(2, rel=0.25)
 
 
 def test_split_backwards(others):

@@ -61,6 +61,23 @@ class Views(nn.Module):
         return input.view(-1, 2, 3).transpose(1, 2).reshape(-1, 6).view(-1, 6)
 
 
+class Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input):
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.rand(())
+
+
+class Noisy(nn.Module):
+    """Draws a random number in its backward."""
+
+    def forward(self, input):
+        return Noise.apply(input)
+
+
 class Counter(nn.Module):
     """Counts its forwards, and has a buffer that every forward changes."""
 
@@ -116,14 +133,14 @@ def test_what_goes_between_ranks(tmp_path):
 
 
 def test_as_gpipe(tmp_path):
-    """Dropout masks, batch norm, buffers and recomputations are those of GPipe, which has the same tasks."""
+    """Random numbers, batch norm, buffers and recomputations are those of GPipe, which has the same tasks."""
     torchrun(
         2,
         """
         def make(n):
             torch.manual_seed(0)
             parts = [
-                nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), Counter(), nn.Tanh())
+                nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), Noisy(), Counter(), nn.Tanh())
                 for _ in range(n)
             ]
             return nn.Sequential(*parts).double()

@@ -216,7 +216,10 @@ class Observer:
         return True
 
     def pass_started(self) -> None:
-        """A pass starts; told in the thread that called the pipeline, which waits until the pass has ended."""
+        """A pass starts; told in the thread that called the pipeline, which waits until the pass has ended.
+
+        Over several ranks, that thread runs the tasks of its rank itself, and a pass is forward and backward.
+        """
 
     def pass_ended(self) -> None:
         """It has, or failed."""
@@ -228,7 +231,10 @@ class Observer:
         """A partition is done with a micro-batch, or failed."""
 
     def transfer_started(self, where: Where, source: str, target: str, size: int) -> None:
-        """A partition starts to fetch tensors, of ``size`` bytes, from another device. On a GPU, that is queued."""
+        """A partition starts to fetch tensors, of ``size`` bytes, from another device. On a GPU, that is queued.
+
+        Or it starts to wait for tensors of another rank.
+        """
 
     def transfer_ended(self, where: Where, source: str, target: str, size: int) -> None:
         """It has them."""
@@ -336,8 +342,7 @@ def step_of_call(pipeline: Any, own: int) -> int:
         try:
             return counter.called(pipeline)
         except Exception:
-            count_steps(None)
-            logger.exception("steps cannot be counted any more, so pipelines count their calls; training goes on")
+            _lose_count()
     return own
 
 
@@ -345,4 +350,12 @@ def catch_up(step: int) -> None:
     """Go on to a step that other ranks are at, if somebody counts steps: a rank may have nothing to optimize."""
     counter = _counter
     if counter is not None:
-        counter.catch_up(step)
+        try:
+            counter.catch_up(step)
+        except Exception:
+            _lose_count()
+
+
+def _lose_count() -> None:
+    count_steps(None)
+    logger.exception("steps cannot be counted any more, so pipelines count their calls; training goes on")

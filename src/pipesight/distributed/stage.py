@@ -12,7 +12,8 @@ output, partitions can be checkpointed, the context is set, and errors say where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -270,7 +271,7 @@ class Stage(_PipelineStageBase):
         try:
             ends, gradients, passed = self._gradients(i, task)
             self._prepare_sharded()
-            with torch.autograd.set_multithreading_enabled(False):  # hooks see where they are
+            with self._running_backward(i):
                 if full_backward or not any(leaf.requires_grad for leaf in task.leaves):
                     if full_backward:
                         _backward(ends, gradients)
@@ -301,7 +302,7 @@ class Stage(_PipelineStageBase):
         self._start("weight", bwd_chunk_id, marks=task.marks)
         try:
             self._prepare_sharded()
-            with torch.autograd.set_multithreading_enabled(False):
+            with self._running_backward(bwd_chunk_id, "backward" if task.groups is None else "weight"):
                 if task.groups is not None:
                     # Weights come one after the other, in no order of layers.
                     where.observers = Observers(())
@@ -315,6 +316,16 @@ class Stage(_PipelineStageBase):
         finally:
             where.observers = self.batch.observers
         self._end()
+
+    @contextlib.contextmanager
+    def _running_backward(self, i: int, part: str = "backward") -> Iterator[None]:
+        """Let layers draw random numbers of the task, and hooks see where they are."""
+        begin_task(self.batch.randomness, (i, self.j, part))
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            end_task()
 
     def _recompute(self, i: int, task: Task, checkpoint: Checkpoint) -> None:
         self._start("recompute", i)

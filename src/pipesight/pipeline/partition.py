@@ -49,7 +49,7 @@ def _watch_backward(input: object, output: object, name: str, where: Where) -> N
     """
 
     def reached(_: object) -> None:
-        if where.phase not in ("backward", "weight") or where.layer == name:
+        if where.phase not in ("backward", "weight") or where.layer == name or not where.observers.members:
             return
         if where.layer is not None:
             where.observers.tell("layer_ended", where)

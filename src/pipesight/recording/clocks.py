@@ -6,7 +6,7 @@ Each rank asks rank 0 for the time, again and again, and keeps the answer that c
     rank 0            ── its clock ──                 take half of the time that it took
 
 Two such measurements, at the start and at the end, give an offset and a drift. In between and beyond, the error is that
-of the straight line through both.
+of the straight line through both; it is more where a third measurement says that the clocks did not drift evenly.
 """
 
 from __future__ import annotations
@@ -89,6 +89,15 @@ def correction_from(measurements: Sequence[Measurement], *, begin: int, end: int
         return Correction(one.at, one.ahead, 0.0, one.error + round(UNKNOWN_DRIFT * furthest))
     two = min(others, key=lambda m: m.error)
     between = two.at - one.at
-    weights = [(moment - one.at) / between for moment in (*moments, two.at)]
-    error = max(abs(1 - weight) * one.error + abs(weight) * two.error for weight in weights)
-    return Correction(one.at, one.ahead, (two.ahead - one.ahead) / between, round(error) + 1)
+
+    def error_at(moment: int) -> float:
+        weight = (moment - one.at) / between
+        return abs(1 - weight) * one.error + abs(weight) * two.error
+
+    drift = (two.ahead - one.ahead) / between
+    error = max(error_at(moment) for moment in (*moments, two.at))
+    for other in measurements:
+        off = abs(other.ahead - one.ahead - (other.at - one.at) * drift)
+        if off > error_at(other.at) + other.error:
+            error = max(error, off + other.error)
+    return Correction(one.at, one.ahead, drift, round(error) + 1)

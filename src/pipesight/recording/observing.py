@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from pipesight import trace as tracing
-from pipesight.recording.asking import RankClocks
+from pipesight.recording.comparing_clocks import RankClocks
 from pipesight.recording.description import Description
 from pipesight.recording.directory import RunDirectory
 from pipesight.recording.log_lines import LogLines, level_number

@@ -115,10 +115,11 @@ class RankClocks:
         except Exception as error:  # the store is gone
             self._complain(error)
             return
-        while not self._ended.is_set() and self._measure():
+        while not self._ended.is_set():
+            self._measure()
             self._ended.wait(INTERVAL)
 
-    def _measure(self, *, last: bool = False) -> bool:
+    def _measure(self, *, last: bool = False) -> None:
         assert self._address is not None
         try:
             with self._measuring, _connected(self._address) as (ask, tell):
@@ -131,8 +132,6 @@ class RankClocks:
                 tell({"rank": self._rank, "last": last, "clock": correction.as_json()})
         except (OSError, ValueError) as error:
             self._complain(error)
-            return False
-        return True
 
     def _complain(self, error: Exception) -> None:
         if self._failure is None:
@@ -178,7 +177,11 @@ class _Server(socketserver.ThreadingTCPServer):
         self.waiting: set[int] = set()
         """Ranks that will measure once more."""
         self.news = threading.Condition()
-        super().__init__(("", 0), _Answers)
+        try:
+            super().__init__(("", 0), _Answers)
+        except OSError:  # a machine that knows the new kind of addresses, but has none
+            self.address_family = socket.AF_INET
+            super().__init__(("", 0), _Answers)
         self._thread = threading.Thread(target=self.serve_forever, args=(_POLL,), daemon=True)
         self._thread.name = "pipesight-clock"
         self._thread.start()
