@@ -179,6 +179,38 @@ def test_open_span_and_statistics(tmp_path):
         }, own
 
 
+def test_a_rank_fails(tmp_path):
+    """All ranks say how it ended, and wait for nobody; clocks may have drifted since they were compared."""
+    torchrun(
+        2,
+        """
+        import pipesight
+        pipeline = DistributedPipeline(tanhs(2, width=4).float(), [1, 1], chunks=2, loss_fn=nn.functional.mse_loss)
+        with pipesight.observe(os.path.join(folder, "RUN")):
+            train(pipeline, 3)
+            time.sleep(1)
+            if rank == 1:
+                next(iter(pipeline.module)).register_forward_hook(lambda *_: 1 / 0)
+            train(pipeline, 1)
+        """,
+        tmp_path,
+        begin=TRAIN,
+        fails=True,
+    )
+    run = tmp_path / "RUN"
+    own = json.loads((run / "ranks" / "rank-00001.json").read_text())
+    assert own["outcome"] == "ZeroDivisionError: division by zero"
+    assert description(run)["outcome"] == "RankFailedError: rank 1 failed: ZeroDivisionError: division by zero"
+    for clock in (own["clock"], description(run)["clock"], description(run)["clock"]["ranks"]["1"]):
+        assert clock["error_ns"] > 100_000  # what they may drift apart in a second
+    assert own["clock"]["drift"] == 0
+    with open_run(run) as opened:
+        report = analyse(opened)
+    assert report.overall is not None
+    assert report.overall.steps == 3
+    assert report.left.incomplete == 1
+
+
 def test_clocks_that_cannot_be_compared(tmp_path):
     """If rank 0 cannot be reached, that is logged, noted and reported, and training goes on."""
     torchrun(

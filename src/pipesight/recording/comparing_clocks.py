@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipesight.recording.clocks import Correction, Measurement, correction_from, measure
+from pipesight.recording.clocks import UNKNOWN_DRIFT, Correction, Measurement, correction_from, measure
 
 __all__ = ["RankClocks"]
 
@@ -97,10 +97,9 @@ class RankClocks:
         if self._ranks < 2:
             return {"error_ns": 0}
         if self._rank == 0:
-            told = {} if self._server is None else dict(sorted(self._server.told.items()))
+            told = {} if self._server is None else self._server.known()
             errors = [facts["error_ns"] for facts in told.values()]
-            complete = len(told) == self._ranks - 1
-            return {"error_ns": max(errors) if complete else None, "ranks": {str(r): f for r, f in told.items()}}
+            return {"error_ns": max(errors) if len(told) == self._ranks - 1 else None, "ranks": told}
         correction = self.correction()
         return {"error_ns": None} if correction is None else correction.as_json()
 
@@ -172,8 +171,8 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self.clock = clock
-        self.told: dict[int, dict[str, Any]] = {}
-        """What the other ranks told of their clocks."""
+        self.told: dict[int, tuple[int, dict[str, Any]]] = {}
+        """When the other ranks told of their clocks, and what."""
         self.waiting: set[int] = set()
         """Ranks that will measure once more."""
         self.news = threading.Condition()
@@ -194,6 +193,15 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Let those go who say something else, or nothing any more."""
+
+    def known(self) -> dict[str, dict[str, Any]]:
+        """Return what is known of the clocks of other ranks; those that will measure again may have drifted since."""
+        found = {}
+        with self.news:
+            for rank, (moment, facts) in sorted(self.told.items()):
+                since = self.clock() - moment if rank in self.waiting else 0
+                found[str(rank)] = {**facts, "error_ns": facts["error_ns"] + round(UNKNOWN_DRIFT * since)}
+        return found
 
     def stop(self, *, patience: float) -> None:
         """End, once the ranks that have been here were here a last time."""
@@ -221,7 +229,7 @@ class _Answers(socketserver.StreamRequestHandler):
                 continue
             facts = json.loads(line)
             with server.news:
-                server.told[int(facts["rank"])] = facts["clock"]
+                server.told[int(facts["rank"])] = server.clock(), facts["clock"]
                 (server.waiting.discard if facts["last"] else server.waiting.add)(int(facts["rank"]))
                 server.news.notify_all()
             self.wfile.write(b"\n")
