@@ -38,8 +38,42 @@ def environment_of(**more):
     return {**os.environ, **settings, **{key: str(value) for key, value in more.items()}}
 
 
-def run_nodes(hosts, program, folder, *, ranks=1, port=None, options=(), through=(), timeout=150, **environment):
-    """Run a program as a job of one node on each host; return what each node wrote to stdout.
+class Job:
+    """The nodes of a job that runs, and what they write."""
+
+    def __init__(self, processes, files):
+        self.processes, self._files = processes, files
+
+    def outputs(self):
+        """Return what each node has written to stdout up to now."""
+        return [file.with_suffix(".out").read_text() for file in self._files]
+
+    def errors(self):
+        """Return what each node has written to stderr up to now."""
+        return [file.with_suffix(".err").read_text() for file in self._files]
+
+    def wait_for(self, text, timeout=120):
+        """Wait until a node has written it; fail if the job ends before."""
+        until = time.monotonic() + timeout
+        while not any(text in output for output in self.outputs()):
+            assert time.monotonic() < until, self.told(f"{text!r} was not written within {timeout} s")
+            assert any(node.poll() is None for node in self.processes), self.told(f"ended without {text!r}")
+            time.sleep(0.02)
+
+    def ends_well(self, timeout=150):
+        """Wait for all nodes; return what each wrote to stdout."""
+        until = time.monotonic() + timeout
+        codes = [node.wait(timeout=max(1, until - time.monotonic())) for node in self.processes]
+        assert codes == [0] * len(codes), self.told(f"exit codes {codes}")
+        return self.outputs()
+
+    def told(self, what):
+        return "\n".join([what, *self.outputs(), *self.errors()])
+
+
+@contextlib.contextmanager
+def nodes(hosts, program, folder, *, ranks=1, port=None, options=(), through=(), **environment):
+    """Start a program as a job of one node on each host; end what is left of it at the end.
 
     Args:
         hosts: Where the nodes are; all see the folder. The nodes meet at the first one.
@@ -49,37 +83,35 @@ def run_nodes(hosts, program, folder, *, ranks=1, port=None, options=(), through
         port: Where the nodes meet; a free one by default.
         options: More options of torchrun.
         through: What runs the program, if not Python itself: ``("-m", "pipesight", "run", "--out", "RUN")``.
-        timeout: Seconds that the job may take.
         **environment: More variables.
     """
     endpoint = f"{hosts[0].name}:{port or free_port()}"
     meet = ["--nnodes", len(hosts), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "job"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, *meet, *options]
     command += ["--no-python", *STRICT_PYTHON, *through, *program]
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(Path(folder) / f"node-{k}.err", "w+")) for k in range(len(hosts))]
-        nodes = [
-            subprocess.Popen(
-                host.command(command),
-                env=environment_of(FOLDER=folder, **environment),
-                cwd=folder,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-            )
-            for host, file in zip(hosts, files, strict=True)
-        ]
-        until = time.monotonic() + timeout
-        try:
-            outputs = [node.communicate(timeout=max(1, until - time.monotonic()))[0] for node in nodes]
-        finally:
-            for node in nodes:
-                if node.poll() is None:
-                    node.terminate()  # torchrun ends its ranks
-            for node in nodes:
-                if node.poll() is None:
-                    node.communicate(timeout=60)
-        errors = [file.seek(0) or file.read() for file in files]
-    codes = [node.returncode for node in nodes]
-    assert codes == [0] * len(codes), "\n".join([f"exit codes {codes}", *outputs, *errors])
-    return outputs
+    commands = [host.command(command) for host in hosts]
+    with started(commands, folder, FOLDER=folder, **environment) as job:
+        yield job
+
+
+@contextlib.contextmanager
+def started(commands, folder, **environment):
+    """Start commands side by side; end what is left of them at the end."""
+    files = [Path(folder) / f"node-{k}" for k in range(len(commands))]
+    settings = {"env": environment_of(**environment), "cwd": folder}
+    processes = []
+    try:
+        for command, file in zip(commands, files, strict=True):
+            with open(file.with_suffix(".out"), "w") as output, open(file.with_suffix(".err"), "w") as errors:
+                processes.append(subprocess.Popen(command, **settings, stdout=output, stderr=errors))
+        yield Job(processes, files)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks
+        for process in processes:
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from network import Link, two_hosts
-from nodes import run_nodes
+from nodes import nodes
 from torchrun import END, RANK, batches, tanhs
 
 STEPS, LAYERS = 4, 4
@@ -37,7 +37,8 @@ def run_job(hosts, folder, **settings):
     """
     script = folder / "train.py"
     script.write_text(RANK + TRAIN + END)
-    return run_nodes(hosts, [script], folder, ranks=LAYERS // 2, **settings)
+    with nodes(hosts, [script], folder, ranks=LAYERS // 2, **settings) as job:
+        return job.ends_well()
 
 
 def plain_losses():

@@ -275,9 +275,21 @@ def test_commands_exist(document, capsys):
             assert arguments[0] in ("install", "uninstall")
             assert all((ROOT / place / "pyproject.toml").is_file() for place in places), command
         elif program in ("python", "torchrun"):
-            assert arguments[-1] in files, command
+            check_script(arguments, ".py", files)
+        elif program == "sbatch":
+            check_script(arguments, ".sh", files)
         else:
             assert program in ("git", "cd"), f"no rule to check: {command}"
+
+
+def check_script(arguments, script, files):
+    """A script is shown in the document, or is one of the examples, which know the options that follow it."""
+    name, *options = arguments[next(k for k, argument in enumerate(arguments) if argument.endswith(script)) :]
+    options = [option for option in options if option.startswith("--")]
+    if name not in files:
+        program = ROOT / name if script == ".py" else ROOT / "examples" / "distributed" / "train.py"
+        assert program.with_name(Path(name).name).is_file(), name
+        assert [option for option in options if f'"{option}"' not in program.read_text(encoding="utf-8")] == []
 
 
 @linked
