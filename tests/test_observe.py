@@ -2,12 +2,14 @@
 
 import fcntl
 import gzip
+import itertools
 import json
 import logging
 import os
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import observed
 from observed import STATS, description, events, learn, log_lines, pipeline, sgd, statistics, tasks, train
 from pipesight import GPipe, context, trace
 from pipesight.recording import observe
+from pipesight.recording.directory import RunDirectory
 from pipesight.recording.windows import Windows
 
 
@@ -498,7 +501,6 @@ def test_old_parts_go(run):
 
 def test_traces_of_processes_that_have_ended_go(run):
     """Files of processes that a rank has started go too, the oldest first; those being written stay."""
-    from pipesight.recording.directory import RunDirectory
     from pipesight.recording.room import TraceRoom
 
     folder = run / "trace"
@@ -621,6 +623,25 @@ def test_directory_that_is_not_empty(run):
     assert {e["args"]["step"] for e in tasks(run)} == {0}
     assert not (run / "stats/rank-00000.jsonl").exists()
     assert (run / "mine.txt").read_text() == "mine"
+
+
+def test_ranks_that_begin_while_rank_0_looks(run, monkeypatch):
+    """What other ranks write while rank 0 looks whether the directory is free is not taken for that of another run."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "100")
+    plain_rglob, others = Path.rglob, itertools.count(1)
+
+    def rglob(self, pattern):
+        (run / "ranks").mkdir(parents=True, exist_ok=True)
+        (run / "ranks" / f"rank-{next(others):05}.json").write_text("{}")
+        return plain_rglob(self, pattern)
+
+    monkeypatch.setattr(Path, "rglob", rglob)
+    run.mkdir()
+    RunDirectory(run).claim()
+    (run / "other.txt").write_text("of another run")
+    with pytest.raises(FileExistsError, match=r"must be empty, but .* holds 'other.txt'"):
+        RunDirectory(run).claim()
 
 
 def test_directory_that_is_a_file(run):
