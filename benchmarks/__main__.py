@@ -17,14 +17,26 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cpu_step, empty_task, gpu, observing, page, planning, reading, soak, spans, statistics
+from benchmarks import (
+    cpu_step,
+    distributed,
+    empty_task,
+    gpu,
+    observing,
+    page,
+    planning,
+    reading,
+    soak,
+    spans,
+    statistics,
+)
 from benchmarks.harness import Options
 
 __all__ = ["main"]
 
 BENCHMARKS: dict[str, tuple[Callable[[Options], bool], str]] = {
     module.__name__.rpartition(".")[2]: (module.run, str(module.__doc__).partition("\n")[0])
-    for module in (cpu_step, empty_task, gpu, observing, page, planning, reading, soak, spans, statistics)
+    for module in (cpu_step, distributed, empty_task, gpu, observing, page, planning, reading, soak, spans, statistics)
 }
 
 

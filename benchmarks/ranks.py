@@ -17,19 +17,22 @@ from torch.distributed import pipelining
 from benchmarks.job import Job
 from benchmarks.steps import build_workload
 
-__all__ = ["Leader", "follow"]
+__all__ = ["Leader", "Stage", "broadcast", "follow", "gather_norms"]
 
 # What rank 0 broadcasts is a number of steps to run, or one of these.
 CLOSE = 0
 GRADIENT_NORMS = -1
 
 
+def join(job: Job, rank: int, rendezvous: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=job.partitions)
+
+
 class Stage:
     """One rank's share of the model, and the schedule that runs it."""
 
-    def __init__(self, job: Job, rank: int, rendezvous: str) -> None:
+    def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=job.partitions)
         workload = build_workload(job)
         self.input, self.target = workload.input, workload.target
         balance = job.balance(len(workload.model))
@@ -52,24 +55,32 @@ class Stage:
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            self.layers.zero_grad(set_to_none=True)
-            if self.rank == 0:
-                self.schedule.step(self.input)
-            elif self.rank == self.job.partitions - 1:
-                self.schedule.step(target=self.target, losses=[])
-            else:
-                self.schedule.step()
+            self.step()
         dist.barrier()
+
+    def step(self) -> None:
+        self.layers.zero_grad(set_to_none=True)
+        if self.rank == 0:
+            self.schedule.step(self.input)
+        elif self.rank == self.job.partitions - 1:
+            self.schedule.step(target=self.target, losses=[])
+        else:
+            self.schedule.step()
 
     def gradient_norms(self) -> list[float]:
         """Those of all ranks, in the order of the model's parameters, and 0 for the input."""
-        mine = [float(p.grad.norm()) for p in self.layers.parameters() if p.grad is not None]
-        gathered: list[list[float]] = [[] for _ in range(self.job.partitions)]
-        dist.all_gather_object(gathered, mine)
-        return [*itertools.chain.from_iterable(gathered), 0.0]
+        return [*gather_norms(self.layers), 0.0]
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target) / self.job.chunks
+
+
+def gather_norms(layers: nn.Module) -> list[float]:
+    """Return the norms of all ranks' gradients, in the order of the ranks."""
+    mine = [float(p.grad.norm()) for p in layers.parameters() if p.grad is not None]
+    gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, mine)
+    return list(itertools.chain.from_iterable(gathered))
 
 
 def broadcast(number: int) -> int:
@@ -92,7 +103,8 @@ class Leader:
             subprocess.Popen([*command, str(rank), rendezvous], stdin=subprocess.PIPE)
             for rank in range(1, job.partitions)
         ]
-        self.stage = Stage(job, 0, rendezvous)
+        join(job, 0, rendezvous)
+        self.stage = Stage(job, 0)
 
     def run(self, steps: int) -> None:
         broadcast(steps)
@@ -113,7 +125,8 @@ class Leader:
 def follow(job: Job, rank: int, rendezvous: str) -> None:
     """Run what rank 0 asks for until it says to close, or is gone."""
     threading.Thread(target=exit_with_leader, daemon=True).start()
-    stage = Stage(job, rank, rendezvous)
+    join(job, rank, rendezvous)
+    stage = Stage(job, rank)
     while (number := broadcast(CLOSE)) != CLOSE:
         if number == GRADIENT_NORMS:
             stage.gradient_norms()
