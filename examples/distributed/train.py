@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 train.py
     torchrun --standalone --nproc-per-node 2 train.py --schedule zbv-zero-bubble --out RUN
 
-Start it again with the same options, and it goes on from its last checkpoint: after a crash, after a preemption, with
-another schedule or with another number of processes. What it learns from, and what dropout leaves out, depend on the
-seed and the step alone, so that the losses are those of a run that nothing happened to.
+Start it again with the same options, and it goes on from its last checkpoint, after a crash or a preemption. What it
+learns from, and what dropout leaves out, depend on the seed and the step alone, so that the losses are those of a run
+that nothing happened to. It may also go on with another schedule, balance or number of processes.
 """
 
 import argparse
