@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,21 @@ def test_two_nodes(whole, tmp_path):
     assert found.keys() == expected.keys()
     for key, loss in expected.items():  # the order of sums may differ
         assert float(found[key]) == pytest.approx(float(loss), rel=1e-3), key
+
+
+def test_killed_on_two_nodes(whole, tmp_path):
+    """A rank on one of two nodes is killed: both start again from the last checkpoint, with the losses of one run."""
+    program = [EXAMPLE / "train.py", *SMALL]
+    with nodes([Here(), Here()], program, tmp_path, options=["--max-restarts", "1"]) as job:
+        job.wait_for("step 25 ")
+        children = f"/proc/{job.processes[1].pid}/task/{job.processes[1].pid}/children"
+        (rank,) = Path(children).read_text().split()
+        os.kill(int(rank), signal.SIGKILL)
+        outputs = job.ends_well()
+    first, second = beginnings(*outputs)
+    assert first == 0
+    assert second in (20, 40)
+    assert losses(*outputs) == whole[1]
 
 
 SRUN = f"""#!{sys.executable}

@@ -4,7 +4,8 @@
 #     sbatch slurm.sh --steps 1000 --schedule 1f1b
 #
 # Two minutes before the time is over, and when the job is preempted, the ranks save a checkpoint and leave, and the job
-# goes back to the queue. Started again, it goes on from there; after a node was lost, from the checkpoint before.
+# goes back to the queue. Started again, it goes on from there; after a node was lost, from the checkpoint before. If a
+# rank crashes, torchrun starts all of them again on the spot, from the last checkpoint, three times at most.
 #
 #SBATCH --job-name=pipesight
 #SBATCH --nodes=2
@@ -30,6 +31,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
 srun --wait=60 torchrun \
     --nnodes="$SLURM_NNODES" \
     --nproc-per-node="${SLURM_GPUS_ON_NODE:-1}" \
+    --max-restarts=3 \
     --rdzv-backend=c10d \
     --rdzv-endpoint="$host:$port" \
     --rdzv-id="$attempt" \
