@@ -100,6 +100,7 @@ class DistributedPipeline:
         self._kind = schedules.choose(schedule)
         self._chunks = _check_chunks(chunks)
         self._checkpoint = _check_checkpoint(checkpoint)
+        self._data_parallel = data_parallel
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of output and target, but got {type(loss_fn).__name__}")
         self._loss_fn = loss_fn
@@ -118,6 +119,7 @@ class DistributedPipeline:
             OrderedDict(child for stage in self._stages for child in stage.submod.named_children())
         )
         """The layers of this rank, under the names that they have in the plain model."""
+        self.module.training = module.training
         self._planner = Planner(self._skeleton, self.places, self._kind, self._chunks, loss_fn)
         self._schedules: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._where = Where()
@@ -204,6 +206,11 @@ class DistributedPipeline:
     def is_last(self) -> bool:
         """Whether this rank has the last partition, needs the target and gets the loss."""
         return self._stages[-1].j == len(self._balance) - 1
+
+    @property
+    def data_parallel(self) -> str:
+        """What replicas do: ``"ddp"`` or ``"fsdp"``."""
+        return self._data_parallel
 
     @property
     def data_parallel_group(self) -> ProcessGroup:

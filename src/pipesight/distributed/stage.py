@@ -211,6 +211,7 @@ class Stage(_PipelineStageBase):
                 where = self.batch.where
                 self._buffers.restore(checkpoint.buffers)
                 self._repeatable = where.checkpointing = False
+                where.phase, where.repeating = "recompute", True  # up to the call that could not be repeated
                 where.marks = []
         outputs, form, leaving, _ = self._call(i, own)
         return outputs, form, leaving, None

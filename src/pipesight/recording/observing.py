@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -26,6 +26,9 @@ from pipesight.recording.steps import StepCount
 from pipesight.recording.windows import Steps, Windows
 from pipesight.trace import session as trace_session
 from pipesight.trace.automatic import Instrumentation, instrument
+
+if TYPE_CHECKING:
+    from pipesight.distributed import DistributedPipeline
 
 __all__ = ["Observation", "observe"]
 
@@ -142,7 +145,7 @@ class Observation:
         """Say that the step of this number begins; from now on, optimizers' steps are not counted."""
         self._count.tell(operator.index(number))
 
-    def watch(self, model: nn.Module) -> None:
+    def watch(self, model: nn.Module | DistributedPipeline) -> None:
         """Say which model the statistics are of, instead of having it found."""
         if self._statistics is not None:
             self._statistics.watch(model)
@@ -321,7 +324,7 @@ class Observation:
         if os.getpid() == self._process:
             self._safely("describe a pipeline", self._describe_pipeline, pipeline)
         if self._statistics is not None:
-            self._statistics.meet_pipeline(pipeline if isinstance(pipeline, nn.Module) else pipeline.module)
+            self._statistics.meet_pipeline(pipeline)
 
     def meet_module(self, module: nn.Module) -> None:
         """A module is called, from outside of all others."""

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from pipesight.pipeline.gpipe import GPipe
+from pipesight.stats import current
 from pipesight.stats.api import open_session
 from pipesight.stats.session import Session
 from pipesight.stats.sinks import Record
 from pipesight.stats.watching import Watch
+from pipesight.stats.watching._replicas import Model
 from pipesight.trace import ai
 
 __all__ = ["Config", "RunStatistics"]
@@ -48,6 +50,9 @@ class RunStatistics:
     ) -> None:
         self._session = open_session(config, log_dir=folder, sinks=[_Nowhere()])
         self._session.step_count = first
+        current.of_run = self._session
+        if current.of_process is not None:
+            self._session.merging.set_as(current.of_process.merging)
         self._begin = begin
         self._watches: list[_RunWatch] = []
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -70,15 +75,15 @@ class RunStatistics:
         """Whether a model is being watched."""
         return bool(self._watches)
 
-    def watch(self, model: nn.Module) -> None:
+    def watch(self, model: Model) -> None:
         """Watch this model, and look for no others from now on."""
         self._told = True
-        if model not in self._known:
+        if _module(model) not in self._known:
             self._add(model)
 
-    def meet_pipeline(self, pipeline: nn.Module) -> None:
+    def meet_pipeline(self, pipeline: Model) -> None:
         """Watch a pipeline, unless it is part of what is watched."""
-        if self.observing and not self._told and pipeline not in self._known:
+        if self.observing and not self._told and _module(pipeline) not in self._known:
             self._add(pipeline)
 
     def meet_module(self, module: nn.Module) -> None:
@@ -122,11 +127,14 @@ class RunStatistics:
                 while self._watches:
                     self._watches.pop().remove()
             finally:
+                if current.of_run is self._session:
+                    current.of_run = None
                 self._session.close(alone=failed)
 
-    def _add(self, model: nn.Module) -> None:
+    def _add(self, model: Model) -> None:
         watch = _RunWatch(self._session, model, self, self._begin)
-        self._known.update(model.modules())
+        self._known.update(_module(model).modules())
+        self._session.merging.once |= not isinstance(model, nn.Module)
         same = self._names & set(watch.layers)
         if same:
             watch.remove()
@@ -142,9 +150,7 @@ class RunStatistics:
 class _RunWatch(Watch):
     """A watch whose steps are those of the run."""
 
-    def __init__(
-        self, session: Session, model: nn.Module, statistics: RunStatistics, begin: Callable[[], None]
-    ) -> None:
+    def __init__(self, session: Session, model: Model, statistics: RunStatistics, begin: Callable[[], None]) -> None:
         self._statistics, self._begin_step = statistics, begin
         super().__init__(session, model, auto_step=True, own=False)
 
@@ -165,7 +171,7 @@ class _RunWatch(Watch):
             super()._log(layer, name, value)
 
     def _log_weights(self, weights: list[tuple[str, str, Tensor]]) -> None:
-        if self._statistics.observing:
+        if self._statistics.observing and (self._part.is_first or not self._part.alike):
             super()._log_weights(weights)
 
     def _begin(self) -> None:
@@ -184,6 +190,10 @@ class _Nowhere:
 
     def close(self) -> None:
         """Let go of nothing."""
+
+
+def _module(model: Model) -> nn.Module:
+    return model if isinstance(model, nn.Module) else model.module
 
 
 def _trains(module: nn.Module) -> bool:

@@ -231,8 +231,14 @@ def initialize_training_step(train_step: int) -> None:
 
 
 def set_tensor_reduction_group(group: dist.ProcessGroup | None, layer_name: str | None = None) -> None:
-    """Merge statistics, of one layer or of all, over the ranks of a group; ``None`` for all ranks."""
-    running().merging.set_group(group, layer_name)
+    """Merge statistics, of one layer or of all, over the ranks of a group; ``None`` for all ranks.
+
+    That goes for the statistics of `pipesight.observe`, too. Those of a `DistributedPipeline` are merged over its
+    data-parallel group if no other is set.
+    """
+    sessions = [session for session in (running_or_none(), current.of_run) if session is not None]
+    for session in sessions or [running()]:
+        session.merging.set_group(group, layer_name)
 
 
 def get_tensor_reduction_group() -> dist.ProcessGroup | None:

@@ -15,6 +15,9 @@ __all__ = ["running", "running_or_none", "serving"]
 of_process: Session | None = None
 """Set by `initialize`, and by `end_debug`."""
 
+of_run: Session | None = None
+"""That of the run that is being recorded. Calls do not belong to it, but groups that the user sets count there too."""
+
 _calling: ContextVar[Session | None] = ContextVar("calling", default=None)
 
 

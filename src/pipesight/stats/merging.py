@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import reduce
 from typing import Any
 
@@ -18,6 +19,8 @@ __all__ = ["Merging"]
 
 Rows = list[list[float]]
 
+_NONFINITE = [FIELDS.index(name) for name in ("nans", "infs")]
+
 
 class Merging:
     """The process groups that statistics are merged over.
@@ -30,6 +33,9 @@ class Merging:
     def __init__(self, config: Config, *, timeout: float) -> None:
         self._group: dist.ProcessGroup | None = None
         self._of_layers: dict[str, dist.ProcessGroup | None] = {}
+        self._homes: dict[str | None, dist.ProcessGroup] = {}  # of watched layers, and of all others
+        self.once = False
+        """Whether, of the ranks that have a value, only the first gets it."""
         self._timeout = timeout
         self._exchanges: dict[dist.ProcessGroup, Exchange] = {}
         self._apart = False  # some call went without the default group
@@ -60,6 +66,19 @@ class Merging:
         else:
             self._of_layers[layer] = group
 
+    def set_as(self, other: Merging) -> None:
+        """Merge over the groups that were set there."""
+        self._group = other._group
+        self._of_layers.update(other._of_layers)
+
+    def adopt(self, group: dist.ProcessGroup, layers: Iterable[str]) -> None:
+        """Merge these layers over a group, and all others too if it is the first; groups that were set go first.
+
+        All ranks of the group must do that, and take part from now on, whatever they measure.
+        """
+        self._homes.setdefault(None, group)
+        self._homes.update(dict.fromkeys(layers, group))
+
     def group_for(
         self, given: dist.ProcessGroup | None, layer: str | None = None, *, skip: bool = False
     ) -> dist.ProcessGroup | None:
@@ -75,6 +94,8 @@ class Merging:
             return None
         if given is None and self._of_layers:
             given = self._of_layers.get(layer or "")
+        if given is None and self._group is None and self._homes:
+            return self._enter(self._homes.get(layer, self._homes[None]))
         if given is None:
             self._together = True
         else:
@@ -100,7 +121,10 @@ class Merging:
             return []
         if not any(steps.includes(iteration) for steps in self._steps):
             return []
-        if self._together or not self._apart:
+        if self._group is None and self._homes:
+            for home in self._homes.values():
+                self._enter(home)
+        elif self._together or not self._apart:
             self._enter(self._group)
         several = [exchange for exchange in self._exchanges.values() if len(exchange.ranks) > 1]
         return [e.group for e in sorted(several, key=lambda exchange: (exchange.ranks, exchange.group.group_name))]
@@ -109,10 +133,13 @@ class Merging:
         """Let go of the groups."""
         self._group = None
         self._of_layers.clear()
+        self._homes.clear()
         self._exchanges.clear()
 
     def merge(self, tallies: list[Tally], group: dist.ProcessGroup, iteration: int) -> list[dict[str, Any]]:
         """Exchange with the other ranks, and return one record a source for each tally; none if nobody has one.
+
+        Tallies are told which ranks have NaN or Inf.
 
         Raises:
             MissingRankError: A rank did not come.
@@ -131,10 +158,18 @@ class Merging:
             list(mine), [list(record.row()) for record in mine.values()], iteration=iteration
         )
         rows: dict[str, Rows] = {name: [] for name in wanted}
-        for their_names, their_rows in everyone:
+        ranks = self._exchanges[group].ranks
+        for rank, (their_names, their_rows) in zip(ranks, everyone, strict=True):
             for name, row in zip(their_names, their_rows, strict=True):
-                if name in rows:
-                    rows[name].append(row)
+                if name not in rows:
+                    continue
+                if self.once and not rows[name] and rank != dist.get_rank():
+                    del rows[name], wanted[name]  # it is theirs
+                    continue
+                rows[name].append(row)
+                i, source = wanted[name]
+                if source.key == MOMENTS and any(row[place] for place in _NONFINITE):
+                    tallies[i].bad_ranks.append(rank)
         results: list[dict[str, Any]] = [{} for _ in tallies]
         of_moments = [name for name, (_, source) in wanted.items() if source.key == MOMENTS and rows[name]]
         for name, moments in zip(of_moments, _merge_moments([rows[name] for name in of_moments]), strict=True):

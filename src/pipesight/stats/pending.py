@@ -175,7 +175,8 @@ class Pending:
                 self._tell_once(
                     (tally.layer, tally.tensor),
                     f"{tally.tensor!r} of layer {tally.layer!r} has {moments.nans:.0f} NaN and {moments.infs:.0f} Inf "
-                    f"(iteration {tally.iteration}); its other statistics are of the finite elements",
+                    f"(iteration {tally.iteration}{_on(tally.bad_ranks)}); its other statistics are of the finite "
+                    "elements",
                 )
             records += tally.records(of_it)
         self._sinks.write(records)
@@ -184,3 +185,7 @@ class Pending:
         if subject not in self._told:
             self._told.add(subject)
             self._messages.warning(message)
+
+
+def _on(ranks: list[int]) -> str:
+    return f", on rank {', '.join(map(str, ranks))}" if ranks else ""

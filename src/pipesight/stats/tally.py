@@ -22,13 +22,15 @@ class Tally:
 
     Attributes:
         calls: A record a source for each call, in order of time; none if this rank's copy does not count.
+        bad_ranks: Those with NaN or Inf, where ranks were merged.
     """
 
-    __slots__ = ("action", "calls", "iteration", "layer", "tensor")
+    __slots__ = ("action", "bad_ranks", "calls", "iteration", "layer", "tensor")
 
     def __init__(self, layer: str, tensor: str, iteration: int, action: Action) -> None:
         self.layer, self.tensor, self.iteration, self.action = layer, tensor, iteration, action
         self.calls: list[Sequence[Any]] = []
+        self.bad_ranks: list[int] = []
 
     @property
     def ready(self) -> bool:
@@ -48,10 +50,10 @@ class Tally:
     def records(self, merged: Mapping[str, Any]) -> Iterator[Record]:
         """Yield what is to be logged."""
         moments = merged[MOMENTS]
-        nans, infs = int(moments.nans), int(moments.infs)
+        nans, infs, ranks = int(moments.nans), int(moments.infs), tuple(self.bad_ranks)
         for quantity in self.action.quantities:
             value = float(quantity.formula(merged[quantity.source]))
-            yield Record(self.layer, self.tensor, quantity.label, self.iteration, value, nans, infs)
+            yield Record(self.layer, self.tensor, quantity.label, self.iteration, value, nans, infs, ranks)
 
 
 class Statistics(Mapping[str, Tensor]):

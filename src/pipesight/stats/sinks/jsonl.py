@@ -2,7 +2,8 @@
 
 An object has ``iteration``, ``layer``, ``tensor``, ``statistic`` and ``value``. JSON has no NaN and no infinities: such
 a value is ``null``, and ``nonfinite`` says which: ``"nan"``, ``"inf"`` or ``"-inf"``, so that ``value`` stays a column
-of numbers. ``nans`` and ``infs`` say how many elements the value leaves out, where there are any.
+of numbers. ``nans`` and ``infs`` say how many elements the value leaves out, where there are any, and ``ranks`` which
+ranks have them, where several were merged.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ def _line(record: Record) -> str:
         end += f', "nans": {int(record.nans)}'
     if record.infs:
         end += f', "infs": {int(record.infs)}'
+    if record.ranks:
+        end += f', "ranks": {list(record.ranks)}'
     return (
         f'{{"iteration": {record.iteration}, "layer": {quote(record.layer)}, "tensor": {quote(record.tensor)}, '
         f'"statistic": {quote(record.statistic)}, "value": {end}}}\n'

@@ -17,6 +17,7 @@ class Record:
         value: a plain float.
         nans: how many NaN elements the value leaves out.
         infs: how many infinite elements the value leaves out.
+        ranks: the ranks that have these, where several were merged.
     """
 
     layer: str
@@ -26,6 +27,7 @@ class Record:
     value: float
     nans: int = 0
     infs: int = 0
+    ranks: tuple[int, ...] = ()
 
     @staticmethod
     def named(name: str, value: float, iteration: int) -> Record:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-__all__ = ["Hook"]
+__all__ = ["Hook", "Once"]
 
 
 class Hook:
@@ -33,6 +33,18 @@ class Hook:
 
     def __reduce__(self) -> tuple[type[Hook], tuple[Callable[..., None]]]:
         return Hook, (nothing,)
+
+
+class Once:
+    """Calls a function for the first time only: a backward that is split into two comes by a tensor twice."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """Is called by the tensor."""
+        function, self._function = self._function, nothing
+        function(*args)
 
 
 def nothing(*_: Any) -> None:

@@ -25,15 +25,16 @@ from pipesight.stats.layers import named_layers
 from pipesight.stats.recomputing import in_checkpoint, is_recomputing
 from pipesight.stats.session import Session
 from pipesight.stats.unmatched import OUTPUTS, TENSORS, missing_layers, unknown_tensors
-from pipesight.stats.watching._hook import Hook
+from pipesight.stats.watching._hook import Hook, Once
 from pipesight.stats.watching._readable import has_values, numbers
+from pipesight.stats.watching._replicas import Model, is_distributed, part_of
 from pipesight.stats.watching._weights import Weights
 
 __all__ = ["TENSORS", "Watch", "watch"]
 
 
 def watch(
-    model: nn.Module,
+    model: Model,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
     auto_step: bool = True,
@@ -48,7 +49,7 @@ def watch(
 
     Args:
         model: A plain module or a `GPipe`, before or after it is wrapped by ``DistributedDataParallel`` or
-            ``torch.compile``.
+            ``torch.compile``; or a `DistributedPipeline`, whose statistics are merged over the ranks of a stage.
         config: A YAML file or a dict. Without one, the session that ``initialize`` began is used.
         auto_step: Let a step end where, after an optimizer's step, the model is called again; a model in eval mode or
             under ``torch.no_grad()`` is not watched then. Otherwise call ``step()`` of the session or of what this
@@ -86,9 +87,11 @@ class Watch:
         layers: The names of the layers that the configuration selects, and the tensors of each that it may log.
     """
 
-    def __init__(self, session: Session, model: nn.Module, *, auto_step: bool, own: bool) -> None:
+    def __init__(self, session: Session, model: Model, *, auto_step: bool, own: bool) -> None:
         self._session, self._own, self._auto = session, own, auto_step
-        self._wrapped, self._model = model, _unwrapped(model)
+        self._part = part_of(model)
+        self._wrapped, self._model = self._part.module, _unwrapped(self._part.module)
+        self._what = f"this {type(self._model if isinstance(model, nn.Module) else model).__name__}"
         model = self._model
         self.layers: dict[str, tuple[str, ...]] = {}
         self._handles: list[RemovableHandle] = []
@@ -112,13 +115,15 @@ class Watch:
         except BaseException:
             self._detach()
             raise
+        if self._part.group is not None:
+            session.merging.adopt(self._part.group, self.layers)
         self._warn_of_mistakes(names, list(selected))
         session.before_step.append(self._before_step)
         session.before_close.append(self._warn_if_idle)
 
     def _warn_of_mistakes(self, names: Collection[str], selected: Sequence[str]) -> None:
         """Say what the configuration names and a model does not have."""
-        warn, what = self._session.messages.warning, f"this {type(self._model).__name__}"
+        warn, what = self._session.messages.warning, self._what
         if not selected:
             warn(f"the configuration selects no layer of {what}; layers go by names, such as {list(names)[:3]}")
         elif not self.layers:
@@ -134,7 +139,7 @@ class Watch:
         """Say why nothing was logged, if so, and if it has not been said at the beginning."""
         if self._session.met or not self.layers:
             return
-        what = f"this {type(self._model).__name__}"
+        what = self._what
         first, last = self._first_step, max(self._first_step, self._session.step_count - 1)
         if not self._called:
             why = f"{what} was not called"
@@ -265,13 +270,14 @@ class Watch:
         if gradient and torch.is_grad_enabled() and (self._model.training or not self._auto):
             for tensor in numbers(output):
                 if tensor.requires_grad:
-                    handle = tensor.register_hook(partial(self._after_backward, name))
+                    hook: Callable[..., object] = partial(self._after_backward, name)
+                    handle = tensor.register_hook(hook if self._part.group is None else Once(hook))
                     if tensor.is_leaf:
                         self._leaves.append(handle)
 
     def _after_backward(self, name: str, gradient: Tensor) -> None:
-        if self._handles:
-            self._log(name, "gradient", gradient)
+        if self._handles and (self._part.replicas == 1 or self._wanted(name, ("gradient",))):
+            self._log(name, "gradient", self._part.of_whole_batch(gradient))
 
     def _log(self, layer: str, name: str, value: Any) -> None:
         for tensor in numbers(value):
@@ -286,7 +292,7 @@ class Watch:
 
     def _log_weights(self, weights: list[tuple[str, str, Tensor]]) -> None:
         # Every rank of a DistributedDataParallel has all of them, and they are the same.
-        alike = isinstance(self._wrapped, nn.parallel.DistributedDataParallel)
+        alike = self._part.alike
         self._session.log_many([entry for entry in weights if has_values(entry[2])], skip_reduction=alike)
 
     def _after_optimizer(self) -> None:
@@ -302,9 +308,9 @@ class Watch:
 
 def _check_arguments(model: object, config: object) -> None:
     """Raise if the model is none, or if it was passed in the place of the configuration."""
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) or is_distributed(model):
         return
-    if isinstance(config, nn.Module):
+    if isinstance(config, nn.Module) or is_distributed(config):
         raise TypeError(
             "watch() takes the model first, then the configuration "
             f"(model: {shown(model)}, config: {type(config).__name__}); call watch(model, {shown(model)})"
