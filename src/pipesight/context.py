@@ -329,6 +329,11 @@ def count_steps(counter: StepCounter | None) -> None:
     _counter = counter
 
 
+def step_counter() -> StepCounter | None:
+    """Return who counts steps."""
+    return _counter
+
+
 def counted_step() -> int | None:
     """Return the step under way, if somebody counts steps."""
     counter = _counter

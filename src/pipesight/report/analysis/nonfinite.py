@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SIGNS", "NonFinite", "first_nonfinite"]
+__all__ = ["SIGNS", "NonFinite", "first_nonfinite", "place_of", "rank_of"]
 
 SIGNS = ("nonfinite", "nans", "infs")
 """What a line of statistics has, one of these at least, if its tensor was not finite."""
@@ -60,7 +60,7 @@ def first_nonfinite(lines: Iterable[Mapping[str, Any]], *, layers: Sequence[str]
             key = (iteration, *_when(layer, tensor, places))
             if best is None or key < best[0]:
                 best = key, line
-            elif key == best[0] and line["tensor"] == best[1]["tensor"]:
+            elif key == best[0] and all(line[k] == best[1][k] for k in ("layer", "tensor")):
                 best = key, {**best[1], **{k: v for k, v in line.items() if k in ("nans", "infs")}}
     if best is None:
         return None
@@ -69,7 +69,7 @@ def first_nonfinite(lines: Iterable[Mapping[str, Any]], *, layers: Sequence[str]
         iteration=first["iteration"],
         layer=first["layer"],
         tensor=first["tensor"],
-        rank=_count(first.get("rank")) or 0,
+        rank=rank_of(first),
         nans=_count(first.get("nans")),
         infs=_count(first.get("infs")),
         layers=len(bad_layers),
@@ -77,14 +77,21 @@ def first_nonfinite(lines: Iterable[Mapping[str, Any]], *, layers: Sequence[str]
     )
 
 
+def rank_of(line: Mapping[str, Any]) -> int:
+    """Return the rank that a tensor with NaN or Inf was on: the first of ``ranks``, or the one that wrote the line."""
+    ranks = line.get("ranks")
+    named = _count(ranks[0]) if isinstance(ranks, list) and ranks else None
+    return (_count(line.get("rank")) or 0) if named is None else named
+
+
 def _when(layer: str, tensor: str, places: Mapping[str, int]) -> tuple[int, int, int]:
     """Return what sorts tensors by when a step comes to them."""
     which = _PASS.get(tensor, _FORWARD)
-    place = _place(layer, places)
+    place = place_of(layer, places)
     return which, -place if which == _GRADIENT else place, tensor != "input"
 
 
-def _place(layer: str, places: Mapping[str, int]) -> int:
+def place_of(layer: str, places: Mapping[str, int]) -> int:
     """Return the place of a layer, or of the one that it is part of."""
     name = _PARTITION.sub("", layer)
     while name:

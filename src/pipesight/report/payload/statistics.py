@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from pipesight.report.analysis.nonfinite import place_of, rank_of
 
 __all__ = ["Marks", "Value", "statistics_of"]
 
@@ -31,29 +33,34 @@ class Marks:
             marks = self.of_step.setdefault(line["iteration"], {})
             known = marks.get((line["layer"], line["tensor"]))
             if known is None or "is" in known[1]:
-                marks[line["layer"], line["tensor"]] = int(line.get("rank", 0)), " and ".join(counts)
+                marks[line["layer"], line["tensor"]] = rank_of(line), " and ".join(counts)
 
 
-def statistics_of(lines: Iterable[Mapping[str, Any]], *, most: int) -> tuple[dict[str, Any] | None, Marks]:
+def statistics_of(
+    lines: Iterable[Mapping[str, Any]], *, most: int, layers: Sequence[str] = ()
+) -> tuple[dict[str, Any] | None, Marks]:
     """Return the tables, and the tensors that were not finite.
 
     Where there are more values than ``most``, every second step is left out, or more, but none that is not finite.
+    Rows are in the order of ``layers``, the names of the model's: lines come rank by rank, and a rank may have any.
     """
+    places = {name: place for place, name in enumerate(layers)}
     tables: dict[tuple[str, str], dict[str, dict[int, Value]]] = {}
     marks = Marks()
     for line in lines:
         if not _is_value(line):
             continue
         marks.add(line)
-        layers = tables.setdefault((line["tensor"], line["statistic"]), {})
+        table = tables.setdefault((line["tensor"], line["statistic"]), {})
         # Of ranks that log the same layer, the first is shown.
-        layers.setdefault(line["layer"], {}).setdefault(line["iteration"], _value(line))
+        table.setdefault(line["layer"], {}).setdefault(line["iteration"], _value(line))
     if not tables:
         return None, marks
-    count = sum(len(values) for layers in tables.values() for values in layers.values())
+    tables = {key: dict(sorted(rows.items(), key=lambda row: place_of(row[0], places))) for key, rows in tables.items()}
+    count = sum(len(values) for table in tables.values() for values in table.values())
     stride = max(math.ceil(count / max(most, 1)), 1)
     names: dict[str, int] = {}
-    groups = [_group(key, layers, stride, set(marks.of_step), names) for key, layers in tables.items()]
+    groups = [_group(key, table, stride, set(marks.of_step), names) for key, table in tables.items()]
     return {"names": list(names), "groups": groups, "left_out": stride if stride > 1 else 0}, marks
 
 

@@ -33,7 +33,8 @@ def page_payload(run: Run, report: Report, *, limits: Limits = LIMITS) -> dict[s
         limits: How much there is room for.
     """
     timelines = Timelines(report.minibatches, report.tasks, run.spans(), run.transfers(), limits=limits)
-    statistics, marks = statistics_of(run.statistics(), most=limits.values)
+    names = [layer.name for layer in report.layers]
+    statistics, marks = statistics_of(run.statistics(), most=limits.values, layers=names)
     shown, layered = _shown(run, report, timelines, marks, limits)
     numbers = [step["number"] for step in shown]
     logs = logs_of(run.log_lines(), steps=numbers, begin=timelines.begin, most=limits.log_lines)

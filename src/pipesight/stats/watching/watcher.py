@@ -25,6 +25,7 @@ from pipesight.stats.layers import named_layers
 from pipesight.stats.recomputing import in_checkpoint, is_recomputing
 from pipesight.stats.session import Session
 from pipesight.stats.unmatched import OUTPUTS, TENSORS, missing_layers, unknown_tensors
+from pipesight.stats.watching._agreed_steps import AgreedSteps
 from pipesight.stats.watching._hook import Hook, Once
 from pipesight.stats.watching._readable import has_values, numbers
 from pipesight.stats.watching._replicas import Model, is_distributed, part_of
@@ -99,6 +100,7 @@ class Watch:
         self._hooks: list[Hook] = []
         self._skipped: set[tuple[str, str]] = set()
         self._stepped = False
+        self._steps: AgreedSteps | None = None
         self._inside: bool | None = None  # a call of the model is under way, and is it counted
         self._called = self._trained = False  # the model, at all and in a call that counts
         self._first_step = session.step_count
@@ -188,6 +190,9 @@ class Watch:
         self._leaves.clear()
         self._hooks.clear()
         self._weights.stop()
+        if self._steps is not None:
+            self._steps.detach()
+            self._steps = None
         _forget_compiled(self._wrapped)
 
     def __enter__(self) -> Watch:
@@ -214,6 +219,9 @@ class Watch:
                 self._model.register_forward_pre_hook(self._hook(self._before_model), prepend=True),
                 self._model.register_forward_hook(self._hook(self._after_model)),
             ]
+        if self._auto and self._part.group is not None:
+            self._steps = AgreedSteps(self._session, lambda: self._stepped)
+            self._steps.attach()
         _forget_compiled(self._wrapped)
 
     def _hook(self, function: Callable[..., object]) -> Hook:
