@@ -30,6 +30,7 @@ class Made:
         self.events: dict[int, list[dict[str, Any]]] = {}
         self.stats: dict[int, list[dict[str, Any]]] = {}
         self.logs: dict[int, list[str]] = {}
+        self.ranks: dict[int, dict[str, Any]] = {}  # what other ranks say of themselves
 
     def event(
         self, cat: str, name: str, *, begin: int, dur: int, rank: int = 0, tid: int | None = None, **args: Any
@@ -162,6 +163,9 @@ class Made:
                 (self.folder / name).mkdir(exist_ok=True)
                 text = "".join((e if isinstance(e, str) else json.dumps(e)) + "\n" for e in entries)
                 (self.folder / f"{name}/rank-{rank:05}.{suffix}").write_text(text)
+        for rank, facts in self.ranks.items():
+            (self.folder / "ranks").mkdir(exist_ok=True)
+            (self.folder / f"ranks/rank-{rank:05}.json").write_text(json.dumps(facts))
         (self.folder / "run.json").write_text(json.dumps(self._run()))
         return self.folder
 

@@ -1,20 +1,27 @@
 """A pipeline over two hosts with a bad network between them, in a real job of two nodes."""
 
+import re
+import subprocess
+
 import pytest
 import torch
 from torch import nn
 
 from network import Link, two_hosts
 from nodes import nodes
+from pipesight.report.analysis.analysing import analyse
+from pipesight.report.reading.run import open_run
+from processes import STRICT_PYTHON
 from torchrun import END, RANK, batches, tanhs
 
 STEPS, LAYERS = 4, 4
 
 TRAIN = f"""
 import socket
-pipeline = DistributedPipeline(tanhs({LAYERS}), [1] * size, chunks=4, loss_fn=nn.functional.mse_loss)
+width, samples, steps = map(int, sys.argv[1:])
+pipeline = DistributedPipeline(tanhs({LAYERS}, width), [1] * size, chunks=4, loss_fn=nn.functional.mse_loss)
 optimizer = torch.optim.Adam(pipeline.parameters(), 1e-2)
-for x, y in batches([16] * {STEPS}):
+for x, y in batches([samples] * steps, width):
     optimizer.zero_grad()
     loss = pipeline.step(x if pipeline.is_first else None, y if pipeline.is_last else None)
     optimizer.step()
@@ -30,14 +37,14 @@ def hosts():
         yield both
 
 
-def run_job(hosts, folder, **settings):
+def run_job(hosts, folder, *, width=6, samples=16, steps=STEPS, **settings):
     """Train with two ranks on each of two hosts; return what each node printed.
 
     Record it with ``through=("-m", "pipesight", "run", "--out", RUN)``.
     """
     script = folder / "train.py"
     script.write_text(RANK + TRAIN + END)
-    with nodes(hosts, [script], folder, ranks=LAYERS // 2, **settings) as job:
+    with nodes(hosts, [script, width, samples, steps], folder, ranks=LAYERS // 2, **settings) as job:
         return job.ends_well()
 
 
@@ -64,3 +71,47 @@ def test_losses_over_a_bad_link(hosts, tmp_path):
     assert set(places) in (halves[0] | halves[3], halves[1] | halves[2]), places
     losses = [float(line) for line in lines if not line.startswith("host")]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain_losses()))
+
+
+@pytest.fixture(scope="module")
+def recorded(hosts, tmp_path_factory):
+    """Record a job whose messages are 128 KiB each, which take 52 ms to pass and 10 ms to arrive."""
+    folder = tmp_path_factory.mktemp("recorded")
+    run = folder / "RUN"
+    run_job(hosts, folder, width=256, samples=256, steps=6, through=("-m", "pipesight", "run", "--out", run))
+    return run
+
+
+def test_the_bad_link_is_named(recorded):
+    """The report names the link between the hosts, both ways, and no other, though other losses go on adding up."""
+    with open_run(recorded) as run:
+        report = analyse(run)
+    assert len(report.links) == 6
+    links = {(link.source, link.target): link for link in report.links}
+    bad = [links.pop((1, 2)), links.pop((2, 1))]
+    assert [link.notable for link in bad] == [True, True]
+    assert not any(link.notable for link in links.values())
+    for link in bad:
+        assert {link.source_host, link.target_host} == {"near", "far"}
+        assert link.size == 256 // 4 * 256 * 8
+        # It cannot be faster than the wire, but for what clocks may be off.
+        assert link.time + link.error >= 8e6 * link.size / 20e6 + 10_000
+        assert link.time > 3 * max(other.time for other in links.values())
+    assert report.steps.parts.sum(axis=0) == pytest.approx(report.steps.period, rel=1e-9)
+    (pipeline,) = report.pipelines
+    for row in pipeline.rows:
+        assert row.busy + sum(row.losses.values()) == pytest.approx(pipeline.window.mean)
+    assert report.verdict.changes[0].gain == pytest.approx(min(sum(link.share for link in bad), 1.0))
+    assert max(link.share for link in bad) > 0.2
+
+
+def test_the_bad_link_in_the_terminal(recorded):
+    """`pipesight report` says which ranks on which hosts, and where to look."""
+    command = [*STRICT_PYTHON, "-m", "pipesight", "report", str(recorded), "--width", "120"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "look at the network between far and near;" in done.stdout
+    section = done.stdout[done.stdout.index("\nLinks\n") :].split("\n\n")[0].splitlines()[2:]
+    assert len(section) == 2
+    for line in section:
+        assert re.fullmatch(r"  rank [12] on (near|far) -> rank [12] on (near|far): .* for 128 KiB, others .*", line)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Style", "bar", "beside", "columns", "percent", "shown_width", "spark", "time"]
+__all__ = ["Style", "bar", "beside", "columns", "percent", "shown_width", "size", "spark", "time"]
 
 READABLE = 100
 """Columns of a sentence; longer lines are hard to follow."""
@@ -83,6 +83,18 @@ def time(microseconds: float) -> str:
         if abs(microseconds) >= size * 0.9995:
             return f"{_three(microseconds / size)} {unit}"
     return f"{_three(microseconds)} µs"
+
+
+def size(count: float) -> str:
+    """Write bytes with three digits or so.
+
+    >>> size(65536), size(100)
+    ('64.0 KiB', '100 B')
+    """
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**power * 0.9995:
+            return f"{_three(count / 1024**power)} {unit}"
+    return f"{count:.0f} B"
 
 
 def _three(value: float) -> str:

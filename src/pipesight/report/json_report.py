@@ -47,6 +47,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "steps": _steps(report.steps, report.counted),
         "layers": [_layer(layer) for layer in report.layers],
         "stragglers": [asdict(straggler) for straggler in report.stragglers],
+        "links": [asdict(link) for link in report.links],
         "nonfinite": None if report.nonfinite is None else asdict(report.nonfinite),
         "names": [asdict(name) for name in report.names],
     }

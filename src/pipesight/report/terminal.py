@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipesight.report._text import Style, bar, beside, columns, percent, shown_width, spark, time
+from pipesight.report._text import Style, bar, beside, columns, percent, shown_width, size, spark, time
 from pipesight.report.analysis.analysing import Overall, Report
 from pipesight.report.analysis.breakdown import OUTSIDE, PARTS
 from pipesight.report.analysis.bubble import LOSSES
@@ -23,6 +23,8 @@ LAYERS = 8
 """How many of the slowest layers are listed."""
 PARTITIONS = 16
 """How many partitions are listed; of more, those that stand still most and least."""
+LINKS = 8
+"""How many links between ranks are named."""
 STEPS = 12
 """How many steps a remark names."""
 
@@ -67,6 +69,8 @@ def render(
         blocks.append(_layers(report, style))
     if report.stragglers:
         blocks.append(_stragglers(report, style))
+    if any(link.notable for link in report.links):
+        blocks.append(_links(report, style))
     if report.names:
         blocks.append(_names(report, style))
     if report.remarks:
@@ -344,6 +348,21 @@ def _stragglers(report: Report, style: Style) -> list[str]:
         lines += style.wrapped(f"{who} {'; '.join(words)}", indent="    ", first="  ")
     if len(stragglers) > 5:
         lines.append(style.paint(f"  and {len(stragglers) - 5} more", "dim"))
+    return lines
+
+
+def _links(report: Report, style: Style) -> list[str]:
+    """Name the links that are slow, or that much is lost to."""
+    notable = [link for link in report.links if link.notable]
+    lines = [style.paint("Links", "bold")]
+    for link in notable[:LINKS]:
+        ends = [(link.source, link.source_host), (link.target, link.target_host)]
+        way = " -> ".join(f"rank {rank}" + (f" on {host}" if host is not None else "") for rank, host in ends)
+        others = f", others {time(link.others)}" if link.others is not None else ""
+        took = f"{time(link.time or 0.0)} for {size(link.size)}{others}"
+        lines += style.wrapped(f"{way}: {took}; costs {percent(link.share)} of the step", indent="    ", first="  ")
+    if len(notable) > LINKS:
+        lines.append(style.paint(f"  and {len(notable) - LINKS} more", "dim"))
     return lines
 
 

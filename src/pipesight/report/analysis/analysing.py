@@ -14,6 +14,7 @@ from pipesight.report.analysis.changes import Situation, find_changes
 from pipesight.report.analysis.clocks import doubts_about_clocks
 from pipesight.report.analysis.facts import PipelineFacts, device_of_partition, pipelines_of
 from pipesight.report.analysis.layers import Layer, layers_of
+from pipesight.report.analysis.links import Link, find_links
 from pipesight.report.analysis.nonfinite import SIGNS, NonFinite, first_nonfinite
 from pipesight.report.analysis.pipelines import PipelineReport, describe_pipelines, lanes_of
 from pipesight.report.analysis.stragglers import Straggler, find_stragglers
@@ -116,6 +117,8 @@ class Report:
     """Mini-batches without a backward."""
     layers: tuple[Layer, ...]
     stragglers: tuple[Straggler, ...]
+    links: tuple[Link, ...]
+    """Between ranks, those that cost most first."""
     nonfinite: NonFinite | None
     names: tuple[NameTime, ...]
     """Where the time went, of a trace that has no tasks."""
@@ -156,7 +159,8 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     own, found = _of_steps(own, found)
     complete = own.where(own.kind != INCOMPLETE)
     homes = {n: device_of_partition(_facts(facts, n), tasks, n) for n in np.unique(complete.partitions).tolist()}
-    splits = split_windows(complete, tasks, run.transfers(), devices=homes.__getitem__)
+    transfers = run.transfers()
+    splits = split_windows(complete, tasks, transfers, devices=homes.__getitem__)
     whole = np.flatnonzero(own.kind != INCOMPLETE)
     splits = [_renumbered(split, whole) for split in splits]
     times = break_down(found, own, splits, all_minibatches=minibatches, spans=spans, replicas=replicas)
@@ -167,13 +171,17 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     pipelines = describe_pipelines(splits, own, tasks, counted_minibatches, facts, homes)
     layers = layers_of(run.layer_times(_after(warm, steps, times)), _layer_facts(facts))
     names = [entry.name for entry in layers]
+    there = own.where(counted_minibatches & (own.kind != INCOMPLETE))
+    links = find_links(there, tasks, transfers, times.where(counted), run.description)
     return Report(
         path=str(run.path),
         description=run.description,
         events=run.events,
         ranks=tuple(run.ranks()),
         remarks=(*_remarks(run, own, spans), *_doubts(run, tasks)),
-        verdict=_with_ending(_verdict(overall, pipelines, splits, counted_minibatches, times, counted, layers), run),
+        verdict=_with_ending(
+            _verdict(overall, pipelines, splits, counted_minibatches, times, counted, layers, links), run
+        ),
         overall=overall,
         left=Left(tuple(warm.tolist()), int((~found.complete).sum())),
         pipelines=_narrowed_pipelines(pipelines, partition),
@@ -186,6 +194,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
             for straggler in find_stragglers(lanes_of(splits, own, tasks, counted_minibatches))
             if partition in (None, straggler.partition)
         ),
+        links=tuple(link for link in links if partition is None or partition in link.partitions),
         nonfinite=first_nonfinite(run.statistics(words=SIGNS), layers=names),
         names=(),
         minibatches=minibatches,
@@ -218,6 +227,7 @@ def _without_tasks(run: Run) -> Report:
         evaluations=0,
         layers=(),
         stragglers=(),
+        links=(),
         nonfinite=first_nonfinite(run.statistics(words=SIGNS)),
         names=tuple(entries[:NAMES]),
         minibatches=MiniBatches(*[nothing] * 9),
@@ -303,6 +313,7 @@ def _verdict(
     times: StepTimes,
     counted: Column,
     layers: Sequence[Layer],
+    links: Sequence[Link],
 ) -> Verdict:
     if overall is None or not pipelines:
         return Verdict("No step is complete, so there is nothing to tell of its bubble.", ())
@@ -317,6 +328,7 @@ def _verdict(
         minibatches=float(times.minibatches[counted].mean()),
         parts=overall.parts,
         turnaround=overall.turnaround,
+        links=links,
     )
     return verdict_on(
         bubble=overall.bubble,

@@ -13,6 +13,7 @@ from pipesight.plan.schedules import Schedule, gpipe, one_f_one_b, recomputed
 from pipesight.plan.simulation import simulate
 from pipesight.report.analysis.facts import PipelineFacts
 from pipesight.report.analysis.layers import Layer
+from pipesight.report.analysis.links import Link, places_to_look_at
 from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE
 
 __all__ = ["Change", "Situation", "find_changes"]
@@ -53,6 +54,8 @@ class Situation:
     """Of the mean step, by name."""
     turnaround: float = 0.0
     """Of the host gaps, what lies between forward and backward."""
+    links: Sequence[Link] = ()
+    """Between ranks."""
 
 
 def find_changes(situation: Situation) -> list[Change]:
@@ -215,7 +218,13 @@ _ADVICE = {
 
 
 def _limits(situation: Situation) -> Iterator[Change]:
+    places = list(places_to_look_at(situation.links))
+    for place in places:
+        what = f"look at the network between {place.between}; larger micro-batches, fewer cuts there"
+        yield Change(what, _why(place.slowest), place.share, simulated=False)
     for part, (what, why) in _ADVICE.items():
+        if part == "transfers" and places:
+            continue  # it has been said where
         share = situation.parts.get(part, 0.0) / max(situation.period, 1e-9)
         yield Change(what, why, share, simulated=False)
     period = max(situation.period, 1e-9)
@@ -228,3 +237,9 @@ def _limits(situation: Situation) -> Iterator[Change]:
     what = "shorten what happens between forward and backward, such as the loss"
     why = "all partitions wait for it; the last one can compute the loss as its last layer"
     yield Change(what, why, situation.turnaround / period, simulated=False)
+
+
+def _why(link: Link) -> str:
+    assert link.time is not None
+    others = f", and {link.others / 1000:.3g} ms on other links" if link.others is not None else ""
+    return f"a message from rank {link.source} to rank {link.target} takes {link.time / 1000:.3g} ms{others}"

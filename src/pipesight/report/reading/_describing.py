@@ -13,6 +13,8 @@ def complete(description: dict[str, Any], other: dict[str, Any]) -> None:
     hosts = description.setdefault("hosts", [description.get("host")])
     if other.get("host") not in hosts:
         hosts.append(other.get("host"))
+    by_rank = description.setdefault("host_of_rank", {description.get("rank", 0): description.get("host")})
+    by_rank[other.get("rank")] = other.get("host")
     for ours, theirs in zip(_dicts(description, "pipelines"), _dicts(other, "pipelines"), strict=False):
         if "ranks" not in ours:
             continue  # a pipeline of one rank: the other has one of its own
