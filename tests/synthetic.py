@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 START = 1_700_000_000_000_000  # microseconds
-NAMES = {"forward": "forward", "recompute": "forward.recompute", "backward": "backward"}
+NAMES = {"forward": "forward", "recompute": "forward.recompute", "backward": "backward", "weight": "backward.weight"}
 
 
 class Made:
@@ -30,6 +30,7 @@ class Made:
         self.events: dict[int, list[dict[str, Any]]] = {}
         self.stats: dict[int, list[dict[str, Any]]] = {}
         self.logs: dict[int, list[str]] = {}
+        self.pipeline: dict[str, Any] = {}  # what run.json says of the pipeline, beside or instead of the usual
         self.ranks: dict[int, dict[str, Any]] = {}  # what other ranks say of themselves
 
     def event(
@@ -183,6 +184,7 @@ class Made:
                 {"name": f"l{k}", "class": "Linear", "partition": j, "parameter_bytes": 1000, "output_bytes": 100}
                 for k, j in enumerate(j for j, layers in enumerate(self.balance) for _ in range(layers))
             ],
+            **self.pipeline,
         }
         return {
             "format": "pipesight-run",

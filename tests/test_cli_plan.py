@@ -13,6 +13,10 @@ import pytest
 
 import warm
 from pipesight.cli import _quantities as quantities
+from pipesight.distributed import schedule_names
+from pipesight.distributed.schedules import choose
+from pipesight.plan import SCHEDULES, Setting
+from pipesight.plan.distributed import NAMES
 from processes import STRICT_PYTHON
 from synthetic import Made
 
@@ -234,3 +238,62 @@ def test_models_without_a_run(tmp_path):
 def test_quantities(read, text, value):
     """Sizes, times and speeds are read as people write them."""
     assert read(text) == value
+
+
+@pytest.fixture
+def over_ranks(tmp_path: Path) -> Path:
+    """A run of 4 partitions on 2 ranks, in a V, with backwards that begin with the first micro-batch."""
+    run = Made(tmp_path / "ranks", balance=[1, 1, 1, 1], chunks=4)
+    run.pipeline = {"schedule": "zbv-zero-bubble", "ranks": [[0], [1], [1], [0]]}
+    for step in range(4):
+        ended: dict[tuple[str, int, int], int] = {}
+        free = [5000 * step] * 2
+        order = [("forward", i, j, j - 1) for j in range(4) for i in range(4)]
+        order += [("backward", i, j, j + 1) for j in reversed(range(4)) for i in range(4)]
+        for phase, i, j, source in order:
+            rank = (0, 1, 1, 0)[j]
+            begin = max(free[rank], ended.get((phase, i, source), 0))
+            where = {"partition": j, "microbatch": i, "rank": rank, "layers": {f"l{j}": 100}}
+            run.task(step, phase=phase, begin=begin, dur=100, **where)
+            ended[phase, i, j] = free[rank] = begin + 100
+    return run.write()
+
+
+def test_run_over_ranks(over_ranks):
+    """A run with several partitions a rank is planned for its ranks, and its engine runs what is suggested."""
+    ended = plan(over_ranks)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[1].split()[:8] == ["recorded", "zbv-zero-bubble", "never", "4", "1", "1", "1", "1"]
+    assert lines[2].split()[-2:] == ["4.3", "KiB"]
+    assert "share devices" not in ended.stdout
+    call = re.fullmatch(
+        r'DistributedPipeline\(\.\.\., balance=(\[.+\]), chunks=\d+, schedule="(.+)", checkpoint="never"\)', lines[-1]
+    )
+    assert call is not None, lines[-1]
+    assert call[2] in schedule_names()
+    found = json.loads(plan(over_ranks, "--json").stdout)
+    assert (found["recorded"]["partitions"], found["recorded"]["devices"]) == (4, 2)
+    # Parameters of two layers, twice; of four micro-batches inputs and outputs, but not that of the first layer.
+    assert found["recorded"]["memory_bytes"] == [4000 + 4 * (25 + 50), 4000 + 4 * (50 + 50)]
+    assert {p["partitions"] for p in found["plans"]} == {2}
+    fastest = next(p for p in found["plans"] if p["call"] is not None)
+    assert fastest["call"] == lines[-1]
+    rounds = {p["schedule"]: p["rounds"] for p in found["plans"]}
+    assert rounds == {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
+
+
+def test_only_what_the_engine_runs_is_suggested(over_ranks):
+    """1F1B with fewer chunks than ranks is planned, but `DistributedPipeline` refuses it, so it has no code."""
+    found = json.loads(plan(over_ranks, "--json", "--schedule", "1f1b", "--chunks", "1,2").stdout)
+    assert {(p["chunks"], p["call"] is None) for p in found["plans"]} == {(1, True), (2, False)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_names_of_the_engine(schedule):
+    """Every planned schedule has a name that `DistributedPipeline` knows, with as many partitions a rank."""
+    kind = choose(NAMES[schedule])
+    assert kind.name == NAMES[schedule]
+    setting = Setting(schedule, 2, 4, "never", 2 if schedule == "interleaved" else 1)
+    kind.check(setting.chunks, setting.partitions, setting.stages)
+    assert list(setting.build().device_of_stage) == [kind.rank_of(j, 2) for j in range(setting.stages)]

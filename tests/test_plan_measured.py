@@ -12,8 +12,25 @@ import pytest
 import torch
 from torch import nn
 
-from pipesight.plan import Costs, Layer, Link, gpipe, measure, predict, profile, recomputed, simulate, with_sizes
+from pipesight.plan import (
+    Costs,
+    Layer,
+    Link,
+    Setting,
+    gpipe,
+    interleaved,
+    measure,
+    one_f_one_b,
+    predict,
+    profile,
+    recomputed,
+    recorded,
+    simulate,
+    with_sizes,
+    zero_bubble,
+)
 from pipesight.plan.measured import NoTasksError
+from pipesight.plan.memory import device_bytes
 from pipesight.plan.schedules import KINDS
 from pipesight.report.reading.run import open_run
 from synthetic import Made
@@ -255,3 +272,101 @@ def test_planning_needs_no_torch():
     code = "import sys, pipesight.plan, pipesight.cli.plan, json; print(json.dumps('torch' in sys.modules))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(ended.stdout) is False
+
+
+# Runs over several ranks.
+
+LETTERS = {"F": "forward", "R": "recompute", "B": "backward", "W": "weight"}
+
+
+def over_ranks(folder, schedule, times, *, layers=1, name="1f1b", steps=4):
+    """Make a run whose ranks are the devices of a schedule; ``times`` are those of a task of each letter."""
+    lengths = np.array([times.get(letter, 0) for letter in KINDS], float)[:, None, None]
+    found = simulate(schedule, lengths)
+    run = Made(folder, balance=[layers] * schedule.stages, chunks=schedule.chunks)
+    run.pipeline = {"schedule": name, "ranks": [[rank] for rank in schedule.device_of_stage]}
+    at = 0
+    for step in range(steps):
+        for rank, tasks in enumerate(schedule.order):
+            for kind, s, i in tasks[tasks[:, 0] >= 0].tolist():
+                begin = at + round(float(found.begin[kind, s, i]))
+                shares = {f"l{layers * s + k}": times[KINDS[kind]] // layers for k in range(layers)}
+                where = {"partition": s, "microbatch": i, "rank": rank, "begin": begin, "layers": shares}
+                run.task(step, phase=LETTERS[KINDS[kind]], dur=times[KINDS[kind]], **where)
+        at += round(float(found.makespan))
+    return run
+
+
+def test_several_partitions_a_rank(tmp_path):
+    """A run with two partitions a rank is planned for as many ranks as it had, and predicted."""
+    found = measured(over_ranks(tmp_path / "run", interleaved(4, 4, devices=2), {"F": 100, "B": 200}))
+    assert (found.schedule.stages, found.schedule.devices, found.devices) == (4, 2, 2)
+    assert found.predicted_seconds == pytest.approx(found.step_seconds)
+    assert found.balance == (1, 1, 1, 1)
+    assert [layer.backward for layer in found.costs.layers] == pytest.approx([4 * 200e-6] * 4)
+
+
+def test_backwards_in_two_parts(tmp_path):
+    """Where gradients of weights have tasks of their own, the backward of a layer is both."""
+    found = measured(over_ranks(tmp_path / "run", zero_bubble(2, 4), {"F": 100, "B": 120, "W": 60}, layers=2))
+    assert [layer.forward for layer in found.costs.layers] == pytest.approx([4 * 50e-6] * 4)
+    assert [layer.backward for layer in found.costs.layers] == pytest.approx([4 * (60 + 30) * 1e-6] * 4)
+    assert found.costs.backward_overhead == pytest.approx(0, abs=1e-12)
+    assert found.predicted_seconds == pytest.approx(found.step_seconds)
+
+
+def test_memory_of_any_order(tmp_path):
+    """What a recorded order holds is known, be it that of GPipe, or of one whose backwards begin with the first."""
+    order = [[*tasks[:4], *sorted(tasks[4:])] for tasks in gpipe(2, 4).order.tolist()]
+    assert order != gpipe(2, 4).order.tolist()
+    for name, schedule in (("theirs", recorded(order)), ("1f1b", one_f_one_b(2, 4))):
+        found = measured(over_ranks(tmp_path / name, schedule, {"F": 100, "B": 200}, layers=2, name="gpipe"))
+        assert found.setting is None
+        # Two layers of 1000 bytes of parameters a rank, twice; 100 bytes go out of each layer, a quarter at a time.
+        kept = [4, 4] if name == "theirs" else [2, 1]
+        expected = [4000 + kept[0] * 50, 4000 + kept[1] * (50 + 25)]
+        assert device_bytes(found.schedule, found.costs, found.balance) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("checkpointed", [0, 3, 4])
+def test_memory_is_that_of_the_plan(tmp_path, checkpointed):
+    """What a recorded schedule holds is what its setting is planned to hold."""
+    found = measured(made(tmp_path / "run", checkpointed=checkpointed))
+    plan = predict(found.costs, found.setting, found.balance)
+    assert device_bytes(found.schedule, found.costs, found.balance) == pytest.approx(plan.memory_bytes)
+
+
+def test_waits_for_a_late_rank_are_no_link(tmp_path):
+    """A rank that waits for a task of another has a slow neighbour; the link is as slow as what was sent already."""
+    run = over_ranks(tmp_path / "run", gpipe(2, 1), {"F": 100, "B": 200}, steps=3)
+    for step in range(3):  # rank 1 waits for F0 from the beginning, rank 0 for B0 after its own; each arrives at once
+        run.transfer(step, partition=1, microbatch=0, begin=600 * step, dur=100, rank=1, size=1000)
+        run.transfer(step, partition=0, microbatch=0, begin=600 * step + 100, dur=300, rank=0, size=1000)
+    found = measured(run)
+    assert found.costs.link == Link()
+    assert (found.costs.forward_gap, found.costs.backward_gap) == (0, 0)
+    plan = predict(found.costs, Setting("gpipe", 2, 1, "never"), found.balance)
+    assert plan.step_seconds == pytest.approx(found.step_seconds)
+
+
+def test_a_link_between_ranks(tmp_path):
+    """Messages that take 50 us make plans as long as the run was."""
+    run = Made(tmp_path / "run", balance=[1, 1], chunks=1)
+    run.pipeline = {"ranks": [[0], [1]]}
+    for step in range(3):
+        at = 700 * step
+        for phase, j, begin, dur in (
+            ("forward", 0, 0, 100),
+            ("forward", 1, 150, 100),
+            ("backward", 1, 250, 200),
+            ("backward", 0, 500, 200),
+        ):
+            layers = {f"l{j}": dur}
+            run.task(step, partition=j, microbatch=0, phase=phase, begin=at + begin, dur=dur, rank=j, layers=layers)
+        run.transfer(step, partition=1, microbatch=0, begin=at, dur=150, rank=1, size=100)
+        run.transfer(step, partition=0, microbatch=0, begin=at + 100, dur=400, rank=0, size=100)
+    found = measured(run)
+    assert found.costs.link.bandwidth == pytest.approx(100 / 50e-6)
+    assert (found.costs.forward_gap, found.costs.backward_gap) == (0, 0)
+    plan = predict(found.costs, Setting("gpipe", 2, 1, "never"), found.balance)
+    assert plan.step_seconds == pytest.approx(found.step_seconds) == pytest.approx(700e-6)

@@ -34,8 +34,8 @@ def made(folder, delays, *, ranks=3, hosts=("near", "near", "far"), size=65536, 
         rank 1  0 W 110 F0 210 F1 310 W                         2410 B1 2610^B0 2810
         rank 2  0 W            210^     1210 F0 1310 F1 1410 B1 1610^B0 1810
     """
-    entry = {"partitions": ranks, "chunks": 2, "schedule": "gpipe", "ranks": [[rank] for rank in range(ranks)]}
-    run = Made(folder, balance=[1] * ranks, chunks=2, pipelines=[entry], host=hosts[0], rank=0, **description)
+    run = Made(folder, balance=[1] * ranks, chunks=2, host=hosts[0], **description)
+    run.pipeline = {"ranks": [[rank] for rank in range(ranks)]}
     run.ranks = {rank: {"rank": rank, "host": hosts[rank], "pipelines": []} for rank in range(1, ranks)}
     at = 0
     for step in range(STEPS):
@@ -135,13 +135,21 @@ def test_links_that_all_cost_much(tmp_path):
     assert sorted(named(report)) == sorted(SLOW)
 
 
+def test_a_slow_link_on_one_host(tmp_path):
+    """Ranks of one host have no network between them that could be named, so they are named themselves."""
+    report = analysed(made(tmp_path / "run", SLOW, hosts=["near"] * 3, clock=clocks(1000, 1000)))
+    assert named(report) == [(1, 2), (2, 1)]
+    what = "look at the connection between rank 1 and rank 2 on near; larger micro-batches, fewer cuts there"
+    assert report.verdict.changes[0].what == what
+
+
 def test_two_ranks_of_unknown_hosts(tmp_path):
     """The only link there is has none to be compared with, and ranks stand for hosts that are not known."""
     run = made(tmp_path / "run", {(0, 1): 300, (1, 0): 400}, ranks=2, clock=clocks(1000))
     run.ranks = {}
     report = analysed(run)
     assert named(report) == [(1, 0), (0, 1)]
-    assert report.verdict.changes[0].what.startswith("look at the network between rank 0 and rank 1;")
+    assert report.verdict.changes[0].what.startswith("look at the connection between rank 0 and rank 1;")
     assert "  rank 1 -> rank 0: 400 µs for 64.0 KiB; costs" in render(report)
 
 

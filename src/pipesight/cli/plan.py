@@ -36,11 +36,11 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add = parser.add_argument
     add("run_path", type=Path, metavar="RUN", nargs="?", help="a run directory, a folder of traces, or a trace")
-    add("--partitions", type=_numbers, metavar="N,..", help="how many devices there are (those of the run)")
+    add("--partitions", type=_numbers, metavar="N,..", help="how many devices or ranks there are (as the run had)")
     add("--chunks", type=_numbers, metavar="M,..", default=[], help="numbers of micro-batches (powers of two)")
     add("--schedule", type=_words(SCHEDULES), metavar="NAME,..", default=[*SCHEDULES], help=", ".join(SCHEDULES))
     add("--checkpoint", type=_words(MODES), metavar="MODE,..", default=[*MODES], help=", ".join(MODES))
-    add("--rounds", type=_number, metavar="V", default=2, help="stages a device where they are interleaved (2)")
+    add("--rounds", type=_number, metavar="V", help="stages a device where they are interleaved (as the run had, or 2)")
     add("--memory", type=size, metavar="SIZE", default=math.inf, help="what a device may hold at most, such as 16GiB")
     add(
         "--parameter-scale",
@@ -89,7 +89,8 @@ def _fail(message: str, code: int) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Outcome:
-    from pipesight.plan.planning import best_plans, predict, settings
+    from pipesight.plan.memory import device_bytes
+    from pipesight.plan.planning import best_plans, settings
     from pipesight.plan.table import Outcome
 
     costs, measured = _costs(options)
@@ -98,7 +99,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
         raise ValueError(
             "--memory needs the size of layers, which the run does not tell; add --model MODULE:FACTORY --sample SHAPE"
         )
-    counts = options.partitions or ([measured.schedule.stages] if measured is not None else [])
+    counts = options.partitions or ([measured.devices] if measured is not None else [])
     if not counts:
         raise ValueError("without a run, say how many devices there are: --partitions N")
     chunks = options.chunks
@@ -111,7 +112,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
             schedules=options.schedule,
             checkpoints=options.checkpoint,
             chunks=chunks,
-            rounds=options.rounds,
+            rounds=options.rounds or _rounds(measured),
         )
     ]
     if not possible:
@@ -124,9 +125,15 @@ def _plan(options: argparse.Namespace) -> Outcome:
     devices = measured.facts.devices if measured is not None else None
     kinds = {name.partition(":")[0] for name in devices or ()}
     recorded = None
-    if measured is not None and measured.setting is not None:
-        recorded = predict(costs, measured.setting, measured.balance, parameter_scale=options.parameter_scale)
+    if measured is not None:
+        recorded = device_bytes(measured.schedule, costs, measured.balance, parameter_scale=options.parameter_scale)
     return Outcome(costs, plans, measured, recorded, kinds.pop() if len(kinds) == 1 else None)
+
+
+def _rounds(measured: Measured | None) -> int:
+    """Return how many stages a device has where they are interleaved, unless that is said."""
+    recorded = measured.schedule.stages // measured.devices if measured is not None else 1
+    return recorded if recorded > 1 else 2
 
 
 def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:

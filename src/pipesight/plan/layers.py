@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipesight.plan.costs import Layer
-from pipesight.plan.schedules import B, F, R
+from pipesight.plan.schedules import B, F, R, W
 from pipesight.plan.simulation import Times
 from pipesight.report.analysis.facts import LayerFacts, PipelineFacts
 from pipesight.report.reading.tables import LayerTimes
@@ -40,7 +40,7 @@ def layers_of(run: Run, facts: PipelineFacts, tasks: Times, usual: Times, chunks
     Args:
         run: Where they were recorded.
         facts: What the description says.
-        tasks: Microseconds of a task in the mean of all mini-batches, by kind and partition.
+        tasks: Microseconds of a task in the mean of all mini-batches, by kind and partition; backwards as a whole.
         usual: The same in the mean of the usual ones, which plans are about.
         chunks: How many micro-batches there were.
     """
@@ -104,4 +104,6 @@ def _mean_times(times: LayerTimes, names: list[list[str]]) -> list[Times] | None
             counts[j][phase, k] += count
     if not any(count[F].all() for count in counts):
         return None
+    for total in totals:  # a backward is that of inputs and that of weights
+        total[B], total[W] = total[B] + total[W], 0.0
     return [total / np.maximum(count, 1) for total, count in zip(totals, counts, strict=True)]

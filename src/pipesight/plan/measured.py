@@ -17,6 +17,7 @@ from pipesight.plan.schedules import B, F, R, Schedule, gpipe, recomputed
 from pipesight.plan.simulation import Times, simulate
 from pipesight.plan.windows import Windows
 from pipesight.report.analysis.facts import PipelineFacts, device_of_partition, pipelines_of
+from pipesight.report.analysis.links import Messages, messages_of
 from pipesight.report.analysis.windows import TRAINING, MiniBatches, Steps, find_minibatches, find_steps, replicas_of
 from pipesight.report.reading.tables import Column, Transfers
 
@@ -61,6 +62,11 @@ class Measured:
         return self.facts.schedule or ("gpipe" if self.setting is not None else "unknown")
 
     @property
+    def devices(self) -> int:
+        """How many plans are for by default: ranks, or partitions, of which each is to have a device."""
+        return self.schedule.stages if self.facts.ranks is None else self.schedule.devices
+
+    @property
     def setting(self) -> Setting | None:
         """The setting that it was, if it was one that plans can have: GPipe, and a device for each partition."""
         n, m = self.schedule.stages, self.schedule.chunks
@@ -97,11 +103,15 @@ def measure(run: Run, *, link: Link | None = None) -> Measured:
     homes = device_of_partition(fact, tasks, n)
     period, outside, per_step, usual = _steps(steps, own)
     window, whole = Windows(own.where(usual), tasks, homes), Windows(own, tasks, homes)
-    found = layers_of(run, fact, whole.mean_lengths(), window.mean_lengths(), m)
+    found = layers_of(run, fact, whole.whole_lengths(), window.whole_lengths(), m)
     transfers = run.transfers()
     besides = found.besides * MICROSECOND
     # A backward that hands its gradient on before it ends lets the next begin early. More tasks would not gain more.
-    gaps = np.maximum(window.mean_gaps() - _waiting(transfers, len(own) * n * m), 0.0) * MICROSECOND
+    waited, measured_link = (
+        _between_devices(transfers) if fact.ranks is None else _between_ranks(messages_of(own, tasks, transfers))
+    )
+    # Of a task and its way back, half of that is in the gap of each; plans have links instead.
+    gaps = np.maximum(window.mean_gaps() - waited / (2 * len(own) * n * m), 0.0) * MICROSECOND
     again = R if window.checkpoint != "never" else F  # what was not recorded is like a forward
     even = float(simulate(window.schedule, window.durations(), delays=window.delays()).makespan)
     uneven = simulate(window.schedule, window.own_durations(), delays=window.delays()[..., None]).makespan
@@ -121,7 +131,7 @@ def measure(run: Run, *, link: Link | None = None) -> Measured:
             jitter=makespan / even,
             outside=outside * MICROSECOND,
             minibatches=per_step,
-            link=_link(transfers) if link is None else link,
+            link=measured_link if link is None else link,
             notes=found.notes,
         ),
         facts=fact,
@@ -166,13 +176,17 @@ def _steps(steps: Steps, minibatches: MiniBatches) -> tuple[float, float, int, C
     return float(np.median(lengths)), max(float((usual.end - usual.begin).mean()) - inside, 0.0), per_step, rows
 
 
-def _waiting(transfers: Transfers, tasks: int) -> float:
-    """Return the time of transfers in the gap of a task, both ways; plans have links instead."""
-    return float((transfers.end - transfers.begin).sum()) / (2 * tasks) if len(transfers) else 0.0
+def _between_devices(transfers: Transfers) -> tuple[float, Link]:
+    """Return how many microseconds transfers took in all, and a link that is as fast as they were."""
+    taken = float((transfers.end - transfers.begin).sum()) if len(transfers) else 0.0
+    return taken, _link(float(transfers.size.sum()) if len(transfers) else 0.0, taken)
 
 
-def _link(transfers: Transfers) -> Link:
-    """Return a link that is as fast as the recorded transfers."""
-    seconds = float((transfers.end - transfers.begin).sum()) * MICROSECOND if len(transfers) else 0.0
-    size = float(transfers.size.sum()) if len(transfers) else 0.0
-    return Link(bandwidth=size / seconds) if seconds > 0 and size > 0 else Link()
+def _between_ranks(messages: Messages) -> tuple[float, Link]:
+    """Return the same of messages: ranks wait for them before they are sent, too, but that is no time on the way."""
+    timed = messages.where(messages.waiting.astype(bool))
+    return float(messages.wait.sum()), _link(float(timed.size.sum()), float(timed.time.sum()))
+
+
+def _link(size: float, microseconds: float) -> Link:
+    return Link(bandwidth=size / (microseconds * MICROSECOND)) if size > 0 and microseconds > 0 else Link()

@@ -11,12 +11,15 @@ on its own order alone, not on when its tasks run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipesight.plan.costs import Costs
 from pipesight.plan.schedules import B, F, Order, R, Schedule, W
 
-__all__ = ["held", "peak_bytes"]
+__all__ = ["device_bytes", "held", "peak_bytes"]
 
 
 def held(schedule: Schedule) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -49,6 +52,28 @@ def peak_bytes(schedule: Schedule, inputs: ArrayLike, activations: ArrayLike) ->
         at = np.tensordot(of_inputs, bytes_in[stages], 1) + np.tensordot(of_activations, bytes_kept[stages], 1)
         peaks.append(at.max(axis=0))
     return np.stack(peaks)
+
+
+def device_bytes(
+    schedule: Schedule, costs: Costs, balance: Sequence[int], *, parameter_scale: float = 2.0
+) -> tuple[float, ...]:
+    """Return what each device holds at most, of parameters and activations, in any schedule.
+
+    Args:
+        schedule: Who runs what.
+        costs: Those of the layers.
+        balance: How many layers each stage has.
+        parameter_scale: Bytes held for each byte of parameters.
+    """
+    ends = np.cumsum(balance)
+    begins = ends - np.asarray(balance)
+    outputs = [costs.input_bytes, *(layer.output_bytes for layer in costs.layers)]
+    blocks = [costs.layers[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    kept = [sum(layer.kept_bytes for layer in block) / schedule.chunks for block in blocks]
+    peaks = peak_bytes(schedule, np.asarray(outputs)[begins] / schedule.chunks, kept)
+    held_always = [sum(layer.parameter_bytes for layer in block) * parameter_scale for block in blocks]
+    np.add.at(peaks, list(schedule.device_of_stage), held_always)
+    return tuple(peaks.tolist())
 
 
 def _states(tasks: Order, stages: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from pipesight.plan.costs import Costs
+from pipesight.plan.distributed import distributed_call
 from pipesight.plan.measured import Measured
 from pipesight.plan.planning import Plan
 
@@ -25,8 +26,8 @@ class Outcome:
     costs: Costs
     plans: Sequence[Plan]
     measured: Measured | None = None
-    recorded: Plan | None = None
-    """The recorded setting, planned for: what memory it needs."""
+    recorded_bytes: tuple[float, ...] | None = None
+    """What the recorded schedule needs on each device."""
     devices: str | None = None
     """What kind they are, such as ``cpu`` or ``cuda``."""
 
@@ -41,12 +42,14 @@ class Outcome:
         return any(layer.parameter_bytes or layer.kept_bytes for layer in self.costs.layers)
 
     def fastest_to_run(self) -> Plan | None:
-        """Return the fastest plan that `pipesight.GPipe` can run."""
-        return next((plan for plan in self.plans if plan.setting.schedule == "gpipe"), None)
+        """Return the fastest plan that the engine of the run can run: `pipesight.GPipe`, or `DistributedPipeline`."""
+        return next((plan for plan in self.plans if self.call(plan) is not None), None)
 
     def call(self, plan: Plan) -> str | None:
-        """Return the code that runs a plan."""
+        """Return the code that runs a plan, where the engine of the run can."""
         n = plan.setting.partitions
+        if self.measured is not None and self.measured.facts.ranks is not None:
+            return distributed_call(plan)
         if self.devices is None:
             return plan.call()
         return plan.call([self.devices if self.devices == "cpu" else f"{self.devices}:{j}" for j in range(n)])
@@ -74,14 +77,21 @@ def rows(
         found.append(("recorded", *what, seconds(known.step_seconds), "", f"{known.bubble:.1%}", ""))
         error = known.predicted_seconds / known.step_seconds - 1
         told = (seconds(known.predicted_seconds), f"{error:+.1%} off", f"{known.predicted_bubble:.1%}")
-        found.append(("  simulated", *[""] * 4, *told, _memory(outcome, outcome.recorded, size)))
+        found.append(("  simulated", *[""] * 4, *told, _memory(outcome, outcome.recorded_bytes, size)))
     for place, plan in enumerate(plans):
         saved = "" if outcome.baseline is None else f"{1 - plan.step_seconds / outcome.baseline:.1%}"
         name = plan.setting.schedule + (f" x{plan.setting.rounds}" if plan.setting.rounds > 1 else "")
         what = (name, plan.setting.checkpoint, str(plan.setting.chunks), _balance(plan.balance))
         time = seconds(plan.step_seconds) + ("" if plan.proven else " *")
         found.append(
-            ("best" if not place else "", *what, time, saved, f"{plan.bubble:.1%}", _memory(outcome, plan, size))
+            (
+                "best" if not place else "",
+                *what,
+                time,
+                saved,
+                f"{plan.bubble:.1%}",
+                _memory(outcome, plan.memory_bytes, size),
+            )
         )
     return found
 
@@ -90,7 +100,7 @@ def notes(outcome: Outcome, plans: Iterable[Plan]) -> list[str]:
     """Return what to know about some plans."""
     found = []
     if (known := outcome.measured) is not None:
-        if known.schedule.devices < known.schedule.stages:
+        if known.schedule.devices < known.devices:
             found.append("partitions of the run share devices; in plans each has one of its own")
         recorded = known.schedule.chunks
         if small := sorted({plan.setting.chunks for plan in plans if plan.setting.chunks * SMALL >= recorded}):
@@ -106,8 +116,8 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _memory(outcome: Outcome, plan: Plan | None, size: Callable[[float], str]) -> str:
-    return size(max(plan.memory_bytes)) if plan is not None and outcome.knows_memory else "?"
+def _memory(outcome: Outcome, needs: Sequence[float] | None, size: Callable[[float], str]) -> str:
+    return size(max(needs)) if needs is not None and outcome.knows_memory else "?"
 
 
 def _balance(balance: Sequence[int]) -> str:
@@ -123,6 +133,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         found["recorded"] = {
             "schedule": known.schedule_name,
             "partitions": known.schedule.stages,
+            "devices": known.schedule.devices,
             "chunks": known.schedule.chunks,
             "checkpoint": known.checkpoint,
             "balance": list(known.balance),
@@ -131,7 +142,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             "bubble": known.bubble,
             "predicted_step_seconds": known.predicted_seconds,
             "predicted_bubble": known.predicted_bubble,
-            "memory_bytes": _bytes(outcome, outcome.recorded),
+            "memory_bytes": _bytes(outcome, outcome.recorded_bytes),
         }
     found["plans"] = [_plan(outcome, plan) for plan in outcome.plans]
     return found
@@ -149,14 +160,14 @@ def _plan(outcome: Outcome, plan: Plan) -> dict[str, Any]:
         "step_seconds": plan.step_seconds,
         "window_seconds": plan.window_seconds,
         "bubble": plan.bubble,
-        "memory_bytes": _bytes(outcome, plan),
+        "memory_bytes": _bytes(outcome, plan.memory_bytes),
         "proven": plan.proven,
         "bound_seconds": plan.bound_seconds,
         "call": outcome.call(plan),
     }
 
 
-def _bytes(outcome: Outcome, plan: Plan | None) -> list[int] | None:
-    if plan is None or not outcome.knows_memory:
+def _bytes(outcome: Outcome, needs: Sequence[float] | None) -> list[int] | None:
+    if needs is None or not outcome.knows_memory:
         return None
-    return [math.ceil(size) for size in plan.memory_bytes]
+    return [math.ceil(size) for size in needs]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.plan.schedules import KINDS, B, F, R, Schedule, recorded
+from pipesight.plan.schedules import KINDS, B, F, R, Schedule, W, recorded
 from pipesight.plan.simulation import Times
 from pipesight.report.analysis.windows import MiniBatches
 from pipesight.report.reading.tables import Tasks
@@ -75,6 +75,13 @@ class Windows:
     def mean_lengths(self) -> Times:
         """Return the mean time of a task, by kind and partition; 0 where there is none."""
         return _means(self.end - self.begin, axis=(2, 3))
+
+    def whole_lengths(self) -> Times:
+        """Return the same, but with backwards as a whole: where weights have tasks of their own, these are added."""
+        lengths = self.end - self.begin
+        sums, counts = np.nansum(lengths, axis=(2, 3)), (~np.isnan(lengths)).sum(axis=(2, 3))
+        sums[B], sums[W] = sums[B] + sums[W], 0.0
+        return np.asarray(sums / np.maximum(counts, 1))
 
     def mean_gaps(self) -> Times:
         """Return the mean gap before a task, by kind."""

@@ -220,7 +220,7 @@ _ADVICE = {
 def _limits(situation: Situation) -> Iterator[Change]:
     places = list(places_to_look_at(situation.links))
     for place in places:
-        what = f"look at the network between {place.between}; larger micro-batches, fewer cuts there"
+        what = f"look at {place.what}; larger micro-batches, fewer cuts there"
         yield Change(what, _why(place.slowest), place.share, simulated=False)
     for part, (what, why) in _ADVICE.items():
         if part == "transfers" and places:

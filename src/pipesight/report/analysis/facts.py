@@ -36,6 +36,8 @@ class PipelineFacts:
     checkpoint: str | None = None
     batch_size: int | None = None
     layers: tuple[LayerFacts, ...] = ()
+    ranks: tuple[tuple[int, ...], ...] | None = None
+    """Of a pipeline over several ranks, those that have each partition: one of each replica, in the same order."""
     processors: int | None = None
     """That the process may use."""
 
@@ -102,6 +104,7 @@ def _pipeline(entry: Mapping[str, Any], partitions: int, processors: int | None)
         checkpoint=_text(entry, "checkpoint"),
         batch_size=_number(entry, "batch_size"),
         layers=tuple(_layers(entry.get("layers"), partitions)),
+        ranks=_ranks(entry.get("ranks"), partitions),
         processors=processors,
     )
 
@@ -112,6 +115,15 @@ def _layers(entries: object, partitions: int) -> Iterable[LayerFacts]:
         if name is not None and isinstance(partition, int) and 0 <= partition < partitions:
             sizes = _number(entry, "parameter_bytes"), _number(entry, "output_bytes")
             yield LayerFacts(name, _text(entry, "class"), partition, *sizes)
+
+
+def _ranks(value: object, partitions: int) -> tuple[tuple[int, ...], ...] | None:
+    if not isinstance(value, list) or len(value) != partitions or not value:
+        return None
+    rows = [row for row in value if isinstance(row, list) and row and all(type(rank) is int for rank in row)]
+    if len(rows) != partitions or len({len(row) for row in rows}) != 1:
+        return None
+    return tuple(map(tuple, rows))
 
 
 def _number(entry: object, key: str) -> int | None:

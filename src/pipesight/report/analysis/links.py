@@ -24,7 +24,7 @@ from pipesight.report.analysis.breakdown import StepTimes
 from pipesight.report.analysis.windows import MiniBatches
 from pipesight.report.reading.tables import BACKWARD, FORWARD, Column, Table, Tasks, Transfers
 
-__all__ = ["Link", "Place", "find_links", "places_to_look_at"]
+__all__ = ["Link", "Messages", "Place", "find_links", "messages_of", "places_to_look_at"]
 
 SLOWER = 3.0
 """Times the median of links between others, from which on a link is slower than they are."""
@@ -77,7 +77,8 @@ class Link:
 class Place:
     """Two hosts, or two ranks of one, with a notable link between them."""
 
-    between: str
+    what: str
+    """That is between them, in words."""
     slowest: Link
     share: float
     """Of the step, what waiting costs both ways, and over all ranks of a replica."""
@@ -95,7 +96,7 @@ def find_links(
         times: The steps of the mini-batches.
         description: What the run says of hosts and clocks.
     """
-    messages = _messages(minibatches, tasks, transfers)
+    messages = messages_of(minibatches, tasks, transfers)
     periods = {number: times.period[times.replica == number] for number in np.unique(times.replica).tolist()}
     found = []
     for source, target in np.unique(np.stack([messages.source, messages.target], axis=1), axis=0).tolist():
@@ -151,16 +152,20 @@ def places_to_look_at(links: Sequence[Link]) -> Iterator[Place]:
         shares: dict[int, float] = {}
         for link in own:
             shares[link.replica] = shares.get(link.replica, 0.0) + link.share
-        names = [f"rank {end}" if isinstance(end, int) else end for end in ends]
         slowest = max(own, key=lambda link: link.time or 0.0)
-        yield Place(" and ".join(names), slowest, min(max(shares.values()), 1.0))
+        if isinstance(ends[0], str):
+            what = f"the network between {ends[0]} and {ends[1]}"
+        else:
+            host = f" on {slowest.target_host}" if slowest.source_host == slowest.target_host is not None else ""
+            what = f"the connection between rank {ends[0]} and rank {ends[1]}{host}"
+        yield Place(what, slowest, min(max(shares.values()), 1.0))
 
 
 # Messages.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Messages(Table):
+class Messages(Table):
     """Tensors that a task of another rank made for one of this: a row each."""
 
     row: Column
@@ -170,16 +175,18 @@ class _Messages(Table):
     partition: Column
     size: Column
     time: Column
+    """From the end of the sender's task to the end of the wait: less than 0 where clocks are off by more."""
     waiting: Column
     """Whether the receiver waited already when it was sent."""
     wait: Column
     """How long the receiver waited for it after that."""
 
 
-def _messages(minibatches: MiniBatches, tasks: Tasks, transfers: Transfers) -> _Messages:
+def messages_of(minibatches: MiniBatches, tasks: Tasks, transfers: Transfers) -> Messages:
+    """Return the messages that were waited for in mini-batches; ``tasks`` is the table that those were found in."""
     arrivals = arrivals_of(minibatches, tasks, transfers)
     if not len(arrivals):
-        return _Messages(*[np.zeros(0, np.int64)] * 8)
+        return Messages(*[np.zeros(0, np.int64)] * 8)
     grid = _Grid(minibatches, tasks)
     row, j, i = arrivals.minibatch, arrivals.partition, arrivals.microbatch
     mine = grid.find(row, FORWARD, j, i)
@@ -194,7 +201,7 @@ def _messages(minibatches: MiniBatches, tasks: Tasks, transfers: Transfers) -> _
     np.minimum.at(begin, which, arrivals.begin)
     np.maximum.at(end, which, arrivals.end)
     sent = grid.end[sent_by[first]]
-    return _Messages(
+    return Messages(
         row=arrivals.minibatch[first],
         source=grid.rank[sent_by[first]].astype(np.int64),
         target=arrivals.rank[first].astype(np.int64),
