@@ -174,10 +174,12 @@ def others(tmp_path_factory):
     """Record two pipelines side by side, and then one with two partitions a rank and backwards in two parts."""
     folder = tmp_path_factory.mktemp("others")
     body = """
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     times = 2 if rank == 1 else 1
     train(sleeping([times * 10, 10], [times * 20, 20]), [1, 1], 3, name="SIDE", chunks=4, mesh=mesh)
+    crossed = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("pp", "dp"))
+    train(sleeping([10, 10], [20, 20]), [1, 1], 3, name="CROSSED", chunks=4, mesh=crossed)
     train(sleeping([10] * 8, [20] * 8), [1] * 8, 3, name="SPLIT", chunks=4, schedule="interleaved-zero-bubble")
     """
     torchrun(4, body, folder, begin=RANK + TRAIN)
@@ -206,6 +208,24 @@ def test_pipelines_side_by_side(others):
     slowest = report.stragglers[0]  # by the other rank with the same partition
     assert (slowest.rank, slowest.partition) == (1, 0)
     assert slowest.slower == pytest.approx(2, rel=0.25)
+
+
+def test_pipelines_that_cross(others):
+    """Ranks are paired as the mesh has them, which need not be by their order: tensors go between these alone."""
+    report, _ = analysed(others / "CROSSED")
+    assert report.description["pipelines"][0]["ranks"] == [[0, 1], [3, 2]]
+    assert report.replicas == {0: 0, 3: 0, 1: 1, 2: 1}
+    assert {(link.source, link.target, link.replica) for link in report.links} == {
+        (0, 3, 0),
+        (3, 0, 0),
+        (1, 2, 1),
+        (2, 1, 1),
+    }
+    with open_run(others / "CROSSED") as run:
+        lines = Timelines(
+            report.minibatches, report.tasks, run.spans(), run.transfers(), limits=Limits(), replicas=report.replicas
+        )
+    assert [(lane.rank, lane.replica) for lane in lines.lanes] == [(0, 0), (1, 1), (2, 1), (3, 0)]
 
 
 def test_split_backwards(others):

@@ -632,3 +632,44 @@ def test_more_partitions_than_processors_are_told(tmp_path):
             texts.append(analyse(run).verdict.text)
     assert "2 partitions compute on 1 processor, so they slow each other down." in texts[0]
     assert "processor" not in texts[1]
+
+
+# Replicas.
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_replicas_of_a_permuted_mesh(tmp_path, said):
+    """Ranks belong together as the run says; without that, by their order."""
+    made = Made(tmp_path / "run", balance=[1, 1], chunks=2)
+    made.pipeline = {"ranks": [[0, 1], [3, 2]]} if said else {}
+    # Ranks 0 and 3 are one pipeline, and 1 and 2 the other, which is three times as slow.
+    for step in range(4):
+        for ranks, times in (((0, 3), 1), ((1, 2), 3)):
+            alone = Made(tmp_path / "alone", balance=[1, 1], chunks=2)
+            alone.gpipe(step, lambda phase, i, j, times=times: times * EVEN[phase], at=step * 3000)
+            for event in alone.events[0]:
+                rank = ranks[event["args"]["partition"]]
+                made.events.setdefault(rank, []).append(event)
+    report = analysed(made)
+    add_up(report)
+    assert report.replicas == ({0: 0, 3: 0, 1: 1, 2: 1} if said else {0: 0, 2: 0, 1: 1, 3: 1})
+    (pipeline,) = report.pipelines
+    windows = sorted(report.steps.window.tolist())
+    if said:
+        assert windows == [900] * 4 + [2700] * 4
+        assert pipeline.bubble == pytest.approx(1 / 3)
+    else:
+        assert max(windows[:4]) > 900
+        assert pipeline.bubble > 0.4
+
+
+@pytest.mark.parametrize(
+    "ranks", ["0", [0, 1], [[0], [1, 2]], [[0, 1]], [["0"], ["1"]], [[], []], [[0, 1], [1, 0]], [[0, 1], [5, 6]]]
+)
+def test_ranks_that_make_no_sense(tmp_path, ranks):
+    """Whatever a file says of ranks, replicas are found."""
+    made = Made(tmp_path / "run", balance=[1, 1], chunks=2)
+    made.pipeline = {"ranks": ranks}
+    made.gpipe(0, even)
+    made.gpipe(0, even, rank=1)
+    assert analysed(made).replicas == {0: 0, 1: 1}

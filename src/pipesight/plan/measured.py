@@ -16,7 +16,7 @@ from pipesight.plan.layers import MICROSECOND, layers_of
 from pipesight.plan.schedules import B, F, R, Schedule, gpipe, recomputed
 from pipesight.plan.simulation import Times, simulate
 from pipesight.plan.windows import Windows
-from pipesight.report.analysis.facts import PipelineFacts, device_of_partition, pipelines_of
+from pipesight.report.analysis.facts import PipelineFacts, device_of_partition, pipelines_of, replicas_in
 from pipesight.report.analysis.links import Messages, messages_of
 from pipesight.report.analysis.windows import TRAINING, MiniBatches, Steps, find_minibatches, find_steps, replicas_of
 from pipesight.report.reading.tables import Column, Transfers
@@ -90,8 +90,10 @@ def measure(run: Run, *, link: Link | None = None) -> Measured:
     if not len(every):
         raise NoTasksError(f"the run has no tasks of a pipeline ({run.path}); record one that trains a pipesight.GPipe")
     facts = pipelines_of(run.description)
-    minibatches, tasks = find_minibatches(every, partitions={fact.partitions for fact in facts})
-    steps, minibatches = find_steps(minibatches, run.spans(), replicas_of(every))
+    replicas = replicas_of(every, replicas_in(facts))
+    sizes = {fact.partitions for fact in facts}
+    minibatches, tasks = find_minibatches(every, partitions=sizes, replicas=replicas)
+    steps, minibatches = find_steps(minibatches, run.spans(), replicas)
     own = minibatches.where(_alike(minibatches))
     if not len(own):
         raise NoTasksError(

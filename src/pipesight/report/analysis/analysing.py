@@ -12,7 +12,7 @@ from pipesight.report.analysis.breakdown import PARTS, StepTimes, Summary, break
 from pipesight.report.analysis.bubble import Split, split_windows
 from pipesight.report.analysis.changes import Situation, find_changes
 from pipesight.report.analysis.clocks import doubts_about_clocks
-from pipesight.report.analysis.facts import PipelineFacts, device_of_partition, pipelines_of
+from pipesight.report.analysis.facts import PipelineFacts, device_of_partition, pipelines_of, replicas_in
 from pipesight.report.analysis.layers import Layer, layers_of
 from pipesight.report.analysis.links import Link, find_links
 from pipesight.report.analysis.nonfinite import SIGNS, NonFinite, first_nonfinite
@@ -103,6 +103,8 @@ class Report:
     description: Mapping[str, Any]
     events: int
     ranks: tuple[int, ...]
+    replicas: Mapping[int, int]
+    """That each rank with tasks belongs to."""
     remarks: tuple[Remark, ...]
     verdict: Verdict
     overall: Overall | None
@@ -149,10 +151,12 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     """
     facts = pipelines_of(run.description)
     all_tasks = run.tasks()
-    minibatches, tasks = find_minibatches(all_tasks, partitions={fact.partitions for fact in facts})
+    replicas = replicas_of(all_tasks, replicas_in(facts))
+    sizes = {fact.partitions for fact in facts}
+    minibatches, tasks = find_minibatches(all_tasks, partitions=sizes, replicas=replicas)
     if not len(tasks):
         return _without_tasks(run)
-    replicas, spans = replicas_of(tasks), run.spans()
+    spans = run.spans()
     found, own = find_steps(minibatches, spans, replicas)
     first = int(found.step.min()) if len(found) else 0
     found = _chosen(found, steps)
@@ -178,6 +182,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         description=run.description,
         events=run.events,
         ranks=tuple(run.ranks()),
+        replicas=replicas,
         remarks=(*_remarks(run, own, spans), *_doubts(run, tasks)),
         verdict=_with_ending(
             _verdict(overall, pipelines, splits, counted_minibatches, times, counted, layers, links), run
@@ -191,7 +196,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         layers=_narrowed_layers(layers, partition, layer),
         stragglers=tuple(
             straggler
-            for straggler in find_stragglers(lanes_of(splits, own, tasks, counted_minibatches))
+            for straggler in find_stragglers(lanes_of(splits, own, tasks, counted_minibatches, replicas))
             if partition in (None, straggler.partition)
         ),
         links=tuple(link for link in links if partition is None or partition in link.partitions),
@@ -217,6 +222,7 @@ def _without_tasks(run: Run) -> Report:
         description=run.description,
         events=run.events,
         ranks=tuple(run.ranks()),
+        replicas={},
         remarks=tuple(_remarks(run)),
         verdict=_with_ending(Verdict(text, ()), run),
         overall=None,

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipesight.report.reading.tables import Tasks
 
-__all__ = ["LayerFacts", "PipelineFacts", "device_of_partition", "pipelines_of"]
+__all__ = ["LayerFacts", "PipelineFacts", "device_of_partition", "pipelines_of", "replicas_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,21 @@ def pipelines_of(description: Mapping[str, Any]) -> list[PipelineFacts]:
         partitions = _number(entry, "partitions")
         if partitions:
             found.append(_pipeline(entry, partitions, _processors(entry, description)))
+    return found
+
+
+def replicas_in(facts: Iterable[PipelineFacts]) -> dict[int, int]:
+    """Return the replica of each rank, as far as pipelines say so and agree on it.
+
+    >>> replicas_in([PipelineFacts(2, ranks=((0, 1), (3, 2)))])
+    {0: 0, 1: 1, 3: 0, 2: 1}
+    """
+    found: dict[int, int] = {}
+    for fact in facts:
+        for row in fact.ranks or ():
+            for replica, rank in enumerate(row):
+                if found.setdefault(rank, replica) != replica:
+                    return {}
     return found
 
 

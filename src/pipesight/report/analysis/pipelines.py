@@ -11,7 +11,7 @@ from pipesight.report.analysis.breakdown import Summary, summary
 from pipesight.report.analysis.bubble import LOSSES, Split
 from pipesight.report.analysis.facts import PipelineFacts
 from pipesight.report.analysis.stragglers import Lane
-from pipesight.report.analysis.windows import MiniBatches, replicas_of
+from pipesight.report.analysis.windows import MiniBatches
 from pipesight.report.reading.tables import PHASES, Column, Tasks
 
 __all__ = ["PartitionReport", "PipelineReport", "describe_pipelines", "lanes_of"]
@@ -135,7 +135,9 @@ def _pipeline(
     )
 
 
-def lanes_of(splits: Sequence[Split], minibatches: MiniBatches, tasks: Tasks, counted: Column) -> list[Lane]:
+def lanes_of(
+    splits: Sequence[Split], minibatches: MiniBatches, tasks: Tasks, counted: Column, replicas: Mapping[int, int]
+) -> list[Lane]:
     """Return how long each partition of each rank computed in every step; of the most common pipeline."""
     sizes = [split.busy.shape[1] for split in splits]
     if not sizes:
@@ -145,7 +147,6 @@ def lanes_of(splits: Sequence[Split], minibatches: MiniBatches, tasks: Tasks, co
     rows = np.concatenate([split.rows for split in own])
     busy = np.concatenate([split.busy for split in own])
     replica, step = minibatches.replica[rows], minibatches.step[rows]
-    replicas = replicas_of(tasks)
     lanes = []
     for j, ranks in enumerate(_ranks(tasks, n)):
         for rank in ranks:

@@ -11,7 +11,7 @@ Ranks that have the same partitions are *replicas* of each other, and are kept a
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,10 +73,19 @@ class Steps(Table):
         return rows
 
 
-def replicas_of(tasks: Tasks) -> dict[int, int]:
-    """Return the replica that each rank belongs to: the first rank with some partitions is of replica 0, and so on."""
-    if len(tasks) and tasks.rank.min() == tasks.rank.max():
+def replicas_of(tasks: Tasks, known: Mapping[int, int] | None = None) -> dict[int, int]:
+    """Return the replica that each rank belongs to.
+
+    Unless it is known of all of them, the first rank with some partitions is taken to be of replica 0, and so on.
+    """
+    if not len(tasks):
+        return {}
+    if tasks.rank.min() == tasks.rank.max():
         return {int(tasks.rank[0]): 0}
+    if known:
+        there = np.unique(tasks.rank).tolist()
+        if all(rank in known for rank in there):
+            return {rank: known[rank] for rank in there}
     width = int(tasks.partition.max(initial=0)) + 1
     pairs = np.unique(tasks.rank.astype(np.int64) * width + tasks.partition)
     ranks, begins = np.unique(pairs // width, return_index=True)
@@ -89,17 +98,20 @@ def replicas_of(tasks: Tasks) -> dict[int, int]:
     return replicas
 
 
-def find_minibatches(tasks: Tasks, *, partitions: Collection[int] = ()) -> tuple[MiniBatches, Tasks]:
+def find_minibatches(
+    tasks: Tasks, *, partitions: Collection[int] = (), replicas: Mapping[int, int] | None = None
+) -> tuple[MiniBatches, Tasks]:
     """Find the mini-batches, in order of time, and return the tasks so that those of one lie together, by their begin.
 
     Args:
         tasks: Of the whole run.
         partitions: How many the pipelines of the run have, as far as is known; others are incomplete.
+        replicas: That of each rank; by default, as `replicas_of` finds them.
     """
     if not len(tasks):
         nothing = np.zeros(0, np.int64)
         return MiniBatches(*[nothing] * 9), tasks
-    replica = _replica_column(tasks)
+    replica = _replica_column(tasks, replicas_of(tasks) if replicas is None else replicas)
     key = _dense(replica, tasks.step, _ordinal(tasks))
     follows = (key[1:] > key[:-1]) | ((key[1:] == key[:-1]) & (tasks.begin[1:] >= tasks.begin[:-1]))
     if not follows.all():
@@ -122,7 +134,7 @@ def find_minibatches(tasks: Tasks, *, partitions: Collection[int] = ()) -> tuple
     return found.where(np.lexsort((found.begin, found.replica))), tasks
 
 
-def find_steps(minibatches: MiniBatches, spans: Spans, replicas: dict[int, int]) -> tuple[Steps, MiniBatches]:
+def find_steps(minibatches: MiniBatches, spans: Spans, replicas: Mapping[int, int]) -> tuple[Steps, MiniBatches]:
     """Group mini-batches into steps, and return them so that those of one step lie together.
 
     Evaluations belong to no step, unless there is nothing else. A step of which a mini-batch is incomplete is not
@@ -151,7 +163,7 @@ def find_steps(minibatches: MiniBatches, spans: Spans, replicas: dict[int, int])
     return _with_periods(steps, minibatches, spans, replicas), own
 
 
-def _with_periods(steps: Steps, minibatches: MiniBatches, spans: Spans, replicas: dict[int, int]) -> Steps:
+def _with_periods(steps: Steps, minibatches: MiniBatches, spans: Spans, replicas: Mapping[int, int]) -> Steps:
     """Let each step end where the next begins; where that one was not recorded, by the last thing that it did."""
     follows = np.zeros(len(steps), bool)
     follows[:-1] = (np.diff(steps.replica) == 0) & (np.diff(steps.step) == 1)
@@ -178,8 +190,7 @@ def _with_periods(steps: Steps, minibatches: MiniBatches, spans: Spans, replicas
     return Steps(**columns)
 
 
-def _replica_column(tasks: Tasks) -> Column:
-    replicas = replicas_of(tasks)
+def _replica_column(tasks: Tasks, replicas: Mapping[int, int]) -> Column:
     ranks = np.array(sorted(replicas))
     numbers = np.array([replicas[rank] for rank in ranks.tolist()], np.int64)
     return numbers[np.searchsorted(ranks, tasks.rank)]

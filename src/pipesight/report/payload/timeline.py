@@ -34,6 +34,7 @@ class Timelines:
         spans: What the main threads did.
         transfers: Of the same run.
         limits: How much there is room for.
+        replicas: That of each rank, if it is known.
 
     Attributes:
         lanes: Those that there is room for, by rank and partition.
@@ -43,12 +44,19 @@ class Timelines:
     """
 
     def __init__(
-        self, minibatches: MiniBatches, tasks: Tasks, spans: Spans, transfers: Transfers, *, limits: Limits
+        self,
+        minibatches: MiniBatches,
+        tasks: Tasks,
+        spans: Spans,
+        transfers: Transfers,
+        *,
+        limits: Limits,
+        replicas: Mapping[int, int] | None = None,
     ) -> None:
         self._limits = limits
         self._minibatches, self._tasks = minibatches, tasks
         self._spans, self._transfers = spans, transfers
-        replicas = replicas_of(tasks) if len(tasks) else {}
+        replicas = replicas_of(tasks, replicas)
         self._steps, self._own = find_steps(self._minibatches, spans, replicas)
         self.all_lanes = _lanes(tasks, replicas)
         self.lanes = self.all_lanes[: limits.lanes]

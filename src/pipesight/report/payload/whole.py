@@ -32,7 +32,8 @@ def page_payload(run: Run, report: Report, *, limits: Limits = LIMITS) -> dict[s
         report: Its analysis.
         limits: How much there is room for.
     """
-    timelines = Timelines(report.minibatches, report.tasks, run.spans(), run.transfers(), limits=limits)
+    found = (report.minibatches, report.tasks, run.spans(), run.transfers())
+    timelines = Timelines(*found, limits=limits, replicas=report.replicas)
     names = [layer.name for layer in report.layers]
     statistics, marks = statistics_of(run.statistics(), most=limits.values, layers=names)
     shown, layered = _shown(run, report, timelines, marks, limits)
