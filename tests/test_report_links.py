@@ -130,9 +130,25 @@ def test_links_that_are_alike(tmp_path):
 
 
 def test_links_that_all_cost_much(tmp_path):
-    """Where all links are slow, all are named: there is no faster one to compare with, but much is lost."""
-    report = analysed(made(tmp_path / "run", dict.fromkeys(SLOW, 500), clock=clocks(1000, 1000)))
+    """Where all networks are slow, all are named: none is faster to compare with, but much is lost."""
+    slow = dict.fromkeys(SLOW, 500)
+    report = analysed(made(tmp_path / "run", slow, hosts=["a", "b", "c"], clock=clocks(1000, 1000)))
     assert sorted(named(report)) == sorted(SLOW)
+    assert [change.what[:31] for change in report.verdict.changes[:2]] == [
+        "look at the network between a a",
+        "look at the network between b a",
+    ]
+
+
+def test_one_host_has_no_network(tmp_path):
+    """Links of one host that are all alike are not named, and what they lose is told of transfers as a whole."""
+    slow = dict.fromkeys(SLOW, 500)
+    report = analysed(made(tmp_path / "run", slow, hosts=["here"] * 3, clock=clocks(1000, 1000)))
+    assert not named(report)
+    change = report.verdict.changes[0]
+    assert change.what.startswith("move less between partitions")
+    assert report.overall is not None
+    assert change.gain == pytest.approx(report.overall.parts["transfers"] / report.overall.time.mean)
 
 
 def test_a_slow_link_on_one_host(tmp_path):

@@ -223,9 +223,9 @@ def _limits(situation: Situation) -> Iterator[Change]:
         what = f"look at {place.what}; larger micro-batches, fewer cuts there"
         yield Change(what, _why(place.slowest), place.share, simulated=False)
     for part, (what, why) in _ADVICE.items():
-        if part == "transfers" and places:
-            continue  # it has been said where
         share = situation.parts.get(part, 0.0) / max(situation.period, 1e-9)
+        if part == "transfers":  # as far as it has not been said where
+            share -= sum(place.share for place in places)
         yield Change(what, why, share, simulated=False)
     period = max(situation.period, 1e-9)
     gpu = any(name.startswith("cuda") for name in situation.facts.devices or ())

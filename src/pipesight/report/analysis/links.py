@@ -31,7 +31,7 @@ SLOWER = 3.0
 WORTH = 0.01
 """Of the step, what a link that is slower must cost to be named."""
 MUCH = 0.05
-"""Of the step, what any other link must cost to be named."""
+"""Of the step, what any other link from host to host must cost to be named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,8 @@ def _is_notable(link: Link, longest: float) -> bool:
         return False
     if link.others is not None and link.time >= SLOWER * link.others:
         return link.share >= WORTH
+    if link.others is not None and link.source_host == link.target_host is not None:
+        return False  # on one host, where others are as fast, it is no network that is slow
     # Next to one that is much slower, it is not the one to look at.
     return link.share >= MUCH and SLOWER * link.time > longest
 
