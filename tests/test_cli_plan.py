@@ -155,6 +155,16 @@ def test_small_micro_batches_are_doubted(recorded):
     assert [note for note in found["notes"] if note.startswith("with 8 chunks, ")]
 
 
+def test_plans_for_more_than_the_processors_are_doubted(recorded):
+    """Where more partitions are to compute at once than there are processors, a note says so."""
+    assert "processor" not in plan(recorded).stdout
+    facts = json.loads((recorded / "run.json").read_text())
+    for processors, doubted in ((2, False), (1, True)):
+        (recorded / "run.json").write_text(json.dumps({**facts, "processors": processors}))
+        note = "plans promise too much where more partitions than the run's 1 processor are to compute at once"
+        assert (note in plan(recorded).stdout) == doubted
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -336,8 +336,9 @@ def test_names_are_text(report):
 
 
 def test_engine_log(report):
-    """Lines that the engine logs for every task, and those below INFO, are not shown; warnings are, whosever."""
+    """Lines that engines log for every task or pipeline, and those below INFO, are not shown; warnings are, whosever."""
     engine = [LogLine(0, None, "INFO", "pipesight.pipeline", f"task {k}") for k in range(50)]
+    engine += [LogLine(0, None, "INFO", "torch.distributed.pipelining.schedules", "Using Schedule1F1B")]
     warning = LogLine(0, None, "WARNING", "pipesight.trace", "events are lost")
     own = LogLine(0, None, "INFO", "train", "loss 3.1")
     debug = LogLine(0, None, "DEBUG", "train", "a tensor")

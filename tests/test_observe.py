@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.data import DataLoader, TensorDataset
 
 import observed
@@ -173,6 +174,20 @@ def test_two_optimizers_end_one_step(run):
                 optimizer.step()
         assert observation.step_number == 1
     assert [e["args"]["step"] for e in events(run) if e["name"] == "step"] == [0, 0, 1, 1]
+
+
+def test_loading_an_optimizer_is_no_step(run):
+    """To load a checkpoint, torch has an optimizer without state step once: that ends no step."""
+    model = pipeline()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with observe(run) as observation:
+        get_optimizer_state_dict(model, optimizer)
+        assert optimizer.state
+        for _ in range(2):
+            learn(model)
+            optimizer.step()
+        assert observation.step_number == 1
+    assert {e["args"]["step"] for e in events(run) if e["name"] == "forward"} == {0, 1}
 
 
 def test_steps_that_are_told(run):

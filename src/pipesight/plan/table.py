@@ -16,6 +16,8 @@ __all__ = ["HEADINGS", "Outcome", "Row", "as_json", "best_of_each", "notes", "ro
 
 SMALL = 0.5
 """Of the recorded samples of a micro-batch: plans that have no more than that are made for small ones."""
+FAR_OFF = 0.1
+"""How far the recorded schedule may be off when it is simulated, before it is worth a word."""
 HEADINGS = ("", "schedule", "checkpoint", "chunks", "balance", "step", "saves", "bubble", "memory")
 
 
@@ -96,12 +98,21 @@ def rows(
     return found
 
 
-def notes(outcome: Outcome, plans: Iterable[Plan]) -> list[str]:
+def notes(outcome: Outcome, plans: Sequence[Plan]) -> list[str]:
     """Return what to know about some plans."""
     found = []
     if (known := outcome.measured) is not None:
         if known.schedule.devices < known.devices:
             found.append("partitions of the run share devices; in plans each has one of its own")
+        processors, on_cpu = known.facts.processors, known.facts.on_processors > 0
+        crowd = max((plan.setting.partitions for plan in plans), default=0)
+        if on_cpu and processors is not None and crowd > processors:
+            what = "ranks" if known.facts.ranks is not None else "partitions"
+            few = f"{processors} processor{'s' * (processors != 1)}"
+            found.append(f"plans promise too much where more {what} than the run's {few} are to compute at once")
+        error = known.predicted_seconds / known.step_seconds - 1
+        if abs(error) > FAR_OFF:
+            found.append(f"the recorded schedule is simulated {error:+.1%} off; trust no plan to be nearer than that")
         recorded = known.schedule.chunks
         if small := sorted({plan.setting.chunks for plan in plans if plan.setting.chunks * SMALL >= recorded}):
             found.append(

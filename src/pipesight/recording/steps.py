@@ -10,6 +10,7 @@ mini-batches before an optimizer's step are of one step, and an evaluation is of
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -149,7 +150,8 @@ class StepCount:
         return original(*args, **kwargs)
 
     def _optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._end()
+        if not _is_rehearsal():
+            self._end()
 
     def _scaler_stepped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Count a step that a scaler leaves out too: its gradients overflowed."""
@@ -161,3 +163,13 @@ class StepCount:
         if not self._told and not self._ended:
             self._ended = True
             self._follower.stepped()
+
+
+def _is_rehearsal() -> bool:
+    """Tell whether an optimizer steps only to get a state, which a checkpoint is then loaded into."""
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
+    frame = sys._getframe() if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None

@@ -200,9 +200,9 @@ def _parts(figures: LiveFigures, most: int, style: Style) -> list[str]:
 
 
 def _log(log: Sequence[LogLine], most: int, style: Style) -> list[str]:
-    """Write the last log lines of the program from INFO on, and warnings of ours, as many as there is room for.
+    """Write the last log lines of the program from INFO on, and warnings of others, as many as there is room for.
 
-    The engine logs every task, many times as often as a program logs anything.
+    Engines log every task, or how they are set up, many times as often as a program logs anything.
     """
     shown = [line for line in log if _is_wanted(line)][-(most - 1) :] if most >= 2 else []
     if not shown:
@@ -218,5 +218,5 @@ def _log(log: Sequence[LogLine], most: int, style: Style) -> list[str]:
 
 
 def _is_wanted(line: LogLine) -> bool:
-    is_ours = line.logger.startswith("pipesight.")
-    return line.level in _LEVELS or (not is_ours and line.level not in _QUIET)
+    is_the_programs = not line.logger.startswith(("pipesight.", "torch."))
+    return line.level in _LEVELS or (is_the_programs and line.level not in _QUIET)
