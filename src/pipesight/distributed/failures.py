@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from pipesight.context import Where
+from pipesight.distributed.ending import wait_at_exit
 
 __all__ = ["RankFailedError", "Watch"]
 
@@ -66,6 +67,7 @@ class Watch:
         thread = threading.Thread(target=_answer, args=(weakref.ref(self), self._ended), daemon=True)
         thread.name = "pipesight-watch"
         thread.start()
+        wait_at_exit()
         atexit.register(_end, self._ended, thread)  # a thread at work while Python ends could crash it
 
     def fail(self, error: BaseException) -> None:
