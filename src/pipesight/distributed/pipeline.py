@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextvars
-import functools
-import inspect
-import logging
 import secrets
-import signal
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,25 +20,24 @@ from pipesight import context
 from pipesight.context import Where
 from pipesight.distributed import saving, schedules
 from pipesight.distributed.agreement import Agreement, Message
-from pipesight.distributed.failures import RankFailedError, Watch
+from pipesight.distributed.building import make_stages
+from pipesight.distributed.execution import Execution
+from pipesight.distributed.failures import Watch
+from pipesight.distributed.leaving import Farewell
 from pipesight.distributed.minibatch import Minibatch
 from pipesight.distributed.places import Places
 from pipesight.distributed.planning import Planner
-from pipesight.distributed.replicas import KINDS, make_replicas
+from pipesight.distributed.replicas import KINDS
 from pipesight.distributed.shapes import Flow, Skeleton
-from pipesight.distributed.stage import Stage
 from pipesight.distributed.weights import Recipe, build_on_meta
-from pipesight.pipeline.batchnorm import DeferredBatchNorm
 from pipesight.pipeline.gpipe import _check_balance, _check_checkpoint, _check_chunks
 from pipesight.pipeline.microbatch import TensorOrTensors
 from pipesight.pipeline.minibatch import next_serial
 from pipesight.pipeline.partition import Partition, verify_sequential
-from pipesight.pipeline.randomness import PassRandomness, isolated
+from pipesight.pipeline.randomness import PassRandomness
 from pipesight.pipeline.skip import verify_skippables
 
 __all__ = ["DistributedPipeline"]
-
-logger = logging.getLogger(__name__)
 
 
 class DistributedPipeline:
@@ -114,16 +107,24 @@ class DistributedPipeline:
         self.places = Places(mesh, timeout)
         self._kind.check(self._chunks, self.places.ranks, len(self._balance))
         self._skeleton = Skeleton(module, self._balance, self.places.device)
-        self._stages = self._make_stages(module, recipe, deferred_batch_norm, data_parallel)
+        self._stages = make_stages(
+            module,
+            recipe,
+            self._skeleton,
+            self._kind,
+            self.places,
+            deferred_batch_norm=deferred_batch_norm,
+            data_parallel=data_parallel,
+        )
         self.module = nn.Sequential(
             OrderedDict(child for stage in self._stages for child in stage.submod.named_children())
         )
         """The layers of this rank, under the names that they have in the plain model."""
         self.module.training = module.training
         self._planner = Planner(self._skeleton, self.places, self._kind, self._chunks, loss_fn)
-        self._schedules: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._where = Where()
         self._watch = Watch([self.places.control, self.places.pipeline, self.places.replicas], self._where, timeout)
+        self._execution = Execution(self._kind, self._stages, self.places.ranks)
         self._agreement = Agreement(self.places.control, self._watch)
         settings = (self._chunks, self._kind.name, checkpoint, data_parallel, self._skeleton.fingerprint())
         message: Message = {"call": f"DistributedPipeline with {settings}", "device": str(self.places.device)}
@@ -131,30 +132,7 @@ class DistributedPipeline:
         self._devices = {rank: str(answer["device"]) for rank, answer in messages.items()}
         self._where.pipe = messages[self.places.line[0]]["pipe"]
         self._steps = self._calls = 0
-        self._leaves = False
-        self._farewell: Callable[[], NoReturn] | None = None
-
-    def _make_stages(
-        self, module: nn.Sequential, recipe: Recipe | None, deferred_batch_norm: bool, data_parallel: str
-    ) -> list[Stage]:
-        places, n = self.places, len(self._balance)
-        layers = list(module.named_children())
-        stages = []
-        for j in self._kind.partitions_of(places.rank, places.ranks, n):
-            start = sum(self._balance[:j])
-            mine = layers[start : start + self._balance[j]]
-            if recipe is not None:
-                recipe.materialise(mine, places.device)
-            partition = Partition(OrderedDict(mine))
-            if deferred_batch_norm:
-                DeferredBatchNorm.convert(partition)
-            partition.to(places.device)
-            partition.training = module.training
-            averaging = make_replicas(partition, places, data_parallel)
-            stage = Stage(partition, j, n, routes=self._skeleton.routes, device=places.device, group=places.pipeline)
-            stage.averaging = averaging
-            stages.append(stage)
-        return stages
+        self._farewell = Farewell()
 
     @property
     def balance(self) -> list[int]:
@@ -345,24 +323,17 @@ class DistributedPipeline:
             optimizer: As for :meth:`save`.
             extra: Returns what :meth:`save` takes as ``extra``.
         """
-        self._farewell = functools.partial(self._save_and_leave, folder, optimizer, extra)
-        signal.signal(signal.SIGTERM, self._asked_to_leave)
-
-    def _asked_to_leave(self, _number: int, _frame: Any) -> None:
-        self._leaves = True
-
-    def _save_and_leave(
-        self, folder: str | PathLike[str], optimizer: Optimizer | None, extra: Callable[[], Any] | None
-    ) -> NoReturn:
-        path = self.save(folder, optimizer, extra=None if extra is None else extra())
-        logger.warning("saved %s and left, as SIGTERM asked", path)
-        sys.exit(128 + signal.SIGTERM)
+        self._farewell.on_sigterm(lambda: self.save(folder, optimizer, extra=None if extra is None else extra()))
 
     # One step.
 
     def _run(self, call: str, input: Any, target: Any, *, learns: bool, with_target: bool) -> Minibatch:
         step = context.step_of_call(self, self._steps)
-        message: Message = {"call": f"{call} {self._calls}", "mode": self._skeleton.mode, "leaves": self._leaves}
+        message: Message = {
+            "call": f"{call} {self._calls}",
+            "mode": self._skeleton.mode,
+            "leaves": self._farewell.asked,
+        }
         message["step"] = context.counted_step()
         error: Exception | None = None
         inputs: list[tuple[Tensor, ...]] = []
@@ -375,14 +346,14 @@ class DistributedPipeline:
         except Exception as found:
             error = found
         messages = self._agreement.settle(message, error)
-        if self._farewell is not None and any(answer["leaves"] for answer in messages.values()):
-            self._farewell()
+        if any(answer["leaves"] for answer in messages.values()):
+            self._farewell.leave()
         self._calls += 1
         flows, weights, seed = self._planner.plan(messages, with_target)
         self._enter_step(step, [answer["step"] for answer in messages.values() if answer["step"] is not None])
         batch = self._minibatch(flows, inputs, targets, weights, seed, learns)
         self._steps += learns
-        self._execute(batch)
+        self._execution.run(batch)
         return batch
 
     def _enter_step(self, step: int, counted: list[int]) -> None:
@@ -427,52 +398,7 @@ class DistributedPipeline:
             self._watch,
         )
 
-    def _execute(self, batch: Minibatch) -> None:
-        m = len(batch.flows)
-        schedule, settings = self._schedule(m)
-        for stage in self._stages:
-            stage.begin(batch)
-        context.enter_thread(self._where)
-        numbers = torch.arange(m) if self.is_last else None
-        run = schedule.step if batch.learns else schedule.eval
-        batch.observers.tell("pass_started")
-        try:
-            with isolated():
-                # As workers of GPipe do, tasks leave context variables, such as the open span, as they found them.
-                contextvars.copy_context().run(run, target=numbers, **settings)
-            with self._watch.explaining("other replicas"):
-                for stage in self._stages:
-                    if stage.averaging is not None and batch.learns:
-                        stage.averaging.finish()
-        except BaseException as error:
-            self._schedules.clear()  # they hold what is left of this step
-            if not isinstance(error, RankFailedError):
-                self._watch.fail(error)
-            raise
-        finally:
-            self._where.phase = None
-            batch.observers.tell("pass_ended")
-            for stage in self._stages:
-                stage.clear_runtime_states()
-
-    def _schedule(self, m: int) -> tuple[Any, dict[str, Any]]:
-        """Return the schedule for so many micro-batches, and what its calls take."""
-        if m not in self._schedules:
-            kind = self._kind
-            if not kind.fits(m, self.places.ranks, len(self._balance)):
-                kind = schedules.choose(kind.stand_in)
-            schedule = schedules.make(kind, self._stages, m, _no_loss)
-            takes = inspect.signature(schedule.step).parameters
-            settings = {"return_outputs": False} if "return_outputs" in takes else {}  # not before torch 2.9
-            self._schedules[m] = schedule, settings
-        return self._schedules[m]
-
     def _loss(self, batch: Minibatch, everywhere: bool) -> Tensor | None:
         loss = torch.stack(list(batch.losses.values())).sum() if self.is_last else None
         with self._watch.explaining("the loss"):
             return self.places.share_loss(loss, everywhere=everywhere)
-
-
-def _no_loss(_output: Any, _number: Tensor) -> Tensor:
-    """Stand for the loss in torch's schedules: stages compute it themselves, in the forward that it belongs to."""
-    return torch.empty(())

@@ -6,8 +6,9 @@ A schedule calls, in its own order, for each micro-batch i::
     get_bwd_recv_ops(i)   backward_one_chunk(i)   get_bwd_send_ops(i)     or, where a schedule splits the backward:
                           backward_one_chunk(i, full_backward=False) ... backward_weight_one_chunk(i)
 
-What differs from torch's own stage: shapes may be another for each micro-batch and step, skips travel along with the
-output, partitions can be checkpointed, the context is set, and errors say where they come from.
+The tasks, in the middle, are here; what comes in and goes out is in `connected`. What differs from torch's own stage:
+shapes may be another for each micro-batch and step, skips travel along with the output, partitions can be checkpointed,
+the context is set, and errors say where they come from.
 """
 
 from __future__ import annotations
@@ -21,13 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipesight.context import Observers, Phase, Unrepeatable
+from pipesight.distributed.connected import ConnectedStage
 from pipesight.distributed.minibatch import Checkpoint, Minibatch, Task
 from pipesight.distributed.replicas import Averaging
-from pipesight.distributed.shapes import Cut
-from pipesight.distributed.transfer import receive_ops, send_ops
 from pipesight.distributed.wiring import Wiring
 from pipesight.pipeline.checkpoint import Buffers, changes_input
 from pipesight.pipeline.failure import annotate
@@ -39,7 +38,7 @@ from pipesight.pipeline.skip import SkipKey, SkipTracker, skip_keys, use_tracker
 __all__ = ["Stage"]
 
 
-class Stage(_PipelineStageBase):
+class Stage(ConnectedStage):
     """A partition of this rank.
 
     Args:
@@ -51,8 +50,6 @@ class Stage(_PipelineStageBase):
         group: The ranks of this pipeline.
     """
 
-    batch: Minibatch
-
     def __init__(
         self,
         partition: Partition,
@@ -63,8 +60,7 @@ class Stage(_PipelineStageBase):
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(partition, j, partitions, device, group)
-        self.j = j
+        super().__init__(partition, j, partitions, device=device, group=group)
         self._wiring = Wiring(j, routes)
         self.averaging: Averaging | None = None
         """Of the gradients of its replicas, unless FSDP does it."""
@@ -72,97 +68,17 @@ class Stage(_PipelineStageBase):
         self._buffers = Buffers(partition)
         self._changes_input = False
         self._repeatable = True  # no layer has asked for `current_microbatch`
-        self._warm = False
         self._tasks: dict[int, Task] = {}
-        self._received: dict[int, list[Tensor]] = {}
-        self._gradients_received: dict[int, list[Tensor | None]] = {}
-        self._sent: dict[int, list[Tensor]] = {}
-        self._gradients_sent: dict[int, list[Tensor | None]] = {}
 
     def begin(self, batch: Minibatch) -> None:
         """Get ready for a step."""
-        self.batch = batch
+        super().begin(batch)
         self._changes_input = changes_input(self.submod)
-        self.clear_runtime_states()
-
-    # What schedules call around the steps.
 
     def clear_runtime_states(self) -> None:
         """Forget what an earlier step, which may have failed, has left."""
-        for state in (self._tasks, self._received, self._gradients_received, self._sent, self._gradients_sent):
-            state.clear()
-        self.output_chunks.clear()
-
-    def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
-        self.chunks = num_microbatches
-        self.args_recv_info = {0: ()}
-
-    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
-        self.chunks = num_microbatches
-
-    def _create_grad_recv_info(self, act_send_info: dict[Any, Any]) -> tuple[Any, ...]:
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Let NCCL connect to the neighbours, once, in an order that suits all; gloo needs no such thing."""
-        backend = str(dist.get_backend(self.group))
-        if self._warm or "nccl" not in backend:
-            return []
-        self._warm = True
-        neighbours = {self.stage_index_to_group_rank.get(self.j + way) for way in (-1, 1)}
-        if self.group_rank in neighbours or self.group_size == 1:
-            return []
-        return list(super()._get_init_p2p_neighbors_ops())
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what receives the input of a micro-batch."""
-        if self.is_first:
-            return []
-        tensors = [meta.empty(self.device) for meta in self._cut(fwd_chunk_id, before=True).tensors]
-        self._received[fwd_chunk_id] = tensors
-        return receive_ops(self, tensors, self.j - 1, fwd_chunk_id)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what sends the output of a micro-batch on."""
-        tensors = self._sent.pop(fwd_chunk_id)
-        return [] if self.is_last else send_ops(self, tensors, self.j + 1, fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what receives the gradients of an output."""
-        if not self.has_backward or self.is_last:
-            return []
-        metas = self._cut(bwd_chunk_id).tensors
-        gradients = [meta.empty(self.device) if meta.learns else None for meta in metas]
-        self._gradients_received[bwd_chunk_id] = gradients
-        return receive_ops(self, [g for g in gradients if g is not None], self.j + 1, bwd_chunk_id)
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what sends the gradients of an input back."""
-        if not self.has_backward or self.is_first:
-            return []
-        gradients = self._gradients_sent.pop(bwd_chunk_id)
-        metas = self._cut(bwd_chunk_id, before=True).tensors
-        tensors = [
-            meta.empty(self.device).zero_() if gradient is None else gradient
-            for meta, gradient in zip(metas, gradients, strict=True)
-            if meta.learns
-        ]
-        return send_ops(self, tensors, self.j - 1, bwd_chunk_id)
-
-    # Where the neighbour is on the same rank.
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take the output of the partition before."""
-        self._received[mb_index] = [t.detach() for t in prev_stage_outputs]
-
-    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        """Give the gradients of the input."""
-        return tuple(self._gradients_sent.pop(mb_index)) if self.has_backward else ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        """Take the gradients of the output."""
-        if self.has_backward:
-            self._gradients_received[mb_index] = list(next_stage_bwd_outputs)
+        super().clear_runtime_states()
+        self._tasks.clear()
 
     # Tasks.
 
@@ -362,9 +278,6 @@ class Stage(_PipelineStageBase):
         chosen = [(output, g) for output, g in pairs if g is not None and output.requires_grad]
         task.outputs = []
         return [output for output, _ in chosen], [gradient for _, gradient in chosen], passed
-
-    def _cut(self, i: int, *, before: bool = False) -> Cut:
-        return self.batch.flows[i].cuts[self.j if before else self.j + 1]
 
     # Data parallelism.
 

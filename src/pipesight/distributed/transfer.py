@@ -15,23 +15,23 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from pipesight.distributed.stage import Stage
+    from pipesight.distributed.connected import ConnectedStage
 
 __all__ = ["receive_ops", "send_ops"]
 
 
-def send_ops(stage: Stage, tensors: Sequence[Tensor], partition: int, i: int) -> list[dist.P2POp]:
+def send_ops(stage: ConnectedStage, tensors: Sequence[Tensor], partition: int, i: int) -> list[dist.P2POp]:
     """Return what sends the tensors of micro-batch i to another partition."""
     return _ops(c10d.isend, stage, tensors, partition, i)
 
 
-def receive_ops(stage: Stage, tensors: Sequence[Tensor], partition: int, i: int) -> list[dist.P2POp]:
+def receive_ops(stage: ConnectedStage, tensors: Sequence[Tensor], partition: int, i: int) -> list[dist.P2POp]:
     """Return what receives tensors of micro-batch i from another partition."""
     return _ops(c10d.irecv, stage, tensors, partition, i)
 
 
 def _ops(
-    operation: Callable[..., Any], stage: Stage, tensors: Sequence[Tensor], partition: int, i: int
+    operation: Callable[..., Any], stage: ConnectedStage, tensors: Sequence[Tensor], partition: int, i: int
 ) -> list[dist.P2POp]:
     peer = stage.stage_index_to_group_rank[partition]
     ops = []
@@ -49,7 +49,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _enter(stage: Stage, i: int, peer: int) -> None:
+def _enter(stage: ConnectedStage, i: int, peer: int) -> None:
     """Say where this rank is: at a micro-batch that comes from another rank, or goes there."""
     where = stage.batch.where
     where.partition, where.microbatch, where.device, where.peer = stage.j, i, stage.device, peer
@@ -60,7 +60,7 @@ class _Posting:
 
     __slots__ = ("__name__", "_i", "_peer", "_place", "_sends", "_stage")
 
-    def __init__(self, sends: bool, stage: Stage, i: int, place: int, peer: int) -> None:
+    def __init__(self, sends: bool, stage: ConnectedStage, i: int, place: int, peer: int) -> None:
         self.__name__ = "isend" if sends else "irecv"
         self._sends, self._stage, self._i, self._place, self._peer = sends, stage, i, place, peer
 
@@ -84,7 +84,7 @@ class _Waiting:
 
     __slots__ = ("_i", "_peer", "_sends", "_stage", "_tensor", "_work")
 
-    def __init__(self, work: Any, tensor: Tensor, sends: bool, stage: Stage, i: int, peer: int) -> None:
+    def __init__(self, work: Any, tensor: Tensor, sends: bool, stage: ConnectedStage, i: int, peer: int) -> None:
         self._work, self._tensor, self._sends = work, tensor, sends
         self._stage, self._i, self._peer = stage, i, peer
 

@@ -1,0 +1,59 @@
+"""The stages of this rank: its partitions, cut out of the model, with weights, on its device, alike on all replicas."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+
+from pipesight.distributed.places import Places
+from pipesight.distributed.replicas import make_replicas
+from pipesight.distributed.schedules import Kind
+from pipesight.distributed.shapes import Skeleton
+from pipesight.distributed.stage import Stage
+from pipesight.distributed.weights import Recipe
+from pipesight.pipeline.batchnorm import DeferredBatchNorm
+from pipesight.pipeline.partition import Partition
+
+__all__ = ["make_stages"]
+
+
+def make_stages(
+    module: nn.Sequential,
+    recipe: Recipe | None,
+    skeleton: Skeleton,
+    kind: Kind,
+    places: Places,
+    *,
+    deferred_batch_norm: bool,
+    data_parallel: str,
+) -> list[Stage]:
+    """Return the stages of this rank, in the order of partitions.
+
+    Args:
+        module: The whole model.
+        recipe: Gives weights to layers that have none yet.
+        skeleton: The model without its memory, cut into partitions.
+        kind: The schedule, which says where partitions are.
+        places: The ranks.
+        deferred_batch_norm: As for the pipeline.
+        data_parallel: As for the pipeline.
+    """
+    sizes = [len(outline) for outline in skeleton.partitions]
+    layers = list(module.named_children())
+    stages = []
+    for j in kind.partitions_of(places.rank, places.ranks, len(sizes)):
+        start = sum(sizes[:j])
+        mine = layers[start : start + sizes[j]]
+        if recipe is not None:
+            recipe.materialise(mine, places.device)
+        partition = Partition(OrderedDict(mine))
+        if deferred_batch_norm:
+            DeferredBatchNorm.convert(partition)
+        partition.to(places.device)
+        partition.training = module.training
+        averaging = make_replicas(partition, places, data_parallel)
+        stage = Stage(partition, j, len(sizes), routes=skeleton.routes, device=places.device, group=places.pipeline)
+        stage.averaging = averaging
+        stages.append(stage)
+    return stages
