@@ -25,6 +25,7 @@ __all__ = [
     "current",
     "current_microbatch",
     "detach",
+    "exchanging",
     "is_checkpointing",
     "is_recomputing",
     "observers",
@@ -149,7 +150,10 @@ def current() -> Where | None:
 
 
 def exchanging() -> Where | None:
-    """Return the place of the calling thread while it sends to another rank, or receives from one; else ``None``."""
+    """Return the place of the calling thread while it sends to another rank, or receives from one; else ``None``.
+
+    Its ``peer`` is the other rank.
+    """
     where = _here.where
     return None if where is None or where.peer is None else where
 
