@@ -14,7 +14,7 @@ mse = nn.functional.mse_loss
 for name in schedule_names():
     n = size if name in ("gpipe", "1f1b") else 2 * size
     plain = tanhs(n)
-    pipeline = DistributedPipeline(copy.deepcopy(plain), [1] * n, chunks=2 * n, schedule=name, loss_fn=mse)
+    pipeline = DistributedPipeline(copy.deepcopy(plain), [1] * n, chunks=2 * size, schedule=name, loss_fn=mse)
     optimizers = [torch.optim.Adam(model.parameters(), 1e-2) for model in (plain, pipeline)]
     # Whole ones, a short last micro-batch, fewer samples than chunks, than stages, and a single one.
     for k, (x, y) in enumerate(batches([4 * n, 4 * n, 4 * n - 1, 3, 1] * 4)):

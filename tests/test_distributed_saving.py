@@ -107,7 +107,7 @@ if os.environ.get("KILL"):
     pipeline.save(f"{folder}/checkpoints", optimizer, extra=100, step=100)
 """
     )
-    torchrun(2, body, tmp_path, fails=True, KILL=1)
+    torchrun(2, body, tmp_path, fails=True, stuck=[0], KILL=1)
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert left == {"step-00000003", ".step-00000100.partial"}
     start, losses = read(torchrun(2, body, tmp_path)[0])

@@ -1,13 +1,15 @@
-"""Jobs of several ranks, started by torchrun, and what their scripts begin and end with."""
+"""Jobs of several ranks, as torchrun starts them or by torchrun itself, and what their scripts begin and end with."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import warm
 from processes import STRICT_PYTHON
 
 RANK = """
@@ -23,51 +25,62 @@ init_process_group("gloo")
 rank, size, folder = dist.get_rank(), dist.get_world_size(), os.environ["FOLDER"]
 """
 
-# Without that, torch may abort at exit: so it does if a thread of gloo's lets go of a tensor when Python is ending.
 END = """
 dist.barrier()
-time.sleep(0.2)
 dist.destroy_process_group()
+"""
+# For ranks with process groups that torch itself keeps until Python has ended: it may abort over them.
+LEAVE = """
+dist.barrier()
+os._exit(0)
 """
 
 
-def start(ranks, body, folder, *, options=(), begin=RANK, end=END, through=(), **environment):
-    """Start a job of as many ranks; ``through`` another program that runs the script, if one is given."""
+def start(ranks, body, folder, *, options=(), **settings):
+    """Start a job of as many ranks by torchrun itself."""
+    program, environment = _written(body, folder, **settings)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return warm.start(*launcher, *options, "--no-python", *STRICT_PYTHON, *program, cwd=folder, env=environment)
+
+
+def ended(job, timeout=180):
+    """Wait for a job of torchrun's; return what was written to stdout and stderr. End it if it takes too long."""
+    try:
+        return job.communicate(timeout=timeout)
+    finally:
+        if job.returncode is None:
+            os.kill(job.pid, signal.SIGTERM)  # torchrun ends its ranks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(60)
+        job.end()
+
+
+def torchrun(ranks, body, folder, *, timeout=180, fails=False, stuck=(), **settings):
+    """Run code on as many ranks, which have the variables that torchrun gives them; return what they wrote.
+
+    Args:
+        ranks: How many.
+        body: What comes between ``begin`` and ``end``.
+        folder: Where they run.
+        timeout: Seconds for all of it.
+        fails: Whether one of them does.
+        stuck: Those that stay until they are killed, when all others have ended.
+        **settings: ``begin``; ``end``; ``through`` another program that runs the script; more variables.
+    """
+    program, environment = _written(body, folder, **settings)
+    done = warm.torchrun(ranks, *program, env=environment, timeout=timeout, stuck=stuck, cwd=folder)
+    texts = [f"rank {k}: {rank.returncode}\n{rank.stdout}\n{rank.stderr}" for k, rank in enumerate(done)]
+    assert any(rank.returncode for rank in done) == fails, "\n".join(texts)
+    return "".join(rank.stdout for rank in done), "".join(rank.stderr for rank in done)
+
+
+def _written(body, folder, *, begin=RANK, end=END, through=(), **environment):
+    """Write the script; return how to run it, and the variables that it needs."""
     script = Path(folder) / "script.py"
     script.write_text(begin + textwrap.dedent(body) + end)
-    here = str(Path(__file__).parent)
-    paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-            *options,
-            *("--no-python", *STRICT_PYTHON, *through, str(script)),
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "FOLDER": str(folder),
-            "OMP_NUM_THREADS": "1",
-            **{key: str(value) for key, value in environment.items()},
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-    )
-
-
-def torchrun(ranks, body, folder, *, timeout=180, fails=False, **settings):
-    """Run code on as many ranks; return what they wrote to stdout and stderr."""
-    job = start(ranks, body, folder, **settings)
-    try:
-        output, errors = job.communicate(timeout=timeout)
-    finally:
-        if job.poll() is None:
-            job.terminate()  # torchrun ends its ranks
-            job.communicate(timeout=60)
-    assert (job.returncode != 0) == fails, f"{job.returncode}\n{output}\n{errors}"
-    return output, errors
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    shared = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "FOLDER": str(folder), "OMP_NUM_THREADS": "1"}
+    return (*through, str(script)), {**shared, **{key: str(value) for key, value in environment.items()}}
 
 
 def tanhs(layers, width=6):

@@ -23,7 +23,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType
@@ -33,7 +34,10 @@ from processes import STRICT_PYTHON
 
 __all__ = ["Process", "run", "start", "torchrun"]
 
-PRELOADED = ("numpy", "torch", "torch._dynamo", "torch.distributed")
+PRELOADED = (
+    *("numpy", "torch", "torch._dynamo", "torch.distributed"),
+    *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+)
 
 
 def start(
@@ -61,9 +65,17 @@ def run(*arguments: str, timeout: float = 120, **options: Any) -> subprocess.Com
 
 
 def torchrun(
-    count: int, *arguments: str, env: Mapping[str, str] | None = None, timeout: float = 120, **options: Any
+    count: int,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+    stuck: Collection[int] = (),
+    **options: Any,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Start as many ranks, with the variables that torchrun has for them, and wait until all have ended."""
+    """Start as many ranks, with the variables that torchrun has for them, and wait until all have ended.
+
+    Those that get stuck are killed when the others have ended.
+    """
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -75,7 +87,13 @@ def torchrun(
         for rank in range(count)
     ]
     try:
-        outputs = [rank.communicate(timeout=timeout) for rank in ranks]
+        until = time.monotonic() + timeout
+        for k, rank in enumerate(ranks):
+            if k not in stuck:
+                rank.wait(max(0.0, until - time.monotonic()))
+        for k in stuck:
+            ranks[k].kill()
+        outputs = [rank.communicate() for rank in ranks]
     finally:
         for rank in ranks:
             rank.end()
