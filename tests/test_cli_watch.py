@@ -336,7 +336,7 @@ def test_names_are_text(report):
 
 
 def test_engine_log(report):
-    """Lines that engines log for every task or pipeline, and those below INFO, are not shown; warnings are, whosever."""
+    """Lines that engines log for every task or pipeline, and any below INFO, are not shown; all warnings are."""
     engine = [LogLine(0, None, "INFO", "pipesight.pipeline", f"task {k}") for k in range(50)]
     engine += [LogLine(0, None, "INFO", "torch.distributed.pipelining.schedules", "Using Schedule1F1B")]
     warning = LogLine(0, None, "WARNING", "pipesight.trace", "events are lost")

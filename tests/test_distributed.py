@@ -117,6 +117,7 @@ def test_mistakes(tmp_path):
         expect(ValueError, "two partitions a rank", schedule="zbv-zero-bubble")
         expect(ValueError, "chunks=4 or 6", balance=[1] * 4, layers=4, schedule="interleaved_1F1B", chunks=5)
         expect(ValueError, "sum of balance", balance=[1, 2])
+        assert "GPipe" not in str(error_of(make, balance=[1, 2]))
         expect(TypeError, "loss_fn", function=lambda: DistributedPipeline(tanhs(2), [1, 1], chunks=2, loss_fn=None))
 
         pipeline = make()

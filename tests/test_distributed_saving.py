@@ -9,6 +9,7 @@ from torch import nn
 from torchrun import batches, tanhs, torchrun
 
 TRAIN = """
+import pipesight
 from torch.distributed.device_mesh import init_device_mesh
 mse = nn.functional.mse_loss
 
@@ -67,7 +68,12 @@ def test_other_ranks_go_on(tmp_path):
             "train(3, balance=[3, 5], data_parallel='fsdp', "
             "mesh=init_device_mesh('cpu', (2, 2), mesh_dim_names=('pp', 'dp')))",
         ),
-        (2, "train(3, balance=[2] * 4, schedule='interleaved-1f1b')"),
+        (
+            2,
+            "with pipesight.observe(f'{folder}/RUN') as run:\n"
+            "    train(3, balance=[2] * 4, schedule='interleaved-1f1b')\n"
+            "assert run.step_number == 11, run.step_number",  # recorded steps go on, too
+        ),
     ]
     found = []
     for k, (ranks, call) in enumerate(jobs):

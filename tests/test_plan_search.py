@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pipesight.pipeline.settings import CHECKPOINT_MODES
 from pipesight.plan import (
     SCHEDULES,
     Costs,
@@ -25,7 +26,6 @@ from pipesight.plan import (
 from pipesight.plan import settings as all_settings
 from pipesight.plan.blocks import Blocks
 from pipesight.plan.bounds import bounds
-from pipesight.plan.planning import CHECKPOINT_MODES
 from pipesight.plan.schedules import B, F, R, W
 
 

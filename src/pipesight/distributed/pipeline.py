@@ -30,11 +30,11 @@ from pipesight.distributed.planning import Planner
 from pipesight.distributed.replicas import KINDS
 from pipesight.distributed.shapes import Flow, Skeleton
 from pipesight.distributed.weights import Recipe, build_on_meta
-from pipesight.pipeline.gpipe import _check_balance, _check_checkpoint, _check_chunks
 from pipesight.pipeline.microbatch import TensorOrTensors
 from pipesight.pipeline.minibatch import next_serial
 from pipesight.pipeline.partition import Partition, verify_sequential
 from pipesight.pipeline.randomness import PassRandomness
+from pipesight.pipeline.settings import check_balance, check_checkpoint, check_chunks
 from pipesight.pipeline.skip import verify_skippables
 
 __all__ = ["DistributedPipeline"]
@@ -91,8 +91,8 @@ class DistributedPipeline:
         if data_parallel not in KINDS:
             raise ValueError(f"data_parallel is not one of 'ddp' or 'fsdp' (data_parallel: {data_parallel!r})")
         self._kind = schedules.choose(schedule)
-        self._chunks = _check_chunks(chunks)
-        self._checkpoint = _check_checkpoint(checkpoint)
+        self._chunks = check_chunks(chunks)
+        self._checkpoint = check_checkpoint(checkpoint)
         self._data_parallel = data_parallel
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of output and target, but got {type(loss_fn).__name__}")
@@ -103,7 +103,7 @@ class DistributedPipeline:
         verify_sequential(module)
         assert isinstance(module, nn.Sequential)
         verify_skippables(module)
-        self._balance = _check_balance(balance, len(module))
+        self._balance = check_balance(balance, len(module))
         self.places = Places(mesh, timeout)
         self._kind.check(self._chunks, self.places.ranks, len(self._balance))
         self._skeleton = Skeleton(module, self._balance, self.places.device)
@@ -309,6 +309,7 @@ class DistributedPipeline:
         with self._watch.explaining("all ranks to load"):
             content = saving.load(Path(folder) / latest, self.module, optimizer, group=self.places.control)
         self._steps = content["steps"]
+        context.catch_up(self._steps)
         return content["extra"]
 
     def save_on_sigterm(

@@ -170,7 +170,8 @@ class Stage(ConnectedStage):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_fn must return one number, as a tensor, but returned {what}")
-        batch.losses[i] = loss.detach() * batch.weights[i]
+        # The mean of no samples, which a replica may have, is NaN, and weighs nothing.
+        batch.losses[i] = loss.detach() * batch.weights[i] if batch.weights[i] else torch.zeros_like(loss.detach())
         task.loss = loss * batch.weights[i]
         batch.where.layer = layer
 

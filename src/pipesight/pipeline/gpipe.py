@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, cast
@@ -16,6 +15,7 @@ from pipesight import context
 from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, form_of, gather, scatter
 from pipesight.pipeline.minibatch import MiniBatch
 from pipesight.pipeline.partition import Partition, SkipRoutes, split, verify_sequential
+from pipesight.pipeline.settings import check_balance, check_checkpoint, check_chunks
 from pipesight.pipeline.skip import verify_skippables
 from pipesight.pipeline.surroundings import Surroundings
 from pipesight.pipeline.task import Stage
@@ -36,8 +36,6 @@ If you do not know a good balance, have the layers timed on a sample of your inp
     balance = balance_by_time(model, sample, partitions=partitions)
     model = GPipe(model, balance, ...)
 """
-
-CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
 class GPipe(nn.Module):
@@ -74,10 +72,10 @@ class GPipe(nn.Module):
         super().__init__()
         verify_sequential(module)
         verify_skippables(module)
-        self._balance = _check_balance(balance, len(module))
+        self._balance = check_balance(balance, len(module), _RECIPE)
         self._devices = _choose_devices(devices, len(self._balance))
-        self._chunks = _check_chunks(chunks)
-        self._checkpoint = _check_checkpoint(checkpoint)
+        self._chunks = check_chunks(chunks)
+        self._checkpoint = check_checkpoint(checkpoint)
         self.training = module.training
         self.partitions = nn.ModuleList(split(module, self._balance, self._devices, deferred_batch_norm))
         self.partitions.training = module.training
@@ -108,7 +106,7 @@ class GPipe(nn.Module):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        self._chunks = _check_chunks(chunks)
+        self._chunks = check_chunks(chunks)
 
     @property
     def checkpoint(self) -> str:
@@ -117,7 +115,7 @@ class GPipe(nn.Module):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str) -> None:
-        self._checkpoint = _check_checkpoint(checkpoint)
+        self._checkpoint = check_checkpoint(checkpoint)
 
     def __len__(self) -> int:
         return sum(self._balance)
@@ -244,25 +242,6 @@ def _deny_change(what: str) -> NoReturn:
     )
 
 
-def _check_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
-    if balance is None:
-        raise ValueError("balance is required: how many layers each partition takes" + _RECIPE)
-    if not isinstance(balance, Iterable):
-        raise TypeError(
-            "balance must be a list that says how many layers each partition takes, "
-            f"but got {type(balance).__name__} (balance: {balance}, layers: {layers})" + _RECIPE
-        )
-    sizes = [size if isinstance(size, bool) or not hasattr(size, "__index__") else int(size) for size in balance]
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-        raise ValueError(f"all numbers of balance must be positive integers (balance: {sizes})" + _RECIPE)
-    if sum(sizes) != layers:
-        raise ValueError(
-            f"sum of balance must equal the number of layers (balance: {sizes} = {sum(sizes)}, layers: {layers})"
-            + _RECIPE
-        )
-    return sizes
-
-
 def _choose_devices(devices: Iterable[torch.device | str | int] | None, partitions: int) -> list[torch.device]:
     if isinstance(devices, str | int | torch.device):
         kind, one = type(devices).__name__, devices if isinstance(devices, int) else str(devices)
@@ -286,22 +265,6 @@ def _choose_devices(devices: Iterable[torch.device | str | int] | None, partitio
         torch.device("cuda", torch.cuda.current_device()) if d.type == "cuda" and d.index is None else d
         for d in chosen[:partitions]
     ]
-
-
-def _check_chunks(chunks: int) -> int:
-    try:
-        number = operator.index(chunks)
-    except TypeError:
-        raise TypeError(f"chunks must be an integer, but got {type(chunks).__name__}") from None
-    if number < 1:
-        raise ValueError(f"number of chunks must be a positive integer (chunks: {number})")
-    return number
-
-
-def _check_checkpoint(checkpoint: str) -> str:
-    if checkpoint not in CHECKPOINT_MODES:
-        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' (checkpoint: {checkpoint!r})")
-    return checkpoint
 
 
 def _replace_prefix(key: str, names: Mapping[str, str]) -> str:

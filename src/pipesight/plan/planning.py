@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipesight.pipeline.partitioning import check_partitions
+from pipesight.pipeline.settings import CHECKPOINT_MODES
 from pipesight.plan.blocks import SCHEDULES, Blocks, Setting
 from pipesight.plan.costs import Costs
 from pipesight.plan.search import find
 from pipesight.plan.simulation import Simulation
 
 __all__ = ["DoesNotFitError", "Plan", "best_plans", "predict", "settings", "simulated"]
-
-CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
 class DoesNotFitError(ValueError):

@@ -1,0 +1,48 @@
+"""Settings that all pipelines have, in one process or in many, and what may be wrong with them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+__all__ = ["CHECKPOINT_MODES", "check_balance", "check_checkpoint", "check_chunks"]
+
+CHECKPOINT_MODES = ("always", "except_last", "never")
+
+
+def check_balance(balance: Iterable[int] | None, layers: int, recipe: str = "") -> list[int]:
+    """Return the balance as a list; ``recipe`` says in errors where a good one comes from."""
+    if balance is None:
+        raise ValueError("balance is required: how many layers each partition takes" + recipe)
+    if not isinstance(balance, Iterable):
+        raise TypeError(
+            "balance must be a list that says how many layers each partition takes, "
+            f"but got {type(balance).__name__} (balance: {balance}, layers: {layers})" + recipe
+        )
+    sizes = [size if isinstance(size, bool) or not hasattr(size, "__index__") else int(size) for size in balance]
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ValueError(f"all numbers of balance must be positive integers (balance: {sizes})" + recipe)
+    if sum(sizes) != layers:
+        raise ValueError(
+            f"sum of balance must equal the number of layers (balance: {sizes} = {sum(sizes)}, layers: {layers})"
+            + recipe
+        )
+    return sizes
+
+
+def check_chunks(chunks: int) -> int:
+    """Return the number of micro-batches."""
+    try:
+        number = operator.index(chunks)
+    except TypeError:
+        raise TypeError(f"chunks must be an integer, but got {type(chunks).__name__}") from None
+    if number < 1:
+        raise ValueError(f"number of chunks must be a positive integer (chunks: {number})")
+    return number
+
+
+def check_checkpoint(checkpoint: str) -> str:
+    """Return the mode."""
+    if checkpoint not in CHECKPOINT_MODES:
+        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' (checkpoint: {checkpoint!r})")
+    return checkpoint
