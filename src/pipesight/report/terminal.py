@@ -42,7 +42,7 @@ def render(
     Args:
         report: What `analyse` returns.
         width: At least 60.
-        step: The step to draw; by default, the one whose time is closest to the median.
+        step: The step to draw; by default, a typical one.
         colour: Whether to use the escape codes for it.
         ascii: Whether to keep to characters that every terminal has.
 

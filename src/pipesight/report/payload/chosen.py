@@ -8,13 +8,15 @@ import numpy as np
 
 from pipesight.report.reading.tables import Column
 
-__all__ = ["choose_steps", "median_place"]
+__all__ = ["choose_steps"]
 
 
-def choose_steps(times: Sequence[int] | Column, sizes: Sequence[int] | Column, *, most: int) -> list[int]:
+def choose_steps(
+    times: Sequence[int] | Column, sizes: Sequence[int] | Column, *, most: int, typical: int | None = None
+) -> list[int]:
     """Return the places of steps to show, those that matter most first; the first of them always is one.
 
-    They are the median step, the last, the slowest, the first, and others evenly between them.
+    They are the typical step, the last, the slowest, the first, and others evenly between them.
 
     Example::
 
@@ -25,12 +27,13 @@ def choose_steps(times: Sequence[int] | Column, sizes: Sequence[int] | Column, *
         times: How long each step took.
         sizes: How many blocks each has.
         most: How many blocks there is room for.
+        typical: The place of the typical step; by default, the one of median length.
     """
     if not len(times):
         return []
     chosen: dict[int, None] = {}
     room = most
-    for place in _by_importance(np.asarray(times)):
+    for place in _by_importance(np.asarray(times), typical):
         if place in chosen or (chosen and sizes[place] > room):
             continue
         chosen[place] = None
@@ -38,16 +41,15 @@ def choose_steps(times: Sequence[int] | Column, sizes: Sequence[int] | Column, *
     return list(chosen)
 
 
-def median_place(times: Sequence[int] | Column) -> int:
+def _median_place(times: Column) -> int:
     """Return the place of the step of median length: of those, the middle one."""
-    times = np.asarray(times)
     distance = np.abs(times - np.median(times))
     closest = np.flatnonzero(distance == distance.min())
     return int(closest[len(closest) // 2])
 
 
-def _by_importance(times: Column) -> Iterator[int]:
-    yield median_place(times)
+def _by_importance(times: Column, typical: int | None) -> Iterator[int]:
+    yield _median_place(times) if typical is None else typical
     yield len(times) - 1
     yield int(np.argmax(times))
     yield 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipesight.report.analysis.windows import EVALUATION, INCOMPLETE, MiniBatches, Steps, find_steps, replicas_of
-from pipesight.report.payload.chosen import choose_steps, median_place
+from pipesight.report.payload.chosen import choose_steps
 from pipesight.report.payload.limits import Limits
 from pipesight.report.reading.tables import Column, LayerRuns, Spans, Tasks, Transfers
 
@@ -35,6 +35,7 @@ class Timelines:
         transfers: Of the same run.
         limits: How much there is room for.
         replicas: That of each rank, if it is known.
+        typical: The number of the step to begin with, if one was chosen.
 
     Attributes:
         lanes: Those that there is room for, by rank and partition.
@@ -52,6 +53,7 @@ class Timelines:
         *,
         limits: Limits,
         replicas: Mapping[int, int] | None = None,
+        typical: int | None = None,
     ) -> None:
         self._limits = limits
         self._minibatches, self._tasks = minibatches, tasks
@@ -66,8 +68,9 @@ class Timelines:
         self._end = np.array([self._steps.end[rows].max() for rows in self._rows], np.int64)
         self.times = self._end - self._begin
         sizes = [int(self._own.count[self._members(rows)].sum()) for rows in self._rows]
-        self.chosen = [self.numbers[k] for k in choose_steps(self.times, sizes, most=limits.blocks)]
-        self.start = self.numbers[median_place(self.times)] if self.numbers else None
+        place = self.numbers.index(typical) if typical in self.numbers else None
+        self.chosen = [self.numbers[k] for k in choose_steps(self.times, sizes, most=limits.blocks, typical=place)]
+        self.start = self.chosen[0] if self.chosen else None
 
     @property
     def chunks(self) -> int:

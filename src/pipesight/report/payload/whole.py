@@ -33,7 +33,7 @@ def page_payload(run: Run, report: Report, *, limits: Limits = LIMITS) -> dict[s
         limits: How much there is room for.
     """
     found = (report.minibatches, report.tasks, run.spans(), run.transfers())
-    timelines = Timelines(*found, limits=limits, replicas=report.replicas)
+    timelines = Timelines(*found, limits=limits, replicas=report.replicas, typical=report.typical)
     names = [layer.name for layer in report.layers]
     statistics, marks = statistics_of(run.statistics(), most=limits.values, layers=names)
     shown, layered = _shown(run, report, timelines, marks, limits)
@@ -204,7 +204,7 @@ def _notes(timelines: Timelines, shown: Sequence[Mapping[str, Any]], layered: in
     if len(shown) < len(timelines.numbers):
         notes.append(
             f"The timeline shows {len(shown):,} of {len(timelines.numbers):,} steps: the first, the last, the slowest, "
-            "the median one, and others evenly between them."
+            "a typical one, and others evenly between them."
         )
     if 0 < layered < len(shown):
         notes.append(f"The layers of blocks are in the page for {layered:,} of these steps.")
