@@ -197,7 +197,7 @@ def test_killed_restarted_preempted_resumed(tmp_path):
     assert starts[0] == 0
     assert starts[1] >= 3
     assert starts[1] % 3 == 0
-    assert starts[2] == starts[1] + len(read(first.rpartition("from")[2])[1])
+    assert starts[2] == starts[1] + len(read("from" + first.rpartition("from")[2])[1])
     torch.testing.assert_close(torch.tensor([found[k] for k in range(STEPS)]), torch.tensor(losses()))
 
 
