@@ -29,11 +29,6 @@ END = """
 dist.barrier()
 dist.destroy_process_group()
 """
-# For ranks with process groups that torch itself keeps until Python has ended: it may abort over them.
-LEAVE = """
-dist.barrier()
-os._exit(0)
-"""
 
 
 def start(ranks, body, folder, *, options=(), **settings):
