@@ -36,7 +36,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--steps", type=_steps, metavar="A:B", help="only steps A to B, both included; 10:, :20 and 15 work too")
     add("--partition", type=int, metavar="J", help="only this partition, and its layers")
     add("--layer", metavar="NAME", help="only layers of this name; * stands for any part of one")
-    add("--step", type=int, metavar="N", help="draw this step (the one closest to the median)")
+    add("--step", type=int, metavar="N", help="draw this step (a typical one)")
     add("--width", type=_width, metavar="W", help="columns to write in, at least 60 (those of the terminal)")
     add(
         "--html",
