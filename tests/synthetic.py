@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pipesight.plan.schedules import Schedule
+from pipesight.plan.simulation import simulate
+
 START = 1_700_000_000_000_000  # microseconds
 NAMES = {"forward": "forward", "recompute": "forward.recompute", "backward": "backward", "weight": "backward.weight"}
 
@@ -142,6 +147,16 @@ class Made:
                     free[j] = add("recompute", i, j, free[j])
                 backward[i, j] = free[j] = add("backward", i, j, max(free[j], backward.get((i, j + 1), at)))
         return max(free)
+
+    def scheduled(self, step: int, schedule: Schedule, times: Mapping[str, int], *, at: int = 0) -> int:
+        """Add the tasks of one mini-batch by any schedule, a rank for each of its devices; return when it ends."""
+        durations = np.array([times.get(phase, 0) for phase in NAMES], float)[:, None, None]
+        found = simulate(schedule, durations)
+        for p, phase in enumerate(NAMES):
+            for j, i in np.argwhere(~np.isnan(found.begin[p])).tolist():
+                begin, rank = at + int(found.begin[p, j, i]), schedule.device_of_stage[j]
+                self.task(step, partition=j, microbatch=i, phase=phase, begin=begin, dur=times[phase], rank=rank)
+        return at + int(found.makespan)
 
     def stat(self, layer: str, tensor: str, statistic: str, iteration: int, value: Any, *, rank: int = 0) -> None:
         """Add a line of statistics."""

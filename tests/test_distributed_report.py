@@ -237,6 +237,10 @@ def test_split_backwards(others):
     # A schedule may leave some backwards in one piece.
     assert phases[[0, 1, 2]].tolist() == [3 * 8 * 4, 0, 3 * 8 * 4]
     assert 0 < phases[3] <= 3 * 8 * 4
+    # Ranks compute for one partition at a time, so theirs is the bubble.
+    assert pipeline.workers == 4
+    assert [report.overall.bubble, pipeline.bubble] == pytest.approx([pipeline.device_idle] * 2)
+    assert report.overall.parts["sharing"] == 0
     assert all(row.phases["weight"] >= 0 and row.losses["sharing"] > 0 for row in pipeline.rows)
     for layer in report.layers:
         assert layer.backward == pytest.approx(20_000, rel=0.2)  # of the first one too, which is all about weights

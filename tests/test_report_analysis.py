@@ -11,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import warm
+from pipesight.plan.measured import measure
+from pipesight.plan.schedules import interleaved
 from pipesight.report.analysis.analysing import Report, analyse
 from pipesight.report.analysis.bubble import LOSSES
 from pipesight.report.analysis.changes import Change
 from pipesight.report.analysis.facts import pipelines_of
 from pipesight.report.analysis.nonfinite import first_nonfinite
 from pipesight.report.analysis.stragglers import Lane, find_stragglers
+from pipesight.report.compare import compare
 from pipesight.report.reading.run import open_run
+from pipesight.report.terminal import render
 from synthetic import Made
 
 EVEN = {"forward": 100, "recompute": 100, "backward": 200}
@@ -295,6 +299,71 @@ def test_ranks_with_partitions_of_their_own_are_one_pipeline(tmp_path):
     assert report.steps.step.tolist() == [0, 1, 2]
     assert report.overall.bubble == pytest.approx(1 / 3)
     assert [row.ranks for row in report.pipelines[0].rows] == [(0,), (1,)]
+
+
+def interleaved_run(folder: Path, partitions: int, *, processors: int = 2, ranks: int = 2) -> Made:
+    """Make a run of the same model cut into some partitions, on two ranks: 4 ms forward and 8 backward, in all."""
+    made = Made(folder, balance=[1] * partitions, chunks=8, processors=processors)
+    schedule = interleaved(partitions, 8, devices=ranks)
+    made.pipeline = {"schedule": schedule.name, "ranks": [[j % ranks] for j in range(partitions)]}
+    at = 0
+    for step in range(3):
+        times = {"forward": 4000 // partitions, "backward": 8000 // partitions}
+        at = made.scheduled(step, schedule, times, at=at)
+    return made
+
+
+def test_bubble_of_ranks_with_several_partitions(tmp_path):
+    """A rank that has several partitions counts once: the bubble is that of the schedule, and the plan's."""
+    made = interleaved_run(tmp_path / "run", 4)
+    report = analysed(made)
+    add_up(report)
+    (pipeline,) = report.pipelines
+    assert (pipeline.partitions, pipeline.workers, pipeline.on_processors) == (4, 2, 2)
+    # (p - 1) / (v m + p - 1), with v partitions on each of p ranks.
+    found = [report.overall.bubble, pipeline.bubble, report.overall.bound, pipeline.bound]
+    assert found == pytest.approx([1 / 17] * 4)
+    assert parts(report) == pytest.approx({"computing": 2 * 8 * 3000, "fill_and_drain": 3000})
+    assert all(row.losses["sharing"] > 0 for row in pipeline.rows)
+    with open_run(made.folder) as run:
+        assert measure(run).bubble == pytest.approx(report.overall.bubble)
+
+
+def test_several_partitions_a_rank_are_no_fault(tmp_path):
+    """The verdict counts ranks, not partitions, against processors, and does not advise against what is on purpose."""
+    verdict = analysed(interleaved_run(tmp_path / "enough", 4)).verdict
+    assert "with 4 partitions on 2 ranks and 8 micro-batches" in verdict.text
+    for word in ("processor", "share", "sharing"):
+        assert word not in verdict.text
+    assert not [change for change in verdict.changes if "device of its own" in change.what]
+    shown = render(analysed(interleaved_run(tmp_path / "shown", 4)))
+    assert "4 partitions on 2 ranks, 8 micro-batches" in shown
+    assert "right, idle time" in shown
+    assert "Partitions of one rank take turns" in shown
+    verdict = analysed(interleaved_run(tmp_path / "few", 4, processors=1)).verdict
+    assert "2 ranks compute on 1 processor, so they slow each other down." in verdict.text
+
+
+def test_comparing_with_more_partitions_a_rank(tmp_path):
+    """Cut into more partitions on as many ranks, a model takes as long to compute; what changes is the bubble."""
+    first, second = (analysed(interleaved_run(tmp_path / str(n), n)) for n in (2, 4))
+    found = compare(first, second)
+    assert found.parts["computing"].change == pytest.approx(0)
+    assert found.parts["fill_and_drain"].change == pytest.approx(-3000)
+    assert found.quantities["bubble"].change == pytest.approx(1 / 17 - 1 / 9)
+    assert "Most of that is fill and drain (-3.00 ms)." in found.text
+
+
+def test_partitions_of_a_rank_that_compute_at_once(tmp_path):
+    """Where tasks of one rank overlap, in threads of their own, its partitions do not take turns: each counts."""
+    made = Made(tmp_path / "run", balance=[1] * 4, chunks=2)
+    made.gpipe(0, even)
+    events = made.events.pop(0)
+    made.events = {rank: [e for e in events if e["args"]["partition"] // 2 == rank] for rank in range(2)}
+    report = analysed(made)
+    add_up(report)
+    assert report.pipelines[0].workers == 4
+    assert report.overall.bubble == pytest.approx(3 / 5)
 
 
 def test_partitions_on_one_gpu_share_it(tmp_path):

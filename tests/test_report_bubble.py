@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipesight.plan.schedules import Schedule, gpipe, one_f_one_b
+from pipesight.plan.schedules import Schedule, gpipe, interleaved, one_f_one_b
 from pipesight.report.analysis.bubble import LOSSES, Split, split_windows
 from pipesight.report.analysis.windows import INCOMPLETE, find_minibatches
 from pipesight.report.reading.run import open_run
@@ -88,6 +88,9 @@ def check(found: Split) -> None:
     assert (found.losses >= 0).all()
     assert (found.busy >= 0).all()
     assert (found.busy + found.losses.sum(axis=0) == found.window[:, None]).all()
+    assert (found.worker_losses >= 0).all()
+    assert (found.worker_busy >= 0).all()
+    assert (found.worker_busy + found.worker_losses.sum(axis=0) == found.window[:, None]).all()
     assert ((found.bound >= 0) & (found.bound <= 1)).all()
 
 
@@ -133,6 +136,19 @@ def test_busy_and_losses_add_up(run):
             assert found.busy[row, j] == (mine.end - mine.begin).sum()
 
 
+@given(played(gaps=True, transfers=True))
+@settings(deadline=None, max_examples=60)
+def test_busy_and_losses_of_ranks_add_up(run):
+    """Of ranks with several partitions likewise; each is as busy as these are together, and has nothing to share."""
+    (tasks, transfers), homes = run
+    found = split(tasks, transfers, devices=lambda _: homes, workers=lambda _: homes)
+    check(found)
+    for worker in {*homes}:
+        mine = [j for j, home in enumerate(homes) if home == worker]
+        assert found.worker_busy[:, worker].tolist() == found.busy[:, mine].sum(axis=1).tolist()
+    assert not found.worker_losses[LOSSES.index("sharing")].any()
+
+
 @given(played(gaps=False, transfers=False))
 @settings(deadline=None, max_examples=40)
 def test_no_gap_without_one(run):
@@ -167,6 +183,9 @@ def test_impossible_times_add_up(run):
     for j in range(n):
         moments = {t for row in rows if row[1] == j for t in range(row[4], row[5])}
         assert found.busy[0, j] == len(moments)
+    together = split(tasks_of(rows), devices=lambda _: [0] * n, workers=lambda _: [0] * n)
+    check(together)
+    assert together.worker_busy.tolist() == [[len({t for row in rows for t in range(row[4], row[5])})]]
 
 
 def test_many_orders_add_up():
@@ -285,6 +304,20 @@ def test_sharing_has_its_name():
     # Apart: 5 clocks of 300 of which a partition is busy 4; together: 8 of them.
     assert lost(found) == {"fill_and_drain": 2 * 300, "sharing": 2 * 3 * 300}
     assert found.bound == pytest.approx([0.2])
+
+
+def test_ranks_that_take_turns_share_nothing():
+    """A rank that has several partitions is busy with any of them; its bubble is what the schedule leaves it idle."""
+    schedule = interleaved(4, 8, devices=2)
+    tasks, _ = play(schedule, lambda _, phase, *__: even[phase])
+    found = split(tasks, devices=lambda _: [0, 1, 0, 1], workers=lambda _: [0, 1, 0, 1])
+    check(found)
+    # (p - 1) / (v m + p - 1), with v partitions on each of p ranks.
+    assert found.bound == pytest.approx([1 / 17])
+    assert found.worker_busy.tolist() == [[2 * 8 * 300] * 2]
+    named = {name: loss.tolist() for name, loss in zip(LOSSES, found.worker_losses[:, 0], strict=True) if loss.any()}
+    assert named == {"fill_and_drain": [300] * 2}
+    assert found.losses[LOSSES.index("sharing")].all()  # to each partition still
 
 
 def test_recomputation_is_computing():

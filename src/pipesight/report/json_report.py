@@ -88,6 +88,7 @@ def _pipeline(pipeline: PipelineReport) -> dict[str, Any]:
         "batch_size": facts.batch_size,
         "devices": pipeline.devices,
         "device_idle": pipeline.device_idle,
+        "workers": pipeline.workers,
         "replicas": pipeline.replicas,
         "minibatches": pipeline.minibatches,
         "window": asdict(pipeline.window),

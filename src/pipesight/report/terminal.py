@@ -99,7 +99,8 @@ def _head(report: Report, style: Style) -> list[str]:
 def _shape(pipeline: PipelineReport) -> str:
     """Describe a pipeline."""
     facts = pipeline.facts
-    words = [f"{_count(pipeline.partitions, 'partition')}, {_count(pipeline.chunks, 'micro-batch', 'es')}"]
+    where = f" on {_count(pipeline.workers, 'rank')}" if pipeline.workers < pipeline.partitions else ""
+    words = [f"{_count(pipeline.partitions, 'partition')}{where}, {_count(pipeline.chunks, 'micro-batch', 'es')}"]
     words += [facts.schedule] if facts.schedule else []
     words += [f"balance {list(facts.balance)}"] if facts.balance and len(facts.balance) <= 16 else []
     words += [f"checkpoint {facts.checkpoint}"] if facts.checkpoint else []
@@ -234,6 +235,11 @@ def _partitions(pipeline: PipelineReport, report: Report, style: Style) -> list[
     lines = [style.paint(title, "bold"), *table]
     if left:
         lines.append(style.paint(f"  and {left} more, with bubbles in between", "dim"))
+    if pipeline.workers < pipeline.partitions:
+        text = (
+            "Partitions of one rank take turns, so each stands still longer than its rank, whose bubble is that above."
+        )
+        lines += [style.paint(line, "dim") for line in style.wrapped(text, indent="  ")]
     return lines
 
 
@@ -294,7 +300,8 @@ def _timeline(report: Report, step: int, style: Style) -> list[str]:
     timeline = draw_step(report, step, width=style.width - 16, glyphs=glyphs)
     label = max(len(text) for text in timeline.labels)
     backward = "B and W backward" if any(WEIGHT in phases for phases in timeline.phases) else "B backward"
-    legend = f"F forward, R recompute, {backward}; right, the bubble"
+    whose = "the bubble" if all(p.workers == p.partitions for p in report.pipelines) else "idle time"
+    legend = f"F forward, R recompute, {backward}; right, {whose}"
     title = f"Step {step}, {time(timeline.end - timeline.begin)}"
     lines = [style.paint(title, "bold") + style.paint(f"   {legend}", "dim")]
     shown = list(zip(timeline.labels, timeline.lines, timeline.phases, timeline.bubbles, strict=True))[: 2 * PARTITIONS]

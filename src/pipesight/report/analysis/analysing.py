@@ -12,7 +12,13 @@ from pipesight.report.analysis.breakdown import PARTS, StepTimes, Summary, break
 from pipesight.report.analysis.bubble import Split, split_windows
 from pipesight.report.analysis.changes import Situation, find_changes
 from pipesight.report.analysis.clocks import doubts_about_clocks
-from pipesight.report.analysis.facts import PipelineFacts, device_of_partition, pipelines_of, replicas_in
+from pipesight.report.analysis.facts import (
+    PipelineFacts,
+    device_of_partition,
+    pipelines_of,
+    rank_of_partition,
+    replicas_in,
+)
 from pipesight.report.analysis.layers import Layer, layers_of
 from pipesight.report.analysis.links import Link, find_links
 from pipesight.report.analysis.nonfinite import SIGNS, NonFinite, first_nonfinite
@@ -28,6 +34,7 @@ from pipesight.report.analysis.windows import (
     find_steps,
     replicas_of,
 )
+from pipesight.report.analysis.workers import workers_of
 from pipesight.report.reading.tables import OPTIMIZER, Column, Spans, Tasks
 
 if TYPE_CHECKING:
@@ -80,7 +87,7 @@ class Overall:
     samples_per_second: float | None
     microbatches_per_second: float
     bubble: float
-    """The share of windows in which partitions do not compute, over all of them."""
+    """The share of windows in which partitions do not compute, or ranks that have several; over all of them."""
     bubbles: Summary
     """The same, step by step."""
     bound: float
@@ -165,8 +172,9 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     own, found = _of_steps(own, found)
     complete = own.where(own.kind != INCOMPLETE)
     homes = {n: device_of_partition(_facts(facts, n), tasks, n) for n in np.unique(complete.partitions).tolist()}
+    workers = {n: _workers(complete.where(complete.partitions == n), tasks, n) for n in homes}
     transfers = run.transfers()
-    splits = split_windows(complete, tasks, transfers, devices=homes.__getitem__)
+    splits = split_windows(complete, tasks, transfers, devices=homes.__getitem__, workers=workers.__getitem__)
     whole = np.flatnonzero(own.kind != INCOMPLETE)
     splits = [_renumbered(split, whole) for split in splits]
     times = break_down(found, own, splits, all_minibatches=minibatches, spans=spans, replicas=replicas)
@@ -174,7 +182,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     counted = ~np.isin(times.step, warm)
     counted_minibatches = np.isin(own.step, times.step[counted])
     overall = _overall(times, counted, splits, counted_minibatches, facts) if counted.any() else None
-    pipelines = describe_pipelines(splits, own, tasks, counted_minibatches, facts, homes)
+    pipelines = describe_pipelines(splits, own, tasks, counted_minibatches, facts, homes, workers)
     layers = layers_of(run.layer_times(_after(warm, steps, times)), _layer_facts(facts))
     names = [entry.name for entry in layers]
     there = own.where(counted_minibatches & (own.kind != INCOMPLETE))
@@ -277,6 +285,11 @@ def _facts(facts: Sequence[PipelineFacts], partitions: int) -> PipelineFacts | N
     return next((fact for fact in facts if fact.partitions == partitions), None)
 
 
+def _workers(minibatches: MiniBatches, tasks: Tasks, partitions: int) -> Sequence[int]:
+    ranks = rank_of_partition(tasks, partitions)
+    return workers_of(ranks, minibatches, tasks) if len({*ranks}) > 1 else range(partitions)
+
+
 def _layer_facts(facts: Sequence[PipelineFacts]) -> list[Any]:
     return [layer for fact in facts for layer in fact.layers]
 
@@ -343,9 +356,10 @@ def _verdict(
         bound=overall.bound,
         partitions=pipeline.partitions,
         chunks=pipeline.chunks,
+        workers=pipeline.workers,
         devices=pipeline.devices,
         device_idle=pipeline.device_idle,
-        on_processors=pipeline.facts.on_processors,
+        on_processors=pipeline.on_processors,
         processors=pipeline.facts.processors,
         parts=overall.parts,
         changes=find_changes(situation) if len(pipelines) == 1 else (),

@@ -1,8 +1,9 @@
 """Where the time of every step went: computing, each loss inside of windows, and what lies between them.
 
-A step's period is the sum of its parts. Inside of windows, they are the means over the partitions; outside, what the
-main thread did, of which each moment counts once: communication before data loading, before checkpoints, before the
-optimizer that may have caused them. What is left is between steps.
+A step's period is the sum of its parts. Inside of windows, they are the means over the partitions, or over the ranks
+where each has several and computes for one at a time; outside, what the main thread did, of which each moment counts
+once: communication before data loading, before checkpoints, before the optimizer that may have caused them. What is
+left is between steps.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def break_down(
     inside = np.zeros((1 + len(LOSSES), len(minibatches)))
     bound, turnaround = np.zeros(len(minibatches)), np.zeros(len(minibatches))
     for split in splits:
-        inside[0, split.rows] = split.busy.mean(axis=1)
-        inside[1:, split.rows] = split.losses.mean(axis=2)
+        inside[0, split.rows] = split.worker_busy.mean(axis=1)
+        inside[1:, split.rows] = split.worker_losses.mean(axis=2)
         bound[split.rows], turnaround[split.rows] = split.bound, split.turnaround
     window = minibatches.end - minibatches.begin
     step_of, members = np.repeat(np.arange(len(steps)), steps.count), steps.members()

@@ -12,6 +12,9 @@ The recorded order of tasks is simulated again and again, each time closer to wh
 What a partition stands still longer from one line to the next has a name: fill and drain (all of the first), sharing,
 imbalance, jitter, transfers, host gaps. None is negative, and with the time in which a partition computes they add up
 to the window, exactly: all are whole microseconds.
+
+A rank that has several partitions and computes for one at a time is a worker of its own: its time is split in the same
+way, from the second line on. It is idle while none of them computes, and shares nothing.
 """
 
 from __future__ import annotations
@@ -49,12 +52,16 @@ class Split:
     busy: Times
     losses: Times
     """By loss, mini-batch and partition."""
+    worker_busy: Times
+    """As ``busy``, of what computes one task at a time: a rank with several partitions, or else each partition."""
+    worker_losses: Times
+    """As ``losses``, by loss, mini-batch and worker."""
     phases: Times
     """The time computing, by phase, mini-batch and partition."""
     turnaround: Times
     """Of the host gaps, what lies between the last forward and the first backward, where these do not overlap."""
     bound: Lengths
-    """The bubble that the schedule itself has, with tasks of equal length: (n - 1) / (m + n - 1) for GPipe."""
+    """What bubble the schedule itself has, of workers, with tasks of equal length: (n - 1) / (m + n - 1) for GPipe."""
     durations: Lengths
     """The time of each task: by phase, partition, micro-batch and mini-batch; 0 where there is none."""
 
@@ -66,6 +73,8 @@ class Split:
             window=self.window[rows],
             busy=self.busy[rows],
             losses=self.losses[:, rows],
+            worker_busy=self.worker_busy[rows],
+            worker_losses=self.worker_losses[:, rows],
             phases=self.phases[:, rows],
             turnaround=self.turnaround[rows],
             bound=self.bound[rows],
@@ -84,6 +93,7 @@ def split_windows(
     transfers: Transfers,
     *,
     devices: Callable[[int], Sequence[int]] = range,
+    workers: Callable[[int], Sequence[int]] = range,
 ) -> list[Split]:
     """Split the windows of mini-batches that are complete; those with the same tasks are split together.
 
@@ -92,6 +102,7 @@ def split_windows(
         tasks: The table that they were found in.
         transfers: Of the same run.
         devices: Gives, for a number of partitions, the device of each. Partitions on one device take turns.
+        workers: Gives the worker of each likewise, whose bubble counts. Those that differ from partitions are devices.
     """
     if not len(minibatches):
         return []
@@ -105,16 +116,17 @@ def split_windows(
         homes = np.asarray(devices(n), np.int64)
         batch = Batch(tasks, place, minibatches.begin[rows], n, m, homes)
         for own in batch.by_tasks():
-            found.append(_split(own, rows[own.rows], of_rows(arrivals, rows[own.rows], len(minibatches))))
+            moved = of_rows(arrivals, rows[own.rows], len(minibatches))
+            found.append(_split(own, rows[own.rows], moved, np.asarray(workers(n), np.int64)))
     return found
 
 
-def _split(batch: Batch, rows: Column, arrivals: Transfers) -> Split:
+def _split(batch: Batch, rows: Column, arrivals: Transfers, workers: Column) -> Split:
     lengths = batch.end - batch.begin
     durations = batch.dense(lengths)
     window = batch.end.max(axis=1)
-    busy = np.minimum(_busy(batch), window[:, None])
-    even, usual, even_busy, usual_busy = _usual(batch, durations)
+    busy = np.minimum(_busy(batch, np.arange(batch.n)), window[:, None])
+    even, usual, even_busy, evenly, usual_busy = _usual(batch, durations)
     slowed, delays = waits(batch, arrivals, durations)
 
     # How long a window would be, simulation by simulation; what cannot be simulated is taken to wait for nothing.
@@ -134,37 +146,69 @@ def _split(batch: Batch, rows: Column, arrivals: Transfers) -> Split:
         if slowed is not None:
             spans[4, group] = simulate(together, slowed[..., group], delays=delays[..., group]).makespan
 
-    own = np.clip(_whole(spans[3]), busy.max(axis=1), window)
-    moved = np.clip(_whole(spans[4]), own, window)
-    # Of what a partition stands still with the times its tasks took, each cause has its usual part, as far as it goes.
-    rest = own[:, None] - busy
-    parts = []
-    fill, shared_span = _whole(spans[0] - even_busy), _whole(spans[1] - even_busy)
-    uneven = _whole(spans[2][:, None] - usual_busy) - np.maximum(fill, shared_span)[:, None]
-    for part in (fill[:, None], (shared_span - fill)[:, None], uneven):
-        parts.append(np.minimum(np.maximum(part, 0), rest))
-        rest = rest - parts[-1]
-    same = np.ones((1, batch.n), np.int64)
-    losses = np.stack([*parts, rest, (moved - own)[:, None] * same, (window - moved)[:, None] * same])
+    losses = _losses(window, busy, spans, even_busy[:, None], usual_busy)
+    bound = np.maximum(0, 1 - even_busy / np.maximum(spans[0], 1e-9))
+    worker_busy, worker_losses = busy, losses
+    if (workers != np.arange(batch.n)).any():
+        worker_busy = np.minimum(_busy(batch, workers), window[:, None])
+        evenly, usual_busy = (_sums(times, workers) for times in (evenly, usual_busy))
+        spans[1] = np.maximum(spans[1], evenly.max(axis=1))  # what could not be simulated
+        spans[2] = np.maximum(spans[2], usual_busy.max(axis=1))
+        spans[0] = spans[1]
+        worker_losses = _losses(window, worker_busy, spans, evenly, usual_busy)
+        bound = np.maximum(0, 1 - evenly.mean(axis=1) / np.maximum(spans[0], 1e-9))
     return Split(
         rows=rows,
         schedule=most_common,
         window=window,
         busy=busy,
         losses=losses,
-        turnaround=np.clip(batch.turnaround(), 0, losses[-1].min(axis=1)),
+        worker_busy=worker_busy,
+        worker_losses=worker_losses,
+        turnaround=np.clip(batch.turnaround(), 0, worker_losses[-1].min(axis=1)),
         phases=durations.sum(axis=2).transpose(0, 2, 1).astype(np.int64),
-        bound=np.maximum(0, 1 - even_busy / np.maximum(spans[0], 1e-9)),
+        bound=bound,
         durations=durations,
     )
+
+
+def _losses(window: Times, busy: Times, spans: Lengths, even_busy: Lengths, usual_busy: Lengths) -> Times:
+    """Name what is lost of each window, by loss, mini-batch and lane: a partition or a worker.
+
+    Args:
+        window: Of each mini-batch.
+        busy: Of each lane in it.
+        spans: How long the window would be, simulation by simulation.
+        even_busy: How long a lane would compute if tasks of a phase took the same time.
+        usual_busy: How long it usually does.
+    """
+    own = np.clip(_whole(spans[3]), busy.max(axis=1), window)
+    moved = np.clip(_whole(spans[4]), own, window)
+    # Of what a lane stands still with the times its tasks took, each cause has its usual part, as far as it goes.
+    rest = own[:, None] - busy
+    parts = []
+    fill, shared_span = _whole(spans[0][:, None] - even_busy), _whole(spans[1][:, None] - even_busy)
+    uneven = _whole(spans[2][:, None] - usual_busy) - np.maximum(fill, shared_span)
+    for part in (fill, shared_span - fill, uneven):
+        parts.append(np.minimum(np.maximum(part, 0), rest))
+        rest = rest - parts[-1]
+    same = np.ones((1, busy.shape[1]), np.int64)
+    return np.stack([*parts, rest, (moved - own)[:, None] * same, (window - moved)[:, None] * same])
+
+
+def _sums(times: Lengths, workers: Column) -> Lengths:
+    """Add up times of partitions, the last axis, by the worker of each."""
+    sums: Lengths = times @ (workers[:, None] == np.arange(int(workers.max()) + 1))
+    return sums
 
 
 def _whole(times: Lengths) -> Times:
     return np.maximum(np.rint(times), 0).astype(np.int64)
 
 
-def _usual(batch: Batch, durations: Lengths) -> tuple[Lengths, Lengths, Lengths, Lengths]:
-    """Return what tasks would take without jitter, all the same, and each partition as usual; and what that adds up to.
+def _usual(batch: Batch, durations: Lengths) -> tuple[Lengths, Lengths, Lengths, Lengths, Lengths]:
+    """Return what tasks would take without jitter, all the same, and each partition as usual; and what that adds up to:
+    all the same in the mean partition and in each, and as usual in each.
 
     Medians, so that a task that is late now and then is jitter, and not a slow partition. Mini-batches may be of
     different length, so a partition has a usual share of the time of a phase.
@@ -186,23 +230,24 @@ def _usual(batch: Batch, durations: Lengths) -> tuple[Lengths, Lengths, Lengths,
     even = np.broadcast_to(level[:, None, None], durations.shape)
     usual = np.broadcast_to((level[:, None] * ratio[:, :, None])[:, :, None], durations.shape)
     even_busy = counts.sum(axis=1) @ level / n
+    evenly = np.einsum("pj,pb->bj", counts, level)
     usual_busy = np.einsum("pj,pb,pj->bj", counts, level, ratio)
-    return even, usual, even_busy, usual_busy
+    return even, usual, even_busy, evenly, usual_busy
 
 
-def _busy(batch: Batch) -> Times:
-    """Return how long each partition computes; where tasks of one overlap, the time counts once."""
-    partition = batch.code // batch.m % batch.n
-    by_partition = np.argsort(partition, axis=1, kind="stable")
-    columns = (partition, batch.begin, batch.end)
-    partition, begin, end = (np.take_along_axis(column, by_partition, axis=1) for column in columns)
-    # In one running maximum for all: partitions are moved apart.
-    apart = partition * (int(end.max(initial=0)) + 1)
+def _busy(batch: Batch, lanes: Column) -> Times:
+    """Return how long lanes compute, given that of each partition; where tasks of one overlap, time counts once."""
+    lane = lanes[batch.code // batch.m % batch.n]
+    by_lane = np.argsort(lane, axis=1, kind="stable")
+    columns = (lane, batch.begin, batch.end)
+    lane, begin, end = (np.take_along_axis(column, by_lane, axis=1) for column in columns)
+    # In one running maximum for all: lanes are moved apart.
+    apart = lane * (int(end.max(initial=0)) + 1)
     reached = np.maximum.accumulate(end + apart, axis=1)
     before = np.zeros_like(reached)
     before[:, 1:] = reached[:, :-1]
     own = reached - np.maximum(begin + apart, before)
-    busy = np.zeros((len(begin), batch.n), np.int64)
-    for j in range(batch.n):
-        busy[:, j] = np.where(partition == j, own, 0).sum(axis=1)
+    busy = np.zeros((len(begin), int(lanes.max()) + 1), np.int64)
+    for number in range(busy.shape[1]):
+        busy[:, number] = np.where(lane == number, own, 0).sum(axis=1)
     return busy

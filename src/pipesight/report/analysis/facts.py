@@ -10,7 +10,7 @@ import numpy as np
 
 from pipesight.report.reading.tables import Tasks
 
-__all__ = ["LayerFacts", "PipelineFacts", "device_of_partition", "pipelines_of", "replicas_in"]
+__all__ = ["LayerFacts", "PipelineFacts", "device_of_partition", "pipelines_of", "rank_of_partition", "replicas_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,6 @@ class PipelineFacts:
     """Of a pipeline over several ranks, those that have each partition: one of each replica, in the same order."""
     processors: int | None = None
     """That the process may use."""
-
-    @property
-    def on_processors(self) -> int:
-        """How many partitions compute on the CPU."""
-        return sum(name.startswith("cpu") for name in self.devices or ())
 
 
 def pipelines_of(description: Mapping[str, Any]) -> list[PipelineFacts]:
@@ -86,7 +81,7 @@ def device_of_partition(facts: PipelineFacts | None, tasks: Tasks, partitions: i
     In a run of several processes, that is the rank. In one process, each CPU partition has a thread of its own, and
     those on one GPU share it.
     """
-    ranks = _rank_of_partition(tasks, partitions)
+    ranks = rank_of_partition(tasks, partitions)
     names: list[object]
     if len({*ranks}) > 1:
         names = list(ranks)
@@ -98,7 +93,7 @@ def device_of_partition(facts: PipelineFacts | None, tasks: Tasks, partitions: i
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
-def _rank_of_partition(tasks: Tasks, partitions: int) -> list[int]:
+def rank_of_partition(tasks: Tasks, partitions: int) -> list[int]:
     """Return the lowest rank that has each partition: that of the first replica."""
     lowest = np.full(partitions, np.iinfo(np.int64).max)
     inside = tasks.partition < partitions

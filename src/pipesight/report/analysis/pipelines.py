@@ -41,10 +41,15 @@ class PipelineReport:
     """Of each replica; fewer than partitions where some share one."""
     device_idle: float
     """The share of windows in which devices do not compute, over all of them."""
+    workers: int
+    """Of each replica: ranks, where each has several partitions and computes for one at a time; else partitions."""
+    on_processors: int
+    """How many of the workers compute on the CPU."""
     replicas: int
     minibatches: int
     window: Summary
     bubble: float
+    """Of the workers."""
     bubbles: Summary
     bound: float
     textbook: float
@@ -63,6 +68,7 @@ def describe_pipelines(
     counted: Column,
     facts: Sequence[PipelineFacts],
     homes: Mapping[int, Sequence[int]],
+    workers: Mapping[int, Sequence[int]],
 ) -> list[PipelineReport]:
     """Put together what ran through as many partitions, the pipeline with the most time first.
 
@@ -73,6 +79,7 @@ def describe_pipelines(
         counted: Which mini-batches count.
         facts: What the description says.
         homes: For a number of partitions, the device of each.
+        workers: Likewise, the worker of each.
     """
     found = []
     for n in sorted({split.busy.shape[1] for split in splits}):
@@ -80,7 +87,7 @@ def describe_pipelines(
         own = [split for split in own if len(split.rows)]
         if own:
             fact = next((fact for fact in facts if fact.partitions == n), PipelineFacts(n))
-            found.append(_pipeline(own, fact, minibatches, _ranks(tasks, n), len({*homes[n]})))
+            found.append(_pipeline(own, fact, minibatches, _ranks(tasks, n), len({*homes[n]}), workers[n]))
     return sorted(found, key=lambda pipeline: -pipeline.window.mean * pipeline.minibatches)
 
 
@@ -98,10 +105,12 @@ def _pipeline(
     minibatches: MiniBatches,
     ranks: Sequence[tuple[int, ...]],
     devices: int,
+    workers: Sequence[int],
 ) -> PipelineReport:
     rows = np.concatenate([split.rows for split in splits])
     window = np.concatenate([split.window for split in splits])
     busy = np.concatenate([split.busy for split in splits])
+    computing = np.concatenate([split.worker_busy.mean(axis=1) for split in splits])
     losses = np.concatenate([split.losses for split in splits], axis=1).mean(axis=1)
     phases = np.concatenate([split.phases for split in splits], axis=1).mean(axis=1)
     bound = np.concatenate([split.bound for split in splits])
@@ -124,11 +133,13 @@ def _pipeline(
         chunks=m,
         devices=devices,
         device_idle=float(max(0.0, 1 - busy.sum() / max(devices * window.sum(), 1))),
+        workers=len({*workers}),
+        on_processors=len({w for w, name in zip(workers, facts.devices or (), strict=False) if name.startswith("cpu")}),
         replicas=len(np.unique(minibatches.replica[rows])),
         minibatches=len(rows),
         window=summary(window),
-        bubble=float(1 - busy.mean(axis=1).sum() / max(window.sum(), 1)),
-        bubbles=summary(1 - busy.mean(axis=1) / np.maximum(window, 1)),
+        bubble=float(1 - computing.sum() / max(window.sum(), 1)),
+        bubbles=summary(1 - computing / np.maximum(window, 1)),
         bound=float(np.median(bound)),
         textbook=(n - 1) / (m + n - 1),
         rows=tuple(partitions),

@@ -46,6 +46,7 @@ def verdict_on(
     bound: float,
     partitions: int,
     chunks: int,
+    workers: int,
     devices: int,
     device_idle: float,
     on_processors: int = 0,
@@ -56,26 +57,28 @@ def verdict_on(
     """Say how large the bubble is, why, and what else takes the time of a step.
 
     Args:
-        bubble: The share of windows in which partitions do not compute.
+        bubble: The share of windows in which workers do not compute.
         bound: What of it the schedule itself has.
         partitions: How many there are.
         chunks: How many micro-batches there are.
+        workers: How many ranks they are on, if these compute for one at a time; otherwise as many as partitions.
         devices: How many devices the partitions are on.
         device_idle: The share of windows in which devices do not compute.
-        on_processors: How many partitions are on the CPU.
+        on_processors: How many workers are on the CPU.
         processors: How many the process may use.
         parts: Where the time of the mean step goes.
         changes: What would help.
     """
     period = max(sum(parts.values()), 1e-9)
     shares = {name: time / period for name, time in parts.items()}
-    sentences = [_first(bubble, bound, partitions, chunks)]
-    if devices < partitions:
+    sentences = [_first(bubble, bound, partitions, chunks, workers)]
+    if devices < workers:
         where = "one device, which computes" if devices == 1 else f"{devices} devices, which compute"
         sentences.append(f"The partitions share {where} {_percent(1 - device_idle)} of that time.")
     if processors is not None and on_processors > processors:
         few = "1 processor" if processors == 1 else f"{processors} processors"
-        sentences.append(f"{on_processors} partitions compute on {few}, so they slow each other down.")
+        who = "partitions" if workers == partitions else "ranks"
+        sentences.append(f"{on_processors} {who} compute on {few}, so they slow each other down.")
     inside = max((name for name in LOSSES if name != "fill_and_drain"), key=lambda name: shares.get(name, 0))
     if shares.get(inside, 0) >= MUCH:
         sentences.append(f"The largest other loss is {_noun(inside)}, {_percent(shares[inside])} of a step.")
@@ -89,11 +92,12 @@ def verdict_on(
     return Verdict(" ".join(sentences), tuple(changes))
 
 
-def _first(bubble: float, bound: float, partitions: int, chunks: int) -> str:
+def _first(bubble: float, bound: float, partitions: int, chunks: int, workers: int) -> str:
     if partitions == 1:
         return f"There is one partition, so no bubble; it stands still {_percent(bubble)} of its time."
     measured = f"The bubble is {_percent(bubble)} of the pipeline's window"
-    shape = f"{partitions} partitions and {chunks} micro-batch{'es' * (chunks != 1)}"
+    where = f" on {workers} ranks" if workers < partitions else ""
+    shape = f"{partitions} partitions{where} and {chunks} micro-batch{'es' * (chunks != 1)}"
     if bubble - bound <= 0.02:
         return f"{measured}, which is what the schedule has with {shape} ({_percent(bound)})."
     return f"{measured}; the schedule alone would have {_percent(bound)} with {shape}."
