@@ -26,8 +26,8 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "report",
         help="say how large the bubble of a run is, why, and what to change",
         description="Say how large the bubble of a run is, why, and what to change; or what differs between two runs.",
-        epilog="exit codes: 0 all is well; 1 reading or writing failed; 2 there is no run, step, partition or layer "
-        "like that; 3 the bubble is larger than --fail-over allows",
+        epilog="exit codes: 0 all is well; 1 reading or writing failed; 2 there is no run, attempt, step, partition "
+        "or layer like that; 3 the bubble is larger than --fail-over allows",
     )
     add = parser.add_argument
     add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or a trace")
@@ -36,6 +36,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--steps", type=_steps, metavar="A:B", help="only steps A to B, both included; 10:, :20 and 15 work too")
     add("--partition", type=int, metavar="J", help="only this partition, and its layers")
     add("--layer", metavar="NAME", help="only layers of this name; * stands for any part of one")
+    add("--attempt", type=int, metavar="N", help="this attempt of a run that was restarted, from 0 (the last)")
     add("--step", type=int, metavar="N", help="draw this step (a typical one)")
     add("--width", type=_width, metavar="W", help="columns to write in, at least 60 (those of the terminal)")
     add(
@@ -96,7 +97,7 @@ def _analyse(path: Path, options: argparse.Namespace) -> Report:
     from pipesight.report.analysis.analysing import analyse
     from pipesight.report.reading.run import open_run
 
-    with open_run(path) as opened:
+    with open_run(path, attempt=options.attempt) as opened:
         return analyse(opened, steps=options.steps, partition=options.partition, layer=options.layer)
 
 
@@ -104,7 +105,8 @@ def _write_page(options: argparse.Namespace) -> None:
     from pipesight.report.html import write_page
 
     output = None if options.html is True else options.html
-    print(f"the page is {write_page(options.run_path, output=output)}", file=sys.stderr if options.json else sys.stdout)
+    page = write_page(options.run_path, output=output, attempt=options.attempt)
+    print(f"the page is {page}", file=sys.stderr if options.json else sys.stdout)
 
 
 def _look(options: argparse.Namespace) -> dict[str, Any]:

@@ -41,7 +41,12 @@ class Served:
     """The trace as one file, for Perfetto."""
 
 
-def write_page(run_path: str | os.PathLike[str], *, output: str | os.PathLike[str] | None = None) -> Path:
+def write_page(
+    run_path: str | os.PathLike[str],
+    *,
+    output: str | os.PathLike[str] | None = None,
+    attempt: int | None = None,
+) -> Path:
     """Write the page of a run to ``RUN/report.html``, or to ``output``; return where it is.
 
     Example::
@@ -51,12 +56,13 @@ def write_page(run_path: str | os.PathLike[str], *, output: str | os.PathLike[st
 
     Raises:
         NotARunError: there is nothing to show.
+        ValueError: there is no such attempt of a run that was restarted; without, it is the last.
     """
     from pipesight.report.analysis.analysing import analyse
     from pipesight.report.reading.run import open_run
 
     run_path = Path(run_path)
-    with open_run(run_path) as run:
+    with open_run(run_path, attempt=attempt) as run:
         report = analyse(run)
         limits, page = LIMITS, page_html(page_payload(run, report))
         while len(page.encode()) > MOST_BYTES and limits.blocks > 1_000:

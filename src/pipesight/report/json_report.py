@@ -36,6 +36,8 @@ def as_json(report: Report) -> dict[str, Any]:
             "path": report.path,
             **{name: _plain(report.description.get(name)) for name in _FACTS},
             "events": report.events,
+            "attempt": report.attempt,
+            "attempts": list(report.attempts),
             "ranks": list(report.ranks),
         },
         "remarks": [asdict(remark) for remark in report.remarks],

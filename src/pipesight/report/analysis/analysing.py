@@ -109,6 +109,10 @@ class Report:
     path: str
     description: Mapping[str, Any]
     events: int
+    attempt: int
+    """Of a run that was restarted, counting from 0."""
+    attempts: tuple[int, ...]
+    """Those that left a trace."""
     ranks: tuple[int, ...]
     replicas: Mapping[int, int]
     """That each rank with tasks belongs to."""
@@ -191,6 +195,8 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         path=str(run.path),
         description=run.description,
         events=run.events,
+        attempt=run.attempt.number,
+        attempts=run.attempt.there,
         ranks=tuple(run.ranks()),
         replicas=replicas,
         remarks=(*_remarks(run, own, spans), *_doubts(run, tasks)),
@@ -231,6 +237,8 @@ def _without_tasks(run: Run) -> Report:
         path=str(run.path),
         description=run.description,
         events=run.events,
+        attempt=run.attempt.number,
+        attempts=run.attempt.there,
         ranks=tuple(run.ranks()),
         replicas={},
         remarks=tuple(_remarks(run)),
@@ -368,6 +376,10 @@ def _verdict(
 
 def _with_ending(verdict: Verdict, run: Run) -> Verdict:
     """Add how the run ended, unless all went well, or whoever follows it knows."""
+    if (restarts := _restarts(run)) is not None:
+        verdict = replace(verdict, text=f"{verdict.text} {restarts}")
+        if not run.attempt.described:
+            return verdict
     outcome = run.description.get("outcome")
     if isinstance(outcome, str) and outcome.strip() not in ("", "ok"):
         first = outcome.strip().splitlines()[0].rstrip(".")
@@ -377,6 +389,18 @@ def _with_ending(verdict: Verdict, run: Run) -> Verdict:
     else:
         return verdict
     return replace(verdict, text=f"{verdict.text} {text}")
+
+
+def _restarts(run: Run) -> str | None:
+    """Say which attempt it is, of a run that was restarted."""
+    attempt = run.attempt
+    if not attempt.restarts:
+        return None
+    often = {1: "once", 2: "twice"}.get(attempt.restarts, f"{attempt.restarts:,} times")
+    which = "the last" if attempt.number == attempt.restarts else "not the last"
+    if attempt.number == attempt.there[-1] != attempt.restarts:
+        which = "the last that left a trace"
+    return f"Restarted {often}; this is attempt {attempt.number}, {which}."
 
 
 def _remarks(run: Run, minibatches: MiniBatches | None = None, spans: Spans | None = None) -> list[Remark]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipesight.report.reading._attempts import Attempt, attempt_in, without_attempt
 from pipesight.report.reading._forms import TRACES, Form, Start, sniff
 
 __all__ = ["NotARunError", "Note", "TraceFile", "find_files", "read_object"]
 
 _OTHERS = (".json", ".json.gz", ".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
-_RANK = re.compile(r"rank[-_]?(?P<rank>\d{1,9})(?:-(?P<child>\d+))?(?!\d)")
+_RANK = re.compile(r"rank[-_]?(?P<rank>\d{1,9})(?:-restart-\d{1,9})?(?:-(?P<child>\d+))?(?!\d)")
 _PART = re.compile(r"(?P<stem>.+)\.part(?P<number>\d{1,9})")
 _CHILD = re.compile(r"(?P<stem>.+)-(?P<child>\d+)")
 
@@ -44,6 +45,7 @@ class TraceFile:
     form: Form
     own: bool = True
     """Whether it is of the rank's own process, not of one that this started."""
+    attempt: int = 0
     part: int = 1
     child: str = ""
     pid: int | None = None
@@ -57,16 +59,28 @@ class TraceFile:
         return self.rank, self.child, self.part
 
 
-def find_files(path: Path, processes: Mapping[int, int], world_size: int | None) -> tuple[list[TraceFile], list[Note]]:
+def find_files(
+    path: Path,
+    processes: Mapping[int, int],
+    world_size: int | None,
+    *,
+    choose: Callable[[Collection[tuple[int, int]]], Attempt],
+) -> tuple[list[TraceFile], list[Note], Attempt]:
     """Return the files with events in a run directory or any folder, or in one file and its parts.
 
     Args:
         path: the file or folder.
         processes: the ranks of processes, by their numbers, as far as they are known.
         world_size: how many ranks there were, if that is known.
+        choose: given the rank and the attempt of each file, returns the attempt to keep.
     """
     notes: list[Note] = []
-    found = _numbered([_look(file) for file in _candidates(path, notes)], processes)
+    every = [_look(file) for file in _candidates(path, notes)]
+    attempt = choose({(file.rank, file.attempt) for file in every if file.form not in ("empty", "other")})
+    if (others := attempt.left_out(path)) is not None:
+        notes.append(Note(path, others))
+    found = [file for file in every if file.attempt == attempt.of_rank(file.rank)]
+    found = _numbered(found, processes if attempt.described else {})
     kept = []
     for file in found:
         if file.form == "empty":
@@ -77,7 +91,7 @@ def find_files(path: Path, processes: Mapping[int, int], world_size: int | None)
             notes.append(Note(file.path, f"left out: of another run, as this one has ranks 0 to {world_size - 1}"))
         else:
             kept.append(file)
-    return _unmixed(kept, processes, notes), notes
+    return _unmixed(kept, processes, notes), notes, attempt
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -156,6 +170,7 @@ def _look(path: Path) -> TraceFile:
         rank=int(rank["rank"]) if rank else -1,
         form=start.form,
         own=not child,
+        attempt=attempt_in(name) if path.name.endswith(TRACES) else 0,
         part=_order(path)[2],
         child=child,
         pid=start.pid,
@@ -166,7 +181,7 @@ def _look(path: Path) -> TraceFile:
 
 def _numbered(files: Sequence[TraceFile], processes: Mapping[int, int]) -> list[TraceFile]:
     """Give ranks to those whose names do not say: by their processes, or else one after the other."""
-    stems = {(file.path.parent, _order(file.path)[1]) for file in files}
+    stems = {(file.path.parent, without_attempt(_order(file.path)[1])) for file in files}
     ranks: dict[tuple[Path, str], int] = {}
     free = max((file.rank for file in files), default=-1) + 1
     numbered = []
@@ -174,7 +189,7 @@ def _numbered(files: Sequence[TraceFile], processes: Mapping[int, int]) -> list[
         if file.rank >= 0:
             numbered.append(file)
             continue
-        stem = _order(file.path)[1]
+        stem = without_attempt(_order(file.path)[1])
         child = _CHILD.fullmatch(stem)
         parent = (file.path.parent, child["stem"]) if child else None
         is_child = child is not None and parent in stems

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipesight.report.reading._attempts import Attempt, choose, own_restarts
 from pipesight.report.reading._checking import Checks
 from pipesight.report.reading._clocks import NO_SHIFT, Shift
 from pipesight.report.reading._dataset import EVENTS, is_dataset, read_notes
@@ -56,19 +57,21 @@ class Loaded:
     records: list[tuple[Path, int]] = field(default_factory=list)
     """Files of others that may hold statistics, and their ranks."""
     checks: Checks = field(default_factory=Checks)
+    attempt: Attempt = field(default_factory=Attempt)
 
 
-def load(path: Path, *, engine: object = "duckdb") -> Loaded:
+def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None) -> Loaded:
     """Read a run's events into DuckDB, or have an engine read those of a dataset.
 
     Raises:
         NotARunError: there is nothing to be found, or not as the engine needs it.
+        ValueError: there is no such attempt.
     """
     if not path.is_dir() and not path.is_file():
         what = "neither a file nor a folder" if path.exists() else "no such file or folder"
         raise NotARunError(f"{what}: {str(path)!r}; give a run directory, or a trace such as trace.pfw.gz")
     if is_dataset(path):
-        return _open_dataset(path, engine)
+        return _open_dataset(path, engine, attempt)
     if engine != "duckdb":
         raise NotARunError(
             f"no dataset for an engine other than DuckDB in {str(path)!r}; make one: "
@@ -79,7 +82,7 @@ def load(path: Path, *, engine: object = "duckdb") -> Loaded:
     meanwhile = threading.Thread(target=importlib.import_module, args=["pipesight.report.reading.queries"])
     meanwhile.start()  # a tenth of a second that DuckDB does not need the interpreter for
     try:
-        _load(path, loaded, events)
+        _load(path, loaded, events, attempt)
     except BaseException:
         loaded.checks.stop()
         events.close()
@@ -89,26 +92,35 @@ def load(path: Path, *, engine: object = "duckdb") -> Loaded:
     return loaded
 
 
-def _open_dataset(path: Path, engine: object) -> Loaded:
+def _open_dataset(path: Path, engine: object, asked: int | None) -> Loaded:
     from pipesight.report.reading import queries
     from pipesight.report.reading._clusters import events_in
 
     notes = read_notes(path)
-    description, _, _ = _describe(path, notes)
+    description, _, _, apart = _describe(path, notes)
+    attempt = choose(path, (), asked=asked, description=description, apart=apart)
     events: Events = DuckEvents.of_parquet(path / EVENTS) if engine == "duckdb" else events_in(engine, path)
     try:
         count = queries.count(events.frame, events.fetch)
     except BaseException:
         events.close()
         raise
-    return Loaded(events, description, count, notes)
+    return Loaded(events, description, count, notes, attempt=attempt)
 
 
-def _load(path: Path, loaded: Loaded, events: DuckEvents) -> None:
-    loaded.description, processes, shifts = _describe(path, loaded.notes)
-    size = loaded.description.get("world_size")
-    found, notes = find_files(path, processes, size if isinstance(size, int) and size > 0 else None)
+def _load(path: Path, loaded: Loaded, events: DuckEvents, asked: int | None) -> None:
+    description, processes, shifts, apart = _describe(path, loaded.notes)
+    size = description.get("world_size")
+    found, notes, loaded.attempt = find_files(
+        path,
+        processes,
+        size if isinstance(size, int) and size > 0 else None,
+        choose=lambda there: choose(path, there, asked=asked, description=description, apart=apart),
+    )
     loaded.notes += notes
+    loaded.description = loaded.attempt.about(description)
+    if shifts and not loaded.attempt.described:
+        loaded.notes.append(Note(path / "run.json", "clocks of ranks were compared in another attempt than this one"))
     loaded.records += [(file.path, file.rank) for file in found if file.form == "records"]
     direct: list[tuple[int, TraceFile]] = []
     sieved: dict[int, Sieve] = {}
@@ -153,11 +165,12 @@ def _load(path: Path, loaded: Loaded, events: DuckEvents) -> None:
         raise NotARunError(_nothing(path, loaded.notes))
 
 
-def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, int], dict[int, Shift]]:
-    """Return what ``run.json`` says, the ranks of processes, and what to add to the times of ranks."""
+def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, int], dict[int, Shift], dict[int, int]]:
+    """Return what ``run.json`` says, the ranks of processes, what to add to the times of ranks, and `own_restarts`."""
     description: dict[str, Any] = {}
     processes: dict[int, int] = {}
     shifts: dict[int, Shift] = {}
+    by_rank: dict[int, dict[str, Any]] = {}
     others = sorted((path / "ranks").glob("*.json")) if (path / "ranks").is_dir() else []
     for file in [path / "run.json", *others] if path.is_dir() else []:
         try:
@@ -176,7 +189,9 @@ def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, 
             processes[pid] = rank
         if isinstance(rank, int) and (shift := Shift.of(facts)) is not None:
             shifts[rank] = shift
-    return description, processes, shifts
+        if isinstance(rank, int):
+            by_rank[rank] = facts
+    return description, processes, shifts, own_restarts(description, by_rank)
 
 
 def _batches(files: Sequence[tuple[int, TraceFile]]) -> Iterator[list[tuple[int, TraceFile]]]:

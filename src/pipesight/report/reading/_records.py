@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pipesight.report.reading._attempts import Attempt
 from pipesight.report.reading._files import Note
 from pipesight.report.reading._foreign import records, statistics_of
 from pipesight.report.reading._unpack import Unpacker
@@ -46,12 +47,16 @@ class LogLine:
     layer: str | None = None
 
 
-def statistics(folder: Path, note: Callable[[Note], None], *, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield the lines of the files of statistics in a folder, each with its rank.
+def statistics(
+    folder: Path, note: Callable[[Note], None], *, words: Sequence[str] = (), attempt: Attempt
+) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the files of statistics in a folder that are of an attempt, each with its rank.
 
     Given ``words``, only lines with one of them: what is not wanted need not be parsed.
     """
     for path, rank in _ranked(folder, ".jsonl"):
+        if attempt.restarts and not attempt.has_statistics(path):
+            continue
         skipped = 0
         for line in _lines(path, note):
             if words and line.startswith("{") and line.endswith("}\n") and not any(word in line for word in words):
@@ -79,10 +84,11 @@ def foreign_statistics(path: Path, rank: int) -> Iterator[dict[str, Any]]:
         yield from ({"rank": rank, **line} for line in statistics_of(record))
 
 
-def log_lines(folder: Path, note: Callable[[Note], None]) -> Iterator[LogLine]:
-    """Yield the lines of the logs in a folder."""
+def log_lines(folder: Path, note: Callable[[Note], None], *, attempt: Attempt) -> Iterator[LogLine]:
+    """Yield the lines of the logs in a folder that are of an attempt."""
     for path, rank in _ranked(folder, ".log"):
-        yield from parse_log(_lines(path, note), rank)
+        if not attempt.restarts or attempt.has_log(path, rank):
+            yield from parse_log(_lines(path, note), rank)
 
 
 def parse_log(texts: Iterable[str], rank: int) -> Iterator[LogLine]:

@@ -37,6 +37,8 @@ class Run:
         self.path = path
         self.description = loaded.description
         """What ``run.json`` says, or nothing."""
+        self.attempt = loaded.attempt
+        """Which attempt it is, of a run that was restarted."""
         self.events = loaded.count
         """How many spans there are."""
         self._events = loaded.events
@@ -119,13 +121,13 @@ class Run:
 
     def statistics(self, *, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
         """Yield the statistics, each as its line says, with ``rank``; given ``words``, those with one of them."""
-        yield from statistics(self.path / "stats", self._note, words=words)
+        yield from statistics(self.path / "stats", self._note, words=words, attempt=self.attempt)
         for path, rank in self._loaded.records:
             yield from foreign_statistics(path, rank)
 
     def log_lines(self) -> Iterator[LogLine]:
         """Yield the log lines, rank by rank."""
-        return log_lines(self.path / "logs", self._note)
+        return log_lines(self.path / "logs", self._note, attempt=self.attempt)
 
     def write_dataset(self, folder: str | os.PathLike[str]) -> None:
         """Write the run as a dataset, as ``pipesight convert --to parquet`` does: events in Parquet, and all the rest.
@@ -147,7 +149,7 @@ class Run:
             self._loaded.notes.append(note)
 
 
-def open_run(path: str | os.PathLike[str], *, engine: object = "duckdb") -> Run:
+def open_run(path: str | os.PathLike[str], *, engine: object = "duckdb", attempt: int | None = None) -> Run:
     """Read a run directory, a folder of traces, one trace, or a dataset that `pipesight convert --to parquet` made.
 
     Example::
@@ -159,10 +161,11 @@ def open_run(path: str | os.PathLike[str], *, engine: object = "duckdb") -> Run:
         path: what to read.
         engine: what runs the queries. A dataset can be left to a cluster: ``"dask"``, ``"spark"``, a client of Dask or
             a session of Spark.
+        attempt: which one of a run that was restarted, from 0; the last by default.
 
     Raises:
         NotARunError: there is no event to be found.
-        ValueError: there is no such engine.
+        ValueError: there is no such engine, or no such attempt.
         ImportError: the engine is not installed.
     """
     from pipesight.report.reading._loading import load
@@ -170,4 +173,4 @@ def open_run(path: str | os.PathLike[str], *, engine: object = "duckdb") -> Run:
     folder = Path(path)
     if folder.name == "trace" and (folder.parent / "run.json").is_file():
         folder = folder.parent
-    return Run(folder, load(folder, engine=engine))
+    return Run(folder, load(folder, engine=engine, attempt=attempt))
