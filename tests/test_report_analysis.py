@@ -344,6 +344,15 @@ def test_several_partitions_a_rank_are_no_fault(tmp_path):
     assert "2 ranks compute on 1 processor, so they slow each other down." in verdict.text
 
 
+def test_one_rank_with_all_partitions(tmp_path):
+    """A pipeline for several ranks that is on one is never idle, unless that rank is."""
+    report = analysed(interleaved_run(tmp_path / "run", 4, ranks=1))
+    add_up(report)
+    assert report.pipelines[0].workers == 1
+    assert report.verdict.text.startswith("There is one rank, so no bubble; it stands still 0.0% of its time.")
+    assert parts(report) == pytest.approx({"computing": 8 * 12_000})
+
+
 def test_comparing_with_more_partitions_a_rank(tmp_path):
     """Cut into more partitions on as many ranks, a model takes as long to compute; what changes is the bubble."""
     first, second = (analysed(interleaved_run(tmp_path / str(n), n)) for n in (2, 4))

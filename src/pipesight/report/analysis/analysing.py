@@ -15,6 +15,7 @@ from pipesight.report.analysis.clocks import doubts_about_clocks
 from pipesight.report.analysis.facts import (
     PipelineFacts,
     device_of_partition,
+    is_over_ranks,
     pipelines_of,
     rank_of_partition,
     replicas_in,
@@ -176,7 +177,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     own, found = _of_steps(own, found)
     complete = own.where(own.kind != INCOMPLETE)
     homes = {n: device_of_partition(_facts(facts, n), tasks, n) for n in np.unique(complete.partitions).tolist()}
-    workers = {n: _workers(complete.where(complete.partitions == n), tasks, n) for n in homes}
+    workers = {n: _workers(_facts(facts, n), complete.where(complete.partitions == n), tasks, n) for n in homes}
     transfers = run.transfers()
     splits = split_windows(complete, tasks, transfers, devices=homes.__getitem__, workers=workers.__getitem__)
     whole = np.flatnonzero(own.kind != INCOMPLETE)
@@ -293,9 +294,9 @@ def _facts(facts: Sequence[PipelineFacts], partitions: int) -> PipelineFacts | N
     return next((fact for fact in facts if fact.partitions == partitions), None)
 
 
-def _workers(minibatches: MiniBatches, tasks: Tasks, partitions: int) -> Sequence[int]:
+def _workers(fact: PipelineFacts | None, minibatches: MiniBatches, tasks: Tasks, partitions: int) -> Sequence[int]:
     ranks = rank_of_partition(tasks, partitions)
-    return workers_of(ranks, minibatches, tasks) if len({*ranks}) > 1 else range(partitions)
+    return workers_of(ranks, minibatches, tasks) if is_over_ranks(fact, ranks) else range(partitions)
 
 
 def _layer_facts(facts: Sequence[PipelineFacts]) -> list[Any]:

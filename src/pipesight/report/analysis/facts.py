@@ -10,7 +10,15 @@ import numpy as np
 
 from pipesight.report.reading.tables import Tasks
 
-__all__ = ["LayerFacts", "PipelineFacts", "device_of_partition", "pipelines_of", "rank_of_partition", "replicas_in"]
+__all__ = [
+    "LayerFacts",
+    "PipelineFacts",
+    "device_of_partition",
+    "is_over_ranks",
+    "pipelines_of",
+    "rank_of_partition",
+    "replicas_in",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +86,12 @@ def _processors(entry: Mapping[str, Any], description: Mapping[str, Any]) -> int
 def device_of_partition(facts: PipelineFacts | None, tasks: Tasks, partitions: int) -> tuple[int, ...]:
     """Return a number for the device of each partition; those with the same number take turns.
 
-    In a run of several processes, that is the rank. In one process, each CPU partition has a thread of its own, and
-    those on one GPU share it.
+    In a run of several processes, or of a pipeline for such, that is the rank. In one process, each CPU partition has a
+    thread of its own, and those on one GPU share it.
     """
     ranks = rank_of_partition(tasks, partitions)
     names: list[object]
-    if len({*ranks}) > 1:
+    if is_over_ranks(facts, ranks):
         names = list(ranks)
     elif facts is not None and facts.devices is not None:
         names = [j if name.startswith("cpu") else name for j, name in enumerate(facts.devices)]
@@ -91,6 +99,11 @@ def device_of_partition(facts: PipelineFacts | None, tasks: Tasks, partitions: i
         names = list(range(partitions))
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+def is_over_ranks(facts: PipelineFacts | None, ranks: Sequence[int]) -> bool:
+    """Tell whether a pipeline is one over several ranks, or could be, given the rank of each partition."""
+    return len({*ranks}) > 1 or (facts is not None and facts.ranks is not None)
 
 
 def rank_of_partition(tasks: Tasks, partitions: int) -> list[int]:

@@ -93,8 +93,9 @@ def verdict_on(
 
 
 def _first(bubble: float, bound: float, partitions: int, chunks: int, workers: int) -> str:
-    if partitions == 1:
-        return f"There is one partition, so no bubble; it stands still {_percent(bubble)} of its time."
+    if workers == 1:
+        one = "partition" if partitions == 1 else "rank"
+        return f"There is one {one}, so no bubble; it stands still {_percent(bubble)} of its time."
     measured = f"The bubble is {_percent(bubble)} of the pipeline's window"
     where = f" on {workers} ranks" if workers < partitions else ""
     shape = f"{partitions} partitions{where} and {chunks} micro-batch{'es' * (chunks != 1)}"

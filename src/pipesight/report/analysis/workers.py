@@ -30,7 +30,7 @@ def workers_of(ranks: Sequence[int], minibatches: MiniBatches, tasks: Tasks) -> 
     threads of one process do, and those of GPipe on one GPU are meant to.
 
     Args:
-        ranks: That of each partition, in one replica; all the same in a run of one process.
+        ranks: That of each partition, in one replica.
         minibatches: Those of as many partitions.
         tasks: The table that they were found in.
     """
