@@ -159,7 +159,7 @@ def test_envelope_is_left_out(tmp_path):
     """The span that PyTorch's profiler puts around all others takes no share; one event is not events."""
     made = Made(tmp_path / "run")
     made.span("cpu_op", "aten::mm", begin=0, dur=1500)
-    assert render(analysed(made)).splitlines()[0].endswith(" 1 event")
+    assert render(analysed(made), width=200).splitlines()[0].endswith(" 1 event")
     made.span("Trace", "PyTorch Profiler (0)", begin=0, dur=10_000)
     text = render(analysed(made))
     assert re.search(r"cpu_op +aten::mm +1 +1.50 ms +100.0%", text)
