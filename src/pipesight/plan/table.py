@@ -104,7 +104,8 @@ def notes(outcome: Outcome, plans: Sequence[Plan]) -> list[str]:
     if (known := outcome.measured) is not None:
         if known.schedule.devices < known.devices:
             found.append("partitions of the run share devices; in plans each has one of its own")
-        processors, on_cpu = known.facts.processors, known.facts.on_processors > 0
+        processors = known.facts.processors
+        on_cpu = any(name.startswith("cpu") for name in known.facts.devices or ())
         crowd = max((plan.setting.partitions for plan in plans), default=0)
         if on_cpu and processors is not None and crowd > processors:
             what = "ranks" if known.facts.ranks is not None else "partitions"
