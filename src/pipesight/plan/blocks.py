@@ -122,7 +122,9 @@ class Blocks:
         """Return the share of time in which devices do not compute; gaps before tasks are part of it."""
         kinds = simulation.schedule.order[..., 0]
         gaps = sum(float((kinds == kind).sum()) * gap for kind, gap in enumerate(self.gaps)) / len(kinds)
-        return np.asarray(1 - (simulation.busy.mean(axis=0) - gaps) / simulation.makespan)
+        computing = simulation.busy.mean(axis=0) - gaps
+        length = np.asarray(simulation.makespan, float)
+        return np.asarray(1 - np.divide(computing, length, out=np.ones_like(length), where=length > 0))
 
     def busy(self) -> Times:
         """Return how long a device computes for a block in all micro-batches, by first and last layer."""
