@@ -11,12 +11,16 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipesight.trace import _span
 from pipesight.trace.node import Node, SilentNode, Use
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:
+    Loader = MetaPathFinder = object  # these abstract classes take long to import, and nobody asks for them
 
 __all__ = ["know", "prepare_for_compiler"]
 
