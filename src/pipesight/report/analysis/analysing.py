@@ -11,7 +11,6 @@ import numpy as np
 from pipesight.report.analysis.breakdown import PARTS, StepTimes, Summary, break_down, summary, warm_up
 from pipesight.report.analysis.bubble import Split, split_windows
 from pipesight.report.analysis.changes import Situation, find_changes
-from pipesight.report.analysis.clocks import doubts_about_clocks
 from pipesight.report.analysis.facts import (
     PipelineFacts,
     device_of_partition,
@@ -24,6 +23,7 @@ from pipesight.report.analysis.layers import Layer, layers_of
 from pipesight.report.analysis.links import Link, find_links
 from pipesight.report.analysis.nonfinite import SIGNS, NonFinite, first_nonfinite
 from pipesight.report.analysis.pipelines import PipelineReport, describe_pipelines, lanes_of
+from pipesight.report.analysis.remarks import Remark, doubts_about, remarks_on, with_ending
 from pipesight.report.analysis.stragglers import Straggler, find_stragglers
 from pipesight.report.analysis.verdict import Verdict, verdict_on
 from pipesight.report.analysis.windows import (
@@ -36,7 +36,7 @@ from pipesight.report.analysis.windows import (
     replicas_of,
 )
 from pipesight.report.analysis.workers import workers_of
-from pipesight.report.reading.tables import OPTIMIZER, Column, Spans, Tasks
+from pipesight.report.reading.tables import Column, Tasks
 
 if TYPE_CHECKING:
     from pipesight.report.reading.run import Run
@@ -47,16 +47,6 @@ NAMES = 30
 """How many names a report has of a trace without tasks."""
 ENVELOPE = "Trace"
 """The category of the span that PyTorch's profiler puts around all others."""
-LONGEST = 200
-"""Characters of an outcome, which may be the message of an error."""
-
-
-@dataclass(frozen=True, slots=True)
-class Remark:
-    """Something about the files that a reader should know."""
-
-    path: str | None
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +190,8 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         attempts=run.attempt.there,
         ranks=tuple(run.ranks()),
         replicas=replicas,
-        remarks=(*_remarks(run, own, spans), *_doubts(run, tasks)),
-        verdict=_with_ending(
+        remarks=(*remarks_on(run, own, spans), *doubts_about(run, tasks)),
+        verdict=with_ending(
             _verdict(overall, pipelines, splits, counted_minibatches, times, counted, layers, links), run
         ),
         overall=overall,
@@ -242,8 +232,8 @@ def _without_tasks(run: Run) -> Report:
         attempts=run.attempt.there,
         ranks=tuple(run.ranks()),
         replicas={},
-        remarks=tuple(_remarks(run)),
-        verdict=_with_ending(Verdict(text, ()), run),
+        remarks=tuple(remarks_on(run)),
+        verdict=with_ending(Verdict(text, ()), run),
         overall=None,
         left=Left((), 0),
         pipelines=(),
@@ -373,67 +363,6 @@ def _verdict(
         parts=overall.parts,
         changes=find_changes(situation) if len(pipelines) == 1 else (),
     )
-
-
-def _with_ending(verdict: Verdict, run: Run) -> Verdict:
-    """Add how the run ended, unless all went well, or whoever follows it knows."""
-    if (restarts := _restarts(run)) is not None:
-        verdict = replace(verdict, text=f"{verdict.text} {restarts}")
-        if not run.attempt.described:
-            return verdict
-    outcome = run.description.get("outcome")
-    if isinstance(outcome, str) and outcome.strip() not in ("", "ok"):
-        first = outcome.strip().splitlines()[0].rstrip(".")
-        text = f"The run ended with {first if len(first) <= LONGEST else first[:LONGEST] + '...'}."
-    elif run.description and outcome is None and not run.followed:
-        text = "The run has not ended, or was killed: this is as far as it got."
-    else:
-        return verdict
-    return replace(verdict, text=f"{verdict.text} {text}")
-
-
-def _restarts(run: Run) -> str | None:
-    """Say which attempt it is, of a run that was restarted."""
-    attempt = run.attempt
-    if not attempt.restarts:
-        return None
-    often = {1: "once", 2: "twice"}.get(attempt.restarts, f"{attempt.restarts:,} times")
-    which = "the last" if attempt.number == attempt.restarts else "not the last"
-    if attempt.number == attempt.there[-1] != attempt.restarts:
-        which = "the last that left a trace"
-    return f"Restarted {often}; this is attempt {attempt.number}, {which}."
-
-
-def _remarks(run: Run, minibatches: MiniBatches | None = None, spans: Spans | None = None) -> list[Remark]:
-    found = [Remark(str(note.path) if note.path else None, note.text) for note in run.notes]
-    left = run.description.get("left_out")
-    for what, count in left.items() if isinstance(left, dict) else ():
-        if isinstance(count, int) and count > 0:
-            names = str(what).replace("_", " ")
-            were = f"{names.removesuffix('s')} was" if count == 1 else f"{names} were"
-            found.append(Remark(None, f"{count:,} {were} left out when this was recorded"))
-    if minibatches is None:
-        return found
-    if spans is not None and (count := _never_stepped(minibatches, spans)):
-        text = f"no optimizer stepped, so all {count:,} mini-batches are one step; if they are several, say so:"
-        found.append(Remark(None, f"{text} run.step(number), in 'with pipesight.observe(...) as run:'"))
-    if broken := int((minibatches.kind == INCOMPLETE).sum()):
-        text = "mini-batch is" if broken == 1 else "mini-batches are"
-        found.append(Remark(None, f"{broken:,} {text} incomplete, and left out with the step"))
-    return found
-
-
-def _doubts(run: Run, tasks: Tasks) -> list[Remark]:
-    text = doubts_about_clocks(run.description, tasks)
-    return [] if text is None else [Remark(None, text)]
-
-
-def _never_stepped(minibatches: MiniBatches, spans: Spans) -> int:
-    """Return how many mini-batches make up the one step that there is because no optimizer ended it, or 0."""
-    if len(np.unique(minibatches.step)) != 1 or (spans.kind == OPTIMIZER).any():
-        return 0
-    most = int(np.bincount(minibatches.replica).max())
-    return most if most > 1 else 0
 
 
 def _narrowed_pipelines(pipelines: Sequence[PipelineReport], partition: int | None) -> tuple[PipelineReport, ...]:

@@ -1,0 +1,92 @@
+"""What to know about a run besides its numbers: how it ended, what was left out, what is in doubt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipesight.report.analysis.clocks import doubts_about_clocks
+from pipesight.report.analysis.verdict import Verdict
+from pipesight.report.analysis.windows import INCOMPLETE, MiniBatches
+from pipesight.report.reading.tables import OPTIMIZER, Spans, Tasks
+
+if TYPE_CHECKING:
+    from pipesight.report.reading.run import Run
+
+__all__ = ["Remark", "doubts_about", "remarks_on", "with_ending"]
+
+LONGEST = 200
+"""Characters of an outcome, which may be the message of an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something about the files that a reader should know."""
+
+    path: str | None
+    text: str
+
+
+def with_ending(verdict: Verdict, run: Run) -> Verdict:
+    """Add how the run ended, unless all went well, or whoever follows it knows."""
+    if (restarts := _restarts(run)) is not None:
+        verdict = replace(verdict, text=f"{verdict.text} {restarts}")
+        if not run.attempt.described:
+            return verdict
+    outcome = run.description.get("outcome")
+    if isinstance(outcome, str) and outcome.strip() not in ("", "ok"):
+        first = outcome.strip().splitlines()[0].rstrip(".")
+        text = f"The run ended with {first if len(first) <= LONGEST else first[:LONGEST] + '...'}."
+    elif run.description and outcome is None and not run.followed:
+        text = "The run has not ended, or was killed: this is as far as it got."
+    else:
+        return verdict
+    return replace(verdict, text=f"{verdict.text} {text}")
+
+
+def _restarts(run: Run) -> str | None:
+    """Say which attempt it is, of a run that was restarted."""
+    attempt = run.attempt
+    if not attempt.restarts:
+        return None
+    often = {1: "once", 2: "twice"}.get(attempt.restarts, f"{attempt.restarts:,} times")
+    which = "the last" if attempt.number == attempt.restarts else "not the last"
+    if attempt.number == attempt.there[-1] != attempt.restarts:
+        which = "the last that left a trace"
+    return f"Restarted {often}; this is attempt {attempt.number}, {which}."
+
+
+def remarks_on(run: Run, minibatches: MiniBatches | None = None, spans: Spans | None = None) -> list[Remark]:
+    """Return what was left out, when it was recorded or now, and why."""
+    found = [Remark(str(note.path) if note.path else None, note.text) for note in run.notes]
+    left = run.description.get("left_out")
+    for what, count in left.items() if isinstance(left, dict) else ():
+        if isinstance(count, int) and count > 0:
+            names = str(what).replace("_", " ")
+            were = f"{names.removesuffix('s')} was" if count == 1 else f"{names} were"
+            found.append(Remark(None, f"{count:,} {were} left out when this was recorded"))
+    if minibatches is None:
+        return found
+    if spans is not None and (count := _never_stepped(minibatches, spans)):
+        text = f"no optimizer stepped, so all {count:,} mini-batches are one step; if they are several, say so:"
+        found.append(Remark(None, f"{text} run.step(number), in 'with pipesight.observe(...) as run:'"))
+    if broken := int((minibatches.kind == INCOMPLETE).sum()):
+        text = "mini-batch is" if broken == 1 else "mini-batches are"
+        found.append(Remark(None, f"{broken:,} {text} incomplete, and left out with the step"))
+    return found
+
+
+def doubts_about(run: Run, tasks: Tasks) -> list[Remark]:
+    """Return what may be wrong, since the clocks of ranks are."""
+    text = doubts_about_clocks(run.description, tasks)
+    return [] if text is None else [Remark(None, text)]
+
+
+def _never_stepped(minibatches: MiniBatches, spans: Spans) -> int:
+    """Return how many mini-batches make up the one step that there is because no optimizer ended it, or 0."""
+    if len(np.unique(minibatches.step)) != 1 or (spans.kind == OPTIMIZER).any():
+        return 0
+    most = int(np.bincount(minibatches.replica).max())
+    return most if most > 1 else 0
