@@ -99,6 +99,33 @@ class Where:
         self.track: Any = None
         """What tracing keeps of this worker from one call to the next."""
 
+    def begin_task(
+        self,
+        phase: Phase,
+        partition: int,
+        microbatch: int,
+        device: torch.device,
+        token: MicrobatchToken,
+        *,
+        checkpointing: bool = False,
+        marks: list[tuple[int, str]] | None = None,
+    ) -> None:
+        """Come to a task, and tell the observers. For engines."""
+        self.partition, self.device = partition, device
+        self.microbatch, self.token = microbatch, token
+        self.checkpointing = checkpointing
+        self.layer = None
+        self.marks = [] if marks is None else marks
+        self.repeating = False
+        self.phase = phase
+        if self.observers.members:
+            self.observers.tell("task_started", self)
+
+    def end_layer(self) -> None:
+        """Tell the observers that the backward of a task's last layer has ended: nothing else does."""
+        if self.layer is not None and self.observers.members:
+            self.observers.tell("layer_ended", self)
+
     def __repr__(self) -> str:
         return (
             f"Where(step={self.step}, partition={self.partition}, microbatch={self.microbatch}, "

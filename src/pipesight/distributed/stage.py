@@ -200,7 +200,7 @@ class Stage(ConnectedStage):
                     ends = [t.clone() if t._is_view() else t for t in ends]
                     parameters = self.submod.parameters()
                     _, task.groups = _call_torch(stage_backward_input, ends, gradients, task.leaves, parameters)
-            self._end_layer()  # what is left to do is no layer's
+            self.batch.where.end_layer()  # what is left to do is no layer's
             own = [leaf.grad for leaf in task.leaves]
             for leaf in task.leaves:
                 leaf.grad = None
@@ -227,7 +227,7 @@ class Stage(ConnectedStage):
                     _call_torch(stage_backward_weight, self.submod.parameters(), task.groups)
                 elif task.gradients:
                     _backward(task.outputs, task.gradients)
-                    self._end_layer()
+                    self.batch.where.end_layer()
         except BaseException as error:
             self._fail(error)
             raise
@@ -303,22 +303,8 @@ class Stage(ConnectedStage):
     def _start(
         self, phase: Phase, i: int, *, checkpointing: bool = False, marks: list[tuple[int, str]] | None = None
     ) -> None:
-        where = self.batch.where
-        where.partition, where.device = self.j, self.device
-        where.microbatch, where.token = i, self.batch.tokens[i]
-        where.checkpointing = checkpointing
-        where.layer = None
-        where.marks = [] if marks is None else marks
-        where.repeating = False
-        where.phase = phase
-        if self.batch.observers.members:
-            self.batch.observers.tell("task_started", where)
-
-    def _end_layer(self) -> None:
-        """Tell the observers that the backward of the last layer has ended: nothing else does."""
-        where = self.batch.where
-        if where.layer is not None and self.batch.observers.members:
-            self.batch.observers.tell("layer_ended", where)
+        token = self.batch.tokens[i]
+        self.batch.where.begin_task(phase, self.j, i, self.device, token, checkpointing=checkpointing, marks=marks)
 
     def _end(self) -> None:
         where = self.batch.where

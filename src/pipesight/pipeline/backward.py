@@ -155,7 +155,7 @@ class BackwardPass(Pass):
         # A graph that is built again need not be retained. What a stranger comes from is part of all micro-batches.
         retain = (self._keep and graph.checkpoint is None) or stage.has_strangers
         of_ins, of_skips, of_parameters = graph.backward(gradients, retain=retain)
-        self.end_layer(where)  # what is left to do, above all to add gradients up, is no layer's
+        where.end_layer()  # what is left to do, above all to add gradients up, is no layer's
         shared = graph.first != stage.j  # then the gradients may come from another device's stream
         if any(edge is not None for edge in graph.ins):
             source, target = self.stages[graph.first].device, self.stages[max(0, graph.first - 1)].device

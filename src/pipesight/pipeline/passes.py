@@ -60,15 +60,8 @@ class Pass:
         marks: list[tuple[int, str]] | None = None,
     ) -> None:
         """Tell the worker and the observers that a task begins."""
-        where.partition, where.device = stage.j, stage.device
-        where.microbatch, where.token = i, self.tokens[i]
-        where.checkpointing = checkpointing
-        where.layer = None
-        where.marks = [] if marks is None else marks
-        where.repeating = False
-        where.phase = phase
-        if self.relay.observers.members:
-            self.relay.observers.tell("task_started", where)
+        token = self.tokens[i]
+        where.begin_task(phase, stage.j, i, stage.device, token, checkpointing=checkpointing, marks=marks)
 
     def end(self, where: Where) -> None:
         """Tell them that it has ended."""
@@ -76,11 +69,6 @@ class Pass:
             self.relay.observers.tell("task_ended", where)
         if sys.exception() is None:  # or else the note on the error needs it
             where.phase = None
-
-    def end_layer(self, where: Where) -> None:
-        """Tell them that the backward of its last layer has ended: nothing else does."""
-        if where.layer is not None and self.relay.observers.members:
-            self.relay.observers.tell("layer_ended", where)
 
     def receive(self, packet: Packet, stage: Stage, i: int, where: Where) -> list[Tensor | None]:
         """Return the tensors of a packet on the stage's device."""
