@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from torchrun import RANK, batches, ended, start, tanhs, torchrun
+from torchrun import RANK, batches, ended, start, tanhs, torchrun, train_plainly
 
 BEGIN = (
     RANK
@@ -148,15 +147,7 @@ for k, (x, y) in enumerate(batches([8] * STEPS)):
 def losses():
     """Return those of a plain model that nothing happens to."""
     model = tanhs(4)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    found = []
-    for x, y in batches([8] * STEPS):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
+    return train_plainly(model, batches([8] * STEPS), torch.optim.AdamW(model.parameters(), 1e-2))
 
 
 def wait_for(condition):

@@ -5,14 +5,13 @@ import subprocess
 
 import pytest
 import torch
-from torch import nn
 
 from network import Link, two_hosts
 from nodes import nodes
 from pipesight.report.analysis.analysing import analyse
 from pipesight.report.reading.run import open_run
 from processes import STRICT_PYTHON
-from torchrun import END, RANK, batches, tanhs
+from torchrun import END, RANK, batches, tanhs, train_plainly
 
 STEPS, LAYERS = 4, 4
 
@@ -50,15 +49,7 @@ def run_job(hosts, folder, *, width=6, samples=16, steps=STEPS, **settings):
 
 def plain_losses():
     model = tanhs(LAYERS)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    losses = []
-    for x, y in batches([16] * STEPS):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train_plainly(model, batches([16] * STEPS), torch.optim.Adam(model.parameters(), 1e-2))
 
 
 def test_losses_over_a_bad_link(hosts, tmp_path):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from torchrun import batches, tanhs, torchrun
+from torchrun import batches, tanhs, torchrun, train_plainly
 
 TRAIN = """
 import pipesight
@@ -42,14 +42,7 @@ def plain_losses(steps):
     """Return what training without interruption gives, and the model."""
     model = tanhs(8)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    losses = []
-    for x, y in list(batches([16] * 12))[:steps]:
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model
+    return train_plainly(model, list(batches([16] * 12))[:steps], optimizer), model
 
 
 def read(output):

@@ -98,6 +98,20 @@ def batches(sizes, width=6):
         yield draw[0], draw[1]
 
 
+def train_plainly(model, pairs, optimizer):
+    """Train a plain model on batches, without any interruption; return its losses."""
+    from torch import nn
+
+    losses = []
+    for x, y in pairs:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def assert_same_gradients(pipeline, plain):
     """Compare the gradients of this rank's layers with those of the plain model."""
     import torch
