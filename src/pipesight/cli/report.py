@@ -94,10 +94,11 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _analyse(path: Path, options: argparse.Namespace) -> Report:
-    from pipesight.report.analysis.analysing import analyse
     from pipesight.report.reading.run import open_run
 
     with open_run(path, attempt=options.attempt) as opened:
+        from pipesight.report.analysis.analysing import analyse  # by now, most of what it needs has been imported
+
         return analyse(opened, steps=options.steps, partition=options.partition, layer=options.layer)
 
 

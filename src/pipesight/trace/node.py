@@ -328,6 +328,8 @@ def set_recording(on: bool) -> None:
     """Let all nodes record, as far as they are enabled, or none."""
     global _recording
     with _changing:
+        if _recording == on:
+            return
         _recording = on
         for root in list(_roots):
             for node in root.subtree():

@@ -79,8 +79,8 @@ def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None) -
         )
     events = DuckEvents()
     loaded = Loaded(events)
-    meanwhile = threading.Thread(target=importlib.import_module, args=["pipesight.report.reading.queries"])
-    meanwhile.start()  # a tenth of a second that DuckDB does not need the interpreter for
+    meanwhile = threading.Thread(target=_import_rest)
+    meanwhile.start()
     try:
         _load(path, loaded, events, attempt)
     except BaseException:
@@ -90,6 +90,12 @@ def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None) -
     finally:
         meanwhile.join()
     return loaded
+
+
+def _import_rest() -> None:
+    """Import what queries and their results need, while DuckDB reads and does not need the interpreter."""
+    importlib.import_module("pipesight.report.reading.queries")
+    importlib.import_module("numpy.ma")
 
 
 def _open_dataset(path: Path, engine: object, asked: int | None) -> Loaded:

@@ -68,35 +68,40 @@ def _around(name: str, node: Node, measured: str) -> Callable[..., Any]:
         known: dict[str, Any] = {"group": _group(given.get("group"))}
         known["async"] = name in _ASYNCHRONOUS or bool(given.get("async_op"))
         if measured:
-            known["size"] = sum(t.nelement() * t.element_size() for t in tensors_in(given.get(measured)))
+            known["size"] = sum(tensor.nbytes for tensor in tensors_in(given.get(measured)))
         for end in ("src", "dst", "group_src", "group_dst"):
             if isinstance(given.get(end), int):
                 known[end] = given[end]
         if (where := context.exchanging()) is not None:
             known |= _place(where)
         known = with_step(known)
-        with node(args=dict(known)):
+        span = _span.begin(node)
+        try:
             work = original(*args, **kwargs)
+        finally:
+            _span.end(span, {**node.args, **known})
         if known["async"] and work is not None:
             if len(_waits) > 10_000:  # works that nobody waits for
                 _waits.clear()
             del known["async"]  # the wait itself is not
-            _waits[id(work)] = node.name, known
+            _waits[id(work)] = node.derive("wait"), known
         return work
 
     return around
 
 
-_waits: dict[int, tuple[str, dict[str, Any]]] = {}  # what the works that nobody has waited for yet are
+_waits: dict[int, tuple[Node, dict[str, Any]]] = {}  # what the works that nobody has waited for yet are
 
 
 def _wait(original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
-    what = _waits.pop(id(work), None)
-    if what is None or not ai.comm.recording:
+    node, known = _waits.pop(id(work), (ai.comm, {}))
+    if not known or not node.recording:
         return original(work, *args, **kwargs)
-    name, known = what
-    with getattr(ai.comm, name).derive("wait")(args=known):
+    span = _span.begin(node)
+    try:
         return original(work, *args, **kwargs)
+    finally:
+        _span.end(span, {**node.args, **known})
 
 
 def _place(where: context.Where) -> dict[str, Any]:
