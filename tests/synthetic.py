@@ -148,13 +148,15 @@ class Made:
                 backward[i, j] = free[j] = add("backward", i, j, max(free[j], backward.get((i, j + 1), at)))
         return max(free)
 
-    def scheduled(self, step: int, schedule: Schedule, times: Mapping[str, int], *, at: int = 0) -> int:
+    def scheduled(
+        self, step: int, schedule: Schedule, times: Mapping[str, int], *, at: int = 0, first_rank: int = 0
+    ) -> int:
         """Add the tasks of one mini-batch by any schedule, a rank for each of its devices; return when it ends."""
         durations = np.array([times.get(phase, 0) for phase in NAMES], float)[:, None, None]
         found = simulate(schedule, durations)
         for p, phase in enumerate(NAMES):
             for j, i in np.argwhere(~np.isnan(found.begin[p])).tolist():
-                begin, rank = at + int(found.begin[p, j, i]), schedule.device_of_stage[j]
+                begin, rank = at + int(found.begin[p, j, i]), first_rank + schedule.device_of_stage[j]
                 self.task(step, partition=j, microbatch=i, phase=phase, begin=begin, dur=times[phase], rank=rank)
         return at + int(found.makespan)
 

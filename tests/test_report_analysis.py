@@ -338,7 +338,7 @@ def test_several_partitions_a_rank_are_no_fault(tmp_path):
     assert not [change for change in verdict.changes if "device of its own" in change.what]
     shown = render(analysed(interleaved_run(tmp_path / "shown", 4)))
     assert "4 partitions on 2 ranks, 8 micro-batches" in shown
-    assert "right, idle time" in shown
+    assert "right, the bubble of the rank" in shown
     assert "Partitions of one rank take turns" in shown
     verdict = analysed(interleaved_run(tmp_path / "few", 4, processors=1)).verdict
     assert "2 ranks compute on 1 processor, so they slow each other down." in verdict.text

@@ -268,7 +268,7 @@ def drawn(tmp_path) -> Report:
 
 def test_step_is_drawn(drawn):
     """A block is as long as its task, with its phase, and its micro-batch; dots are the bubble."""
-    timeline = draw_step(drawn, 0, width=40)
+    timeline = draw_step(drawn, 0, width=41)
     assert timeline.end - timeline.begin == 1000
     assert timeline.lines[0] == "F0━━F1━━············B1══════R0╌╌B0══════"
     assert timeline.lines[1] == "····F0━━F1━━B1══════R0╌╌B0══════········"
@@ -278,7 +278,7 @@ def test_step_is_drawn(drawn):
 def test_phases_are_distinct(drawn):
     """Forward, recompute and backward differ without colour: in their letter, and in how they are filled."""
     for glyphs in (Glyphs(), Glyphs.ascii()):
-        timeline = draw_step(drawn, 0, width=80, glyphs=glyphs)
+        timeline = draw_step(drawn, 0, width=81, glyphs=glyphs)
         for line, phases in zip(timeline.lines, timeline.phases, strict=True):
             for character, phase in zip(line, phases, strict=True):
                 allowed = {-1: glyphs.idle, FORWARD: "F", RECOMPUTE: "R", BACKWARD: "B"}[phase]

@@ -62,6 +62,7 @@ def _overall(overall: Overall) -> dict[str, Any]:
     total = max(sum(overall.parts.values()), 1e-9)
     return {
         "steps": overall.steps,
+        "replicas": overall.replicas,
         "time": asdict(overall.time),
         "steps_per_second": overall.steps_per_second,
         "samples_per_second": overall.samples_per_second,

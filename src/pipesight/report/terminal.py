@@ -12,8 +12,8 @@ from pipesight.report.analysis.breakdown import OUTSIDE, PARTS
 from pipesight.report.analysis.bubble import LOSSES
 from pipesight.report.analysis.pipelines import PartitionReport, PipelineReport
 from pipesight.report.analysis.verdict import TITLES
-from pipesight.report.reading.tables import WEIGHT
-from pipesight.report.timeline import Glyphs, draw_step
+from pipesight.report.reading.tables import RECOMPUTE, WEIGHT
+from pipesight.report.timeline import DRAWN, Glyphs, coloured, draw_step
 
 __all__ = ["render"]
 
@@ -31,7 +31,6 @@ STEPS = 12
 _SHORT = {**TITLES, "fill_and_drain": "fill", "sharing": "sharing", "transfers": "transfer", "host_gaps": "host gap"}
 _SHORTEST = {"fill_and_drain": "fill", "sharing": "share", "imbalance": "imbal."}
 _SHORTEST |= {"jitter": "jitter", "transfers": "transf.", "host_gaps": "gaps"}
-_COLOURS = ("green", "yellow", "cyan", "magenta")
 
 
 def render(
@@ -143,8 +142,9 @@ def _nonfinite(report: Report, style: Style) -> list[str]:
 def _speed(report: Report, overall: Overall, style: Style) -> list[str]:
     dash = "-" if style.ascii else "\N{EN DASH}"
     spread = f", {time(overall.time.low)} {dash} {time(overall.time.high)} for 8 in 10" if overall.steps > 1 else ""
+    steps = _count(overall.steps, "step") + (f" in {overall.replicas} replicas" if overall.replicas > 1 else "")
     rows = [
-        ["Step time", time(overall.time.median), f"median of {_count(overall.steps, 'step')}{spread}"],
+        ["Step time", time(overall.time.median), f"median of {steps}{spread}"],
         ["Throughput", f"{_rate(overall.steps_per_second)} steps/s", _rates(overall)],
         ["Bubble", percent(overall.bubble), _bubble_note(overall, dash)],
         ["Schedule", percent(overall.bound), "its own bubble, in a window without other losses"],
@@ -297,18 +297,22 @@ def _time(microseconds: float) -> str:
 
 def _timeline(report: Report, step: int, style: Style) -> list[str]:
     glyphs = Glyphs.ascii() if style.ascii else Glyphs()
-    timeline = draw_step(report, step, width=style.width - 16, glyphs=glyphs)
+    timeline = draw_step(report, step, width=style.width - 12, glyphs=glyphs)
     label = max(len(text) for text in timeline.labels)
-    backward = "B and W backward" if any(WEIGHT in phases for phases in timeline.phases) else "B backward"
-    whose = "the bubble" if all(p.workers == p.partitions for p in report.pipelines) else "idle time"
-    legend = f"F forward, R recompute, {backward}; right, {whose}"
-    title = f"Step {step}, {time(timeline.end - timeline.begin)}"
-    lines = [style.paint(title, "bold") + style.paint(f"   {legend}", "dim")]
+    there = {phase for phases in timeline.phases for phase in phases}
+    recompute = "R recompute, " if RECOMPUTE in there else ""
+    backward = "B and W backward" if WEIGHT in there else "B backward"
+    whose = " of the rank" if report.taking_turns else ""
+    legend = f"F forward, {recompute}{backward}; right, the bubble{whose}"
+    which = f" of replica {DRAWN}" if len({*report.replicas.values()}) > 1 else ""
+    title = f"Step {step}{which}, {time(timeline.end - timeline.begin)}"
+    head = [style.paint(title, "bold"), style.paint(legend, "dim")]
+    lines = ["   ".join(head)] if len(title) + len(legend) + 3 <= style.width else head
     shown = list(zip(timeline.labels, timeline.lines, timeline.phases, timeline.bubbles, strict=True))[: 2 * PARTITIONS]
     for name, text, phases, bubble in shown:
         left, right = glyphs.edges
-        drawn = _coloured(text, phases, style)
-        lines.append(f"  {name:>{label}} {left}{drawn}{right} {percent(bubble):>6}")
+        share = percent(bubble) if bubble is not None else ""
+        lines.append(f"  {name:>{label}} {left}{coloured(text, phases, style)}{right} {share:>6}".rstrip())
     if len(timeline.labels) > len(shown):
         more = _count(len(timeline.labels) - len(shown), "more partition")
         lines.append(style.paint(f"  and {more}", "dim"))
@@ -326,18 +330,6 @@ def _parts_of(report: Report, step: int, style: Style) -> list[str]:
     ]
     text = f"The whole step takes {time(period)}: {', '.join(named)}."
     return style.wrapped(text, indent="  ")
-
-
-def _coloured(text: str, phases: Sequence[int], style: Style) -> str:
-    if not style.colour:
-        return text
-    drawn, start = [], 0
-    for k in range(1, len(text) + 1):
-        if k == len(text) or phases[k] != phases[start]:
-            colour = "dim" if phases[start] < 0 else _COLOURS[phases[start]]
-            drawn.append(style.paint(text[start:k], colour))
-            start = k
-    return "".join(drawn)
 
 
 def _stragglers(report: Report, style: Style) -> list[str]:

@@ -4,21 +4,28 @@
 
     0  │F0F1F2F3·················B3═══R2B2══R1B1══R0B0══│
     1  │··F0F1F2F3··········B3═══R2B2══R1B1══R0B0══·····│
+
+Where partitions have other numbers than their ranks, rows are by rank, and named after both: ``r0 p2``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesight.report._text import Style
 from pipesight.report.analysis.analysing import Report
 from pipesight.report.analysis.windows import EVALUATION
 from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE, Column, Tasks
 
-__all__ = ["Glyphs", "Timeline", "draw_step"]
+__all__ = ["DRAWN", "Glyphs", "Timeline", "coloured", "draw_step"]
+
+DRAWN = 0
+"""The replica that is drawn, of several."""
+_COLOURS = ("green", "yellow", "cyan", "magenta")  # by phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +47,18 @@ class Glyphs:
 class Timeline:
     """A drawn step: lines of one width, and for each cell of a line the phase it shows, -1 for none."""
 
+    partitions: tuple[int, ...]
     labels: tuple[str, ...]
     lines: tuple[str, ...]
     phases: tuple[tuple[int, ...], ...]
-    bubbles: tuple[float, ...]
+    bubbles: tuple[float | None, ...]
+    """Of partitions or, where those of a rank take turns, of the rank, beside the first of them."""
     begin: int
     end: int
 
 
-def draw_step(report: Report, step: int, *, width: int, replica: int = 0, glyphs: Glyphs | None = None) -> Timeline:
-    """Draw the first mini-batch of a step in ``width`` characters.
+def draw_step(report: Report, step: int, *, width: int, replica: int = DRAWN, glyphs: Glyphs | None = None) -> Timeline:
+    """Draw the first mini-batch of a step, its lines and their labels in ``width`` characters.
 
     Raises:
         ValueError: There is no such step.
@@ -66,16 +75,46 @@ def draw_step(report: Report, step: int, *, width: int, replica: int = 0, glyphs
     first, count = int(minibatches.first[rows[0]]), int(minibatches.count[rows[0]])
     tasks = report.tasks.where(np.arange(first, first + count))
     begin, end = int(tasks.begin.min()), int(tasks.end.max())
-    partitions = range(int(minibatches.partitions[rows[0]]))
-    drawn = [_lane(tasks.where(tasks.partition == j), begin, end, width, glyphs) for j in partitions]
+    lanes = _lanes(tasks, int(minibatches.partitions[rows[0]]))
+    same = all(rank == j for rank, j in lanes) or len({rank for rank, _ in lanes}) == 1
+    labels = [str(j) if same else f"r{rank} p{j}" for rank, j in lanes]
+    room = max(width - max(map(len, labels)), 10)
+    drawn = [_lane(tasks.where(tasks.partition == j), begin, end, room, glyphs) for _, j in lanes]
     return Timeline(
-        labels=tuple(str(j) for j in partitions),
+        partitions=tuple(j for _, j in lanes),
+        labels=tuple(labels),
         lines=tuple(text for text, _ in drawn),
         phases=tuple(tuple(phases.tolist()) for _, phases in drawn),
-        bubbles=tuple(_bubble(tasks.where(tasks.partition == j), begin, end) for j in partitions),
+        bubbles=tuple(_bubbles(tasks, lanes, report.taking_turns, begin, end)),
         begin=begin,
         end=end,
     )
+
+
+def coloured(text: str, phases: Sequence[int], style: Style) -> str:
+    """Return a line of a timeline in the colours of its phases."""
+    drawn, start = [], 0
+    for k in range(1, len(text) + 1):
+        if k == len(text) or phases[k] != phases[start]:
+            drawn.append(style.paint(text[start:k], "dim" if phases[start] < 0 else _COLOURS[phases[start]]))
+            start = k
+    return "".join(drawn)
+
+
+def _lanes(tasks: Tasks, partitions: int) -> list[tuple[int, int]]:
+    """Return the rank and the number of each partition, by rank; one without tasks goes with the first."""
+    ranks = dict(zip(tasks.partition.tolist(), tasks.rank.tolist(), strict=True))
+    return sorted((ranks.get(j, int(tasks.rank.min())), j) for j in range(partitions))
+
+
+def _bubbles(
+    tasks: Tasks, lanes: Sequence[tuple[int, int]], taking_turns: Collection[int], begin: int, end: int
+) -> Iterator[float | None]:
+    before = None
+    for rank, j in lanes:
+        own = tasks.rank == rank if rank in taking_turns else tasks.partition == j
+        yield None if rank == before and rank in taking_turns else _bubble(tasks.where(own), begin, end)
+        before = rank
 
 
 def _bubble(tasks: Tasks, begin: int, end: int) -> float:

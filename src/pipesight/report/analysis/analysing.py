@@ -73,6 +73,8 @@ class Overall:
     """The steps, all together; times in microseconds."""
 
     steps: int
+    replicas: int
+    """That each of them ran in; numbers are over all of these."""
     time: Summary
     steps_per_second: float
     samples_per_second: float | None
@@ -129,6 +131,12 @@ class Report:
     minibatches: MiniBatches = field(repr=False)
     tasks: Tasks = field(repr=False)
     """Those of the mini-batches, in their order."""
+
+    @property
+    def taking_turns(self) -> frozenset[int]:
+        """Ranks that have several partitions and compute for one at a time: the bubble is theirs, not a partition's."""
+        shared = [pipeline for pipeline in self.pipelines if pipeline.workers < pipeline.partitions]
+        return frozenset(rank for pipeline in shared for row in pipeline.rows for rank in row.ranks)
 
     @property
     def typical(self) -> int | None:
@@ -310,7 +318,8 @@ def _overall(
         samples = per_second * size * replicas * float(np.median(chosen.minibatches))
     phases = np.sum([split.phases[:, own[split.rows]].sum(axis=(1, 2)) for split in splits], axis=0)
     return Overall(
-        steps=len(chosen),
+        steps=len(np.unique(chosen.step)),
+        replicas=replicas,
         time=time,
         steps_per_second=per_second,
         samples_per_second=samples,

@@ -14,6 +14,7 @@ __all__ = [
     "LayerFacts",
     "PipelineFacts",
     "device_of_partition",
+    "hosts_of",
     "is_over_ranks",
     "pipelines_of",
     "rank_of_partition",
@@ -81,6 +82,13 @@ def _processors(entry: Mapping[str, Any], description: Mapping[str, Any]) -> int
     hosts = description.get("hosts")
     apart = "ranks" in entry and isinstance(hosts, list) and len(hosts) > 1
     return None if apart else _number(description, "processors")
+
+
+def hosts_of(description: Mapping[str, Any]) -> dict[int, str]:
+    """Return the host of each rank, of a run over several hosts; of others, nothing."""
+    known = description.get("host_of_rank")
+    hosts = {rank: host for rank, host in known.items() if isinstance(host, str)} if isinstance(known, dict) else {}
+    return hosts if len({*hosts.values()}) > 1 else {}
 
 
 def device_of_partition(facts: PipelineFacts | None, tasks: Tasks, partitions: int) -> tuple[int, ...]:

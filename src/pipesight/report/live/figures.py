@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from pipesight.report.analysis.analysing import Report
 from pipesight.report.analysis.breakdown import PARTS
+from pipesight.report.analysis.facts import rank_of_partition
 from pipesight.report.analysis.windows import TRAINING
+from pipesight.report.timeline import DRAWN
 
 __all__ = ["LiveFigures", "PartitionFigures", "StepFigures", "figures_of", "steps_of"]
 
@@ -29,7 +31,7 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class PartitionFigures:
-    """The bubble of one partition."""
+    """The bubble of one partition, or of its rank, if that computes for several of them in turn."""
 
     last: float
     usual: float
@@ -106,14 +108,17 @@ def _median(values: list[float]) -> float:
 
 
 def _partitions(report: Report, last: int, usual: set[int]) -> tuple[PartitionFigures, ...]:
-    """Return the bubble of each partition, of the pipeline that the last step ran through."""
+    """Return the bubble of who computes for each partition of the pipeline that the last step ran through.
+
+    Of several replicas, it is the one that is drawn.
+    """
     minibatches = report.minibatches
-    training = minibatches.kind == TRAINING
+    training = (minibatches.kind == TRAINING) & (minibatches.replica == DRAWN)
     if not (training & (minibatches.step == last)).any():
         return ()
     n = int(minibatches.partitions[training & (minibatches.step == last)].max())
     rows = np.flatnonzero(training & (minibatches.partitions == n))
-    busy = np.stack([_busy(report, int(row), n) for row in rows])
+    busy = np.stack([_busy(report, int(row), n) for row in rows]) @ _sharing(report, n)
     window = (minibatches.end - minibatches.begin)[rows].astype(float)
     steps, which = np.unique(minibatches.step[rows], return_inverse=True)
     whole = np.maximum(np.bincount(which, window), 1)
@@ -121,6 +126,13 @@ def _partitions(report: Report, last: int, usual: set[int]) -> tuple[PartitionFi
     chosen = bubble[:, np.isin(steps, list(usual))] if np.isin(steps, list(usual)).any() else bubble
     now = bubble[:, steps == last][:, 0]
     return tuple(PartitionFigures(float(now[j]), float(np.median(chosen[j]))) for j in range(n))
+
+
+def _sharing(report: Report, partitions: int) -> NDArray[np.float64]:
+    """Return which partitions have the same worker: a row and a column for each."""
+    ranks = np.array(rank_of_partition(report.tasks, partitions))
+    together = (ranks[:, None] == ranks) & np.isin(ranks, list(report.taking_turns))
+    return np.where(together, 1.0, np.eye(partitions))
 
 
 def _busy(report: Report, row: int, partitions: int) -> NDArray[np.float64]:

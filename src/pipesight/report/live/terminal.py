@@ -30,7 +30,7 @@ from pipesight.report.analysis.verdict import TITLES
 from pipesight.report.live.figures import LiveFigures, StepFigures
 from pipesight.report.reading.run import LogLine
 from pipesight.report.reading.tables import PHASES
-from pipesight.report.timeline import Glyphs, draw_step
+from pipesight.report.timeline import DRAWN, Glyphs, coloured, draw_step
 
 __all__ = ["Frame", "draw_frame", "line_of"]
 
@@ -38,7 +38,6 @@ WIDEST = 140
 """Columns it takes at most; a timeline gains nothing from more."""
 LONGEST_BAR = 60
 NUMBER = 8  # columns of one
-COLOURS = ("green", "yellow", "cyan", "magenta")
 NOTICEABLE = 0.0005
 """Parts of a step below this share are left out."""
 _LEVELS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
@@ -140,10 +139,10 @@ def _timeline(report: Report, figures: LiveFigures, most: int, style: Style) -> 
         return []
     glyphs = Glyphs.ascii() if style.ascii else Glyphs()
     step = figures.last.step
-    label = len(str(len(figures.partitions)))
-    room = max(style.width - label - 22, 10)
-    drawn = draw_step(report, step, width=room, glyphs=glyphs)
-    title = f"Step {step}, {time(drawn.end - drawn.begin)}"
+    drawn = draw_step(report, step, width=style.width - 22, glyphs=glyphs)
+    label, room = max(map(len, drawn.labels)), len(drawn.lines[0])
+    which = f" of replica {DRAWN}" if len({*report.replicas.values()}) > 1 else ""
+    title = f"Step {step}{which}, {time(drawn.end - drawn.begin)}"
     legend = f"{PHASES[0]} F, {PHASES[1]} R, {PHASES[2]} B"
     head = style.cut(f"{title}   {legend}" if len(title) + len(legend) + 3 <= room else title, room + label + 5)
     space = " " * (room + label + 5 - len(head))
@@ -151,24 +150,17 @@ def _timeline(report: Report, figures: LiveFigures, most: int, style: Style) -> 
         style.paint(head[: len(title)], "bold") + style.paint(f"{head[len(title) :]}{space} bubble usually", "dim")
     ]
     shown = len(drawn.lines) if len(drawn.lines) < most else most - 2
-    for j in range(max(shown, 1)):
-        left, right = glyphs.edges
-        own = figures.partitions[j] if j < len(figures.partitions) else None
-        now, usual = (f"{own.last:.1%}", f"{own.usual:.1%}") if own is not None else (f"{drawn.bubbles[j]:.1%}", "")
-        text = _coloured(drawn.lines[j], drawn.phases[j], style)
-        lines.append(f"  {drawn.labels[j]:>{label}} {left}{text}{right} {now:>6} {usual:>7}")
+    left, right = glyphs.edges
+    for k in range(max(shown, 1)):
+        j, bubble, now, usual = drawn.partitions[k], drawn.bubbles[k], "", ""
+        if bubble is not None:
+            own = figures.partitions[j] if j < len(figures.partitions) else None
+            now, usual = (f"{own.last:.1%}", f"{own.usual:.1%}") if own is not None else (f"{bubble:.1%}", "")
+        text = coloured(drawn.lines[k], drawn.phases[k], style)
+        lines.append(f"  {drawn.labels[k]:>{label}} {left}{text}{right} {now:>6} {usual:>7}")
     if more := len(drawn.lines) - max(shown, 1):
         lines.append(style.paint(f"  and {more} more partition{'s' * (more != 1)}", "dim"))
     return lines[:most]
-
-
-def _coloured(text: str, phases: Sequence[int], style: Style) -> str:
-    drawn, start = [], 0
-    for k in range(1, len(text) + 1):
-        if k == len(text) or phases[k] != phases[start]:
-            drawn.append(style.paint(text[start:k], "dim" if phases[start] < 0 else COLOURS[phases[start]]))
-            start = k
-    return "".join(drawn)
 
 
 def _parts(figures: LiveFigures, most: int, style: Style) -> list[str]:

@@ -21,23 +21,44 @@ function showLabels() {
     labels,
     ...timeline.rows.map((row) => {
       const place = { vars: { top: `${row.top}px`, height: `${row.height}px` } };
-      if (row.kind === "program")
-        return make(
-          "div",
-          { ...place, class: "lane program" },
-          make("span", {}, state.run.payload.ranks > 1 ? `rank ${row.rank}` : "program"),
-        );
-      return laneLabel(step, row, place);
+      return row.kind === "program" ? rankLabel(step, row, place) : laneLabel(step, row, place);
     }),
   );
 }
 
+/** The name of a rank, and its bubble, where its partitions take turns. */
+function rankLabel(step, row, place) {
+  const { run } = state;
+  const shared = run.lanes.findIndex((lane) => lane.rank === row.rank && lane.takes_turns);
+  const name = run.payload.ranks > 1 || shared >= 0 ? run.rankName(row.rank) : "program";
+  const [first, ...details] = name.split(" \u00b7 ");
+  return make(
+    "div",
+    { ...place, class: "lane program", title: name },
+    make(
+      "span",
+      { class: "rank" },
+      first,
+      details.map((detail) => make("span", { class: "detail" }, ` \u00b7 ${detail}`)),
+    ),
+    shared >= 0 && bubbleLabel(step, shared),
+  );
+}
+
+function bubbleLabel(step, lane) {
+  const bubble = step?.laneBubbles[lane] ?? null;
+  return make(
+    "span",
+    { class: "idle number", title: "bubble of this step" },
+    bubble === null ? "" : formatRoughShare(bubble),
+    make("span", { class: "offscreen" }, bubble === null ? "" : ` bubble, exactly ${formatShare(bubble)}`),
+  );
+}
+
 function laneLabel(step, row, place) {
-  const { partition, rank, device, layers } = state.run.lanes[row.lane];
+  const { partition, device, layers, takes_turns } = state.run.lanes[row.lane];
   const names = layers.map((layer) => state.run.layerName(layer));
-  const bubble = step?.laneBubbles[row.lane] ?? null;
   const bad = step?.marks.some(([, lane]) => lane === row.lane);
-  const many = state.run.payload.ranks > 1;
   return make(
     "div",
     {
@@ -48,16 +69,11 @@ function laneLabel(step, row, place) {
     make(
       "span",
       { class: "which" },
-      make("span", { class: "word" }, many ? `${rank}/` : "partition "),
+      make("span", { class: "word" }, "partition "),
       `${partition}`,
       bad && make("span", { class: "alarm", title: "values that are not finite" }, " \u2715"),
     ),
-    make(
-      "span",
-      { class: "idle number", title: "bubble of this step" },
-      bubble === null ? "" : formatRoughShare(bubble),
-      make("span", { class: "offscreen" }, bubble === null ? "" : ` bubble, exactly ${formatShare(bubble)}`),
-    ),
+    !takes_turns && bubbleLabel(step, row.lane),
     row.height >= 34 && make("span", { class: "layers" }, [device, span(names)].filter(Boolean).join(" \u00b7 ")),
   );
 }

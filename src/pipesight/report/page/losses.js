@@ -22,8 +22,8 @@ function showLosses() {
   const total = Math.max(sum(chosen.all), ...lanes.map(({ times }) => sum(times)), 1);
   byId("time-facts").textContent = ofStep
     ? `step ${step.number}, ${formatTime(sum(chosen.all))} from its first forward to the next step's; shares of that`
-    : `mean of ${plural(state.run.payload.losses.steps, "training step")}, ${formatTime(sum(chosen.all))} each; ` +
-      "shares of the step";
+    : `mean of ${plural(state.run.payload.losses.steps, "training step")}${inReplicas()}, ` +
+      `${formatTime(sum(chosen.all))} each; shares of the step`;
   put(
     byId("time"),
     make(
@@ -38,9 +38,17 @@ function showLosses() {
       lanes.map(({ partition, times }) => bar(`partition ${partition}`, times, total, parts)),
       chosen.lanes.length > MOST_BARS &&
         make("p", { class: "soft" }, `and ${plural(chosen.lanes.length - MOST_BARS, "more partition")}`),
+      lanes.length > 0 &&
+        state.run.lanes.some(({ takes_turns }) => takes_turns) &&
+        make("p", { class: "soft" }, "Partitions of one rank take turns: each stands still longer than its rank."),
     ),
     explanations(parts, chosen.all),
   );
+}
+
+function inReplicas() {
+  const { replicas } = state.run.payload;
+  return replicas > 1 ? ` in ${replicas} replicas` : "";
 }
 
 function scopes() {

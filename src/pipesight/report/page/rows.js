@@ -1,4 +1,4 @@
-// Where the lanes lie: a row for each partition, grouped by rank, and one above them for the rest of the program.
+// Where the lanes lie: a row for each partition, grouped by rank, and one above them for the rank and its program.
 
 import { state } from "./state.js";
 
@@ -16,7 +16,7 @@ export function layOut(run) {
     if (lane.rank !== rank) {
       if (rank !== null) top += BETWEEN_RANKS;
       rank = lane.rank;
-      if (run.payload.programs.includes(rank)) {
+      if (run.payload.ranks > 1 || lane.takes_turns || run.payload.programs.includes(rank)) {
         rows.push({ kind: "program", rank, lane: null, top, height: PROGRAM });
         top += PROGRAM + GAP;
       }

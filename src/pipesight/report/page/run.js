@@ -1,5 +1,6 @@
 // A run as the page asks for it, made of the columns of the payload.
 
+import { dotted } from "./format.js";
 import { Step } from "./step.js";
 
 export class Run {
@@ -37,7 +38,24 @@ export class Run {
   }
 
   laneName(lane) {
-    const { rank, partition } = this.lanes[lane];
-    return this.payload.ranks > 1 ? `rank ${rank}, partition ${partition}` : `partition ${partition}`;
+    const { rank, partition, host } = this.lanes[lane];
+    if (this.payload.ranks === 1) return `partition ${partition}`;
+    return `rank ${rank}${host ? ` on ${host}` : ""}, partition ${partition}`;
+  }
+
+  /** Who is idle where a lane is hatched. */
+  idleName(lane) {
+    const { rank, takes_turns } = this.lanes[lane];
+    return takes_turns ? `${this.rankName(rank)}, all its partitions` : this.laneName(lane);
+  }
+
+  /** What is known of a rank: {host, replica, takes_turns, ...}, as of any of its lanes. */
+  rankFacts(rank) {
+    return this.lanes.find((lane) => lane.rank === rank);
+  }
+
+  rankName(rank) {
+    const { host, replica } = this.rankFacts(rank);
+    return dotted(`rank ${rank}`, this.payload.replicas > 1 && `replica ${replica}`, host);
   }
 }

@@ -17,6 +17,7 @@ export class Step {
     this.unpackTasks(packed.tasks);
     this.unpackLayers(packed.layers);
     this.lanes = this.sortIntoLanes();
+    this.ranks = new Map(); // the blocks of those whose lanes take turns
     this.idle = this.lanes.map((_, lane) => this.gapsOf(lane));
   }
 
@@ -47,21 +48,35 @@ export class Step {
   sortIntoLanes() {
     const rows = this.run.lanes.map(() => []);
     for (let block = 0; block < this.count; block += 1) rows[this.lane[block]].push(block);
-    return rows.map((row) => {
-      let furthest = -Infinity;
-      const reach = row.map((block) => (furthest = Math.max(furthest, this.to[block]))); // sorted, as `to` need not be
-      return {
-        blocks: Uint32Array.from(row),
-        from: Float64Array.from(row, (block) => this.from[block]),
-        to: Float64Array.from(row, (block) => this.to[block]),
-        reach: Float64Array.from(reach),
-      };
-    });
+    return rows.map((row) => this.columnsOf(row));
+  }
+
+  columnsOf(row) {
+    let furthest = -Infinity;
+    const reach = row.map((block) => (furthest = Math.max(furthest, this.to[block]))); // sorted, as `to` need not be
+    return {
+      blocks: Uint32Array.from(row),
+      from: Float64Array.from(row, (block) => this.from[block]),
+      to: Float64Array.from(row, (block) => this.to[block]),
+      reach: Float64Array.from(reach),
+    };
+  }
+
+  /** The blocks that keep a lane from being idle: its own, or those of its rank, if that computes for one at a time. */
+  workOf(lane) {
+    const { rank, takes_turns } = this.run.lanes[lane];
+    if (!takes_turns) return this.lanes[lane];
+    if (!this.ranks.has(rank)) {
+      const own = this.lane.map((of) => this.run.lanes[of].rank === rank);
+      const all = Array.from({ length: this.count }, (_, block) => block);
+      this.ranks.set(rank, this.columnsOf(all.filter((block) => own[block])));
+    }
+    return this.ranks.get(rank);
   }
 
   /** Where a lane waits within the windows of its rank: [from, to, share of the window]. */
   gapsOf(lane) {
-    const { from, to, reach } = this.lanes[lane];
+    const { from, to, reach } = this.workOf(lane);
     const gaps = [];
     for (const [replica, begin, end] of this.windows) {
       if (replica !== this.run.lanes[lane].replica) continue;

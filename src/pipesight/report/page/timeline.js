@@ -138,7 +138,8 @@ export function placeAt(x, y) {
     const place = rank.findIndex(
       (of, at) => of === row.rank && begin[at] - slack <= time && time <= begin[at] + lasts[at] + slack,
     );
-    return place < 0 ? null : { what: "span", kind: kind[place], from: begin[place], to: begin[place] + lasts[place] };
+    if (place < 0) return null;
+    return { what: "span", rank: row.rank, kind: kind[place], from: begin[place], to: begin[place] + lasts[place] };
   }
   const gap = step.idle[row.lane].find(([from, to]) => from <= time && time <= to);
   return gap ? { what: "idle", lane: row.lane, from: gap[0], to: gap[1], share: gap[2] } : null;

@@ -85,11 +85,12 @@ function ofPlace(place) {
   if (place.what === "span")
     return [
       make("strong", {}, capital(KIND_NAMES[place.kind])),
+      state.run.payload.ranks > 1 && make("p", {}, state.run.rankName(place.rank)),
       make("p", { class: "number" }, `${formatTime(place.to - place.from)} \u00b7 at ${formatTime(place.from)}`),
     ];
   return [
     make("strong", {}, "Idle"),
-    make("p", {}, state.run.laneName(place.lane)),
+    make("p", {}, state.run.idleName(place.lane)),
     make(
       "p",
       { class: "number" },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class Timelines:
         limits: How much there is room for.
         replicas: That of each rank, if it is known.
         typical: The number of the step to begin with, if one was chosen.
+        taking_turns: Ranks that compute for one of their partitions at a time.
 
     Attributes:
         lanes: Those that there is room for, by rank and partition.
@@ -54,8 +55,9 @@ class Timelines:
         limits: Limits,
         replicas: Mapping[int, int] | None = None,
         typical: int | None = None,
+        taking_turns: Collection[int] = (),
     ) -> None:
-        self._limits = limits
+        self._limits, self._taking_turns = limits, taking_turns
         self._minibatches, self._tasks = minibatches, tasks
         self._spans, self._transfers = spans, transfers
         replicas = replicas_of(tasks, replicas)
@@ -195,18 +197,17 @@ class Timelines:
         }
 
     def _lane_bubbles(self, rows: MiniBatches) -> list[float | None]:
-        """Return the share of its windows in which each lane does not compute."""
+        """Return the share of its windows in which each lane does not compute, or its rank where lanes take turns."""
         counted = rows.where(rows.kind != EVALUATION) if (rows.kind != EVALUATION).any() else rows
         if (counted.kind == INCOMPLETE).any():
             return [None] * len(self.lanes)
         own = self._tasks_of(counted)
         window = {int(r): int((counted.end - counted.begin)[counted.replica == r].sum()) for r in counted.replica}
-        busy = _busy(own)
+        busy = _busy(own, self._taking_turns)
+        workers = [_worker(lane.rank, lane.partition, self._taking_turns) for lane in self.lanes]
         return [
-            round(1 - busy.get((lane.rank, lane.partition), 0) / max(window[lane.replica], 1), 6)
-            if lane.replica in window
-            else None
-            for lane in self.lanes
+            round(1 - busy.get(worker, 0) / max(window[lane.replica], 1), 6) if lane.replica in window else None
+            for lane, worker in zip(self.lanes, workers, strict=True)
         ]
 
 
@@ -228,15 +229,20 @@ def _keys(table: Tasks | LayerRuns) -> list[tuple[int, ...]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def _busy(tasks: Tasks) -> dict[tuple[int, int], int]:
-    """Return how long each lane computes; where its tasks overlap, the time counts once."""
+def _worker(rank: int, partition: int, taking_turns: Collection[int]) -> tuple[int, int]:
+    """Return who computes for a partition: itself, or all that its rank has."""
+    return rank, -1 if rank in taking_turns else partition
+
+
+def _busy(tasks: Tasks, taking_turns: Collection[int]) -> dict[tuple[int, int], int]:
+    """Return how long each worker computes; where its tasks overlap, the time counts once."""
     busy: dict[tuple[int, int], int] = {}
     reached: dict[tuple[int, int], int] = {}
     order = np.argsort(tasks.begin, kind="stable")
     columns = (tasks.rank, tasks.partition, tasks.begin, tasks.end)
     for rank, partition, begin, end in zip(*(column[order].tolist() for column in columns), strict=True):
-        lane = rank, partition
-        since = max(begin, reached.get(lane, begin))
-        busy[lane] = busy.get(lane, 0) + max(end - since, 0)
-        reached[lane] = max(reached.get(lane, end), end)
+        worker = _worker(rank, partition, taking_turns)
+        since = max(begin, reached.get(worker, begin))
+        busy[worker] = busy.get(worker, 0) + max(end - since, 0)
+        reached[worker] = max(reached.get(worker, end), end)
     return busy

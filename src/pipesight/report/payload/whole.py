@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipesight.report.analysis.analysing import Report
+from pipesight.report.analysis.facts import hosts_of
 from pipesight.report.payload.limits import LIMITS, Limits
 from pipesight.report.payload.logs import logs_of
 from pipesight.report.payload.losses import losses_of, losses_of_step
@@ -33,7 +34,13 @@ def page_payload(run: Run, report: Report, *, limits: Limits = LIMITS) -> dict[s
         limits: How much there is room for.
     """
     found = (report.minibatches, report.tasks, run.spans(), run.transfers())
-    timelines = Timelines(*found, limits=limits, replicas=report.replicas, typical=report.typical)
+    timelines = Timelines(
+        *found,
+        limits=limits,
+        replicas=report.replicas,
+        typical=report.typical,
+        taking_turns=report.taking_turns,
+    )
     names = [layer.name for layer in report.layers]
     statistics, marks = statistics_of(run.statistics(), most=limits.values, layers=names)
     shown, layered = _shown(run, report, timelines, marks, limits)
@@ -50,6 +57,7 @@ def page_payload(run: Run, report: Report, *, limits: Limits = LIMITS) -> dict[s
         "figures": _figures(report),
         "losses": losses_of(report),
         "ranks": len({lane.rank for lane in timelines.all_lanes}),
+        "replicas": len({lane.replica for lane in timelines.all_lanes}),
         "chunks": timelines.chunks,
         "lanes": _lanes(report, timelines),
         "programs": timelines.programs(),
@@ -71,13 +79,13 @@ def _shown(
     """Return the steps, in order, and how many of them have their layers."""
     layers = {(layer.partition, layer.name): k for k, layer in enumerate(report.layers)}
     partitions = {layer.name: layer.partition for layer in reversed(report.layers)}
-    bubbles = {int(s): report.steps.bubble[report.steps.step == s] for s in np.unique(report.steps.step)}
+    bubbles = _bubbles(report)
     runs = _layer_runs(run, report, timelines.chosen, limits.layer_runs) if layers else {}
     room = limits.layer_runs
     found, layered = [], 0
     for number in timelines.chosen:
         step = timelines.step(number)
-        step["bubble"] = round(float(bubbles[number].mean()), 6) if number in bubbles else None
+        step["bubble"] = round(bubbles[number], 6) if number in bubbles else None
         step["losses"] = losses_of_step(report, number)
         step["nonfinite"] = marks_of_step(marks, number, lanes=timelines.lanes, partitions=partitions)
         step["layers"] = None
@@ -104,7 +112,7 @@ def _layer_runs(run: Run, report: Report, steps: Sequence[int], most: int) -> di
 
 def _steps(report: Report, timelines: Timelines, marks: Marks) -> dict[str, Any]:
     """Return a line for every step, also of those that are not shown."""
-    bubbles = dict(zip(report.steps.step.tolist(), report.steps.bubble.tolist(), strict=True))
+    bubbles = _bubbles(report)
     return {
         "number": timelines.numbers,
         "time": timelines.times.tolist(),
@@ -113,13 +121,23 @@ def _steps(report: Report, timelines: Timelines, marks: Marks) -> dict[str, Any]
     }
 
 
+def _bubbles(report: Report) -> dict[int, float]:
+    """Return the bubble of each step, the mean over its replicas."""
+    numbers, which = np.unique(report.steps.step, return_inverse=True)
+    means = np.bincount(which, report.steps.bubble) / np.bincount(which)
+    return dict(zip(numbers.tolist(), means.tolist(), strict=True))
+
+
 def _lanes(report: Report, timelines: Timelines) -> list[dict[str, Any]]:
+    hosts = hosts_of(report.description)
     devices = {(row.partition, r): row.device for p in report.pipelines for row in p.rows for r in row.ranks}
     return [
         {
             "rank": lane.rank,
             "partition": lane.partition,
             "replica": lane.replica,
+            "host": hosts.get(lane.rank),
+            "takes_turns": lane.rank in report.taking_turns,
             "device": devices.get((lane.partition, lane.rank)),
             "layers": [k for k, layer in enumerate(report.layers) if layer.partition == lane.partition],
         }
@@ -185,9 +203,11 @@ def _facts(report: Report) -> list[list[str]]:
 
     command = known.get("command")
     add("command", " ".join(map(str, command)) if isinstance(command, list) else command)
+    add("ranks", len(report.ranks) if len(report.ranks) > 1 else None)
     for pipeline in report.pipelines:
         add("schedule", pipeline.facts.schedule)
         add("partitions", pipeline.partitions)
+        add("replicas", pipeline.replicas if pipeline.replicas > 1 else None)
         add("chunks", pipeline.chunks)
         add("balance", pipeline.facts.balance)
         add("checkpoint", pipeline.facts.checkpoint)
