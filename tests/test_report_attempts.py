@@ -10,6 +10,7 @@ import pytest
 
 from pipesight.report.analysis.analysing import Report, analyse
 from pipesight.report.json_report import as_json
+from pipesight.report.live.following import Follower
 from pipesight.report.reading.run import open_run
 from pipesight.report.terminal import render
 from processes import STRICT_PYTHON
@@ -172,3 +173,71 @@ def test_from_the_command_line(restarted):
     assert wrong.returncode == 2
     assert "there is no attempt 7" in wrong.stderr
     assert "(attempts: 0, 1)" in wrong.stderr
+
+
+# A run that is followed while torchrun restarts it.
+
+
+def followed(follower: Follower) -> tuple[list[int], set[int], set[str], list[int]]:
+    """Return the steps that a follower shows, how long tasks take, what logs say, and of when statistics are."""
+    run = follower.run
+    tasks = run.tasks()
+    logs = {line.message for line in run.log_lines()}
+    return run.steps(), {*(tasks.end - tasks.begin).tolist()}, logs, [e["iteration"] for e in run.statistics()]
+
+
+def test_the_last_attempt_is_followed(restarted):
+    """What is watched is what is reported: one attempt, and the verdict says which."""
+    follower = Follower(restarted)
+    try:
+        follower.look()
+        assert follower.state.phase == "ended"
+        assert followed(follower) == ([0, 1, 2], {2000}, {"of attempt 1"}, [1, 1])
+        shown, reported = analyse(follower.run), analysed(restarted)
+        assert shown.verdict.text == reported.verdict.text
+        assert (shown.attempt, shown.attempts, shown.events) == (1, (0, 1), reported.events)
+    finally:
+        follower.close()
+
+
+def test_a_restart_is_followed(tmp_path):
+    """Nothing of the attempt before is left when run.json is of the next; until then, nothing of that is shown."""
+    folder = tmp_path / "run"
+    attempt_of(folder, 0, steps=2)
+    before = (folder / "run.json").read_text()
+    going_on = json.dumps({**json.loads(before), "ended": None, "outcome": None})
+    (folder / "run.json").write_text(going_on)
+    follower = Follower(folder)
+    try:
+        for _ in range(2):
+            follower.look()
+        first = ([0], {1000}, {"of attempt 0"}, [0, 0])
+        assert followed(follower) == first
+        attempt_of(folder, 1, steps=3)
+        after = (folder / "run.json").read_text()
+        (folder / "run.json").write_text(going_on)  # rank 0 is later than others
+        follower.look()
+        assert followed(follower)[:3] == first[:3]
+        (folder / "run.json").write_text(after)
+        follower.look()
+        assert followed(follower) == ([0, 1, 2], {2000}, {"of attempt 1"}, [1, 1])
+    finally:
+        follower.close()
+
+
+def test_nodes_that_count_restarts_in_their_own_way_are_followed(tmp_path):
+    """Files of a rank on another node have its own number, as in the report."""
+    folder = tmp_path / "run"
+    attempt_of(folder, 0, steps=2, hosts=("here", "there"))
+    attempt_of(folder, 1, steps=3, hosts=("here", "there"))
+    facts = json.loads((folder / "ranks/rank-00001.json").read_text())
+    (folder / "ranks/rank-00001.json").write_text(json.dumps({**facts, "restart": 2}))
+    for path in [*folder.glob("*/rank-00001-restart-1.*")]:
+        path.rename(path.with_name(path.name.replace("restart-1", "restart-2")))
+    follower = Follower(folder)
+    try:
+        follower.look()
+        assert followed(follower)[:2] == ([0, 1, 2], {2000})
+        assert analyse(follower.run).ranks == analysed(folder).ranks == (0, 1)
+    finally:
+        follower.close()

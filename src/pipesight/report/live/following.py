@@ -10,16 +10,17 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pipesight.report.live._attempt import attempt_of_trace, choose_attempt, described, read_ranks
 from pipesight.report.live._events import Lines
 from pipesight.report.live._growing import GrowingFile
 from pipesight.report.live._handing_over import is_inside
 from pipesight.report.live._recent import RecentRun
-from pipesight.report.reading._clocks import NO_SHIFT, Shift, read_shifts
+from pipesight.report.reading._clocks import NO_SHIFT, Shift
 from pipesight.report.reading._files import read_object
 from pipesight.report.reading.run import NotARunError
 from pipesight.report.reading.traces import find_traces
@@ -101,7 +102,10 @@ class Follower:
         self.run = RecentRun(self.path, steps=self._steps)
         """What has been read; it changes with each look."""
         self._files: dict[Path, GrowingFile] = {}
-        self._closed: dict[Path, bool] = {}  # traces
+        self._traces: list[Path] = []  # of the attempt that is read
+        self._closed: dict[Path, bool] = {}  # whether each has come to its end
+        self._told: dict[str, Any] = {}  # by run.json
+        self._ranks: dict[int, dict[str, Any]] = {}  # what others say
         self._grew_at = -math.inf
 
     def look(self) -> bool:
@@ -110,10 +114,11 @@ class Follower:
             return False
         before = self.state
         told = self._read_facts()
+        self._choose_attempt()
         events = list(self._new("trace"))
         if events:
-            shifts = read_shifts(self.path)
-            self.run.add_events([self._lines(path, lines, shifts.get(_rank(path), NO_SHIFT)) for path, lines in events])
+            self._read_ranks()
+            self.run.add_events([self._lines(path, lines) for path, lines in events])
         said = False
         for path, lines in self._new("stats"):
             self.run.add_statistics(_rank(path), lines)
@@ -139,15 +144,38 @@ class Follower:
             changed_at = path.stat().st_mtime
         except (OSError, ValueError):  # it is replaced in one go, but not by everyone
             return False
-        known = self.run.description
+        known = self._told
         if facts == known:
             return False
         if known and any(facts.get(name) != known.get(name) for name in ("started", "pid", "host")):
-            self.close()  # another run, in the same place
-            self._reset()
-        self.run.description = facts
+            self._begin_anew()  # another run, in the same place, or another attempt
+        self._told = facts
+        self.run.description = described(facts, self._ranks)
         self._note_growth(changed_at)
         return True
+
+    def _begin_anew(self) -> None:
+        self.close()
+        self._reset()
+
+    def _choose_attempt(self) -> None:
+        """Find out which attempt to read; if it is another than before, nothing stays of that one."""
+        told, found = self._told, self._find_traces()
+        if told.get("restart") or any(attempt_of_trace(path) for path in found):
+            self._read_ranks()
+        chosen = choose_attempt(self.path, [(_rank(path), path) for path in found], told, self._ranks)
+        if self._files and chosen.number != self.run.attempt.number:
+            self._begin_anew()
+            self._told, self.run.description = told, described(told, {})
+        self.run.attempt = chosen
+        self._traces = [path for path in found if attempt_of_trace(path) == chosen.of_rank(_rank(path))]
+
+    def _read_ranks(self) -> None:
+        """Read what other ranks say of themselves: of their clocks, hosts and restarts."""
+        ranks = read_ranks(self.path)
+        if ranks != self._ranks:
+            self._ranks = ranks
+            self.run.description = described(self._told, ranks)
 
     def _note_growth(self, changed_at: float) -> None:
         """Take note of when a file was written last, which is long ago where a run ended long ago."""
@@ -175,21 +203,32 @@ class Follower:
                 self._note_growth(changed_at)
                 yield path, lines
 
-    def _lines(self, path: Path, lines: list[bytes], shift: Shift) -> Lines:
+    def _lines(self, path: Path, lines: list[bytes]) -> Lines:
+        shift = Shift.of(self._ranks.get(_rank(path), {})) or NO_SHIFT
         self._closed[path] = lines[-1].strip() == b"]"
         return Lines(lines, _rank(path), own=_CHILD.search(path.name) is None, shift=shift)
 
+    def _find_traces(self) -> list[Path]:
+        try:
+            return find_traces(self.path)
+        except OSError:
+            return []
+
     def _paths(self, kind: str) -> list[Path]:
-        if kind == "trace":
-            try:
-                found = find_traces(self.path)
-            except OSError:
-                return []
-        else:
-            try:
-                found = sorted((self.path / kind).glob("*.jsonl" if kind == "stats" else "*.log"))
-            except OSError:
-                return []
+        """Return the files of the attempt that is read."""
+        attempt = self.run.attempt
+        try:
+            if kind == "stats":
+                found = [path for path in (self.path / kind).glob("*.jsonl") if attempt.has_statistics(path)]
+            elif kind == "logs":
+                found = [path for path in (self.path / kind).glob("*.log") if attempt.has_log(path, _rank(path))]
+            else:
+                return self._inside(self._traces)
+        except OSError:
+            return []
+        return self._inside(sorted(found))
+
+    def _inside(self, found: Sequence[Path]) -> list[Path]:
         root = self.path if self.path.is_dir() else self.path.parent
         return [path for path in found if is_inside(path, root)]
 
