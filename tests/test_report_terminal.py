@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -328,6 +329,63 @@ def test_comparison_with_itself(report):
     assert "the same time" in found.text
     assert "alike" in found.text
     assert all(difference.change == 0 for difference in found.parts.values())
+
+
+def of_speed(folder: Path, speed: dict[str, float], *, width: int = 1000, **shape: Any) -> Report:
+    """Analyse a run of two partitions, each of whose layers takes so many times 100 µs forward and 200 backward."""
+    partitions = [list(speed)[:2], list(speed)[2:]]
+    made = Made(folder, balance=[2, 2], chunks=shape.pop("chunks", 4))
+    facts = {"class": "Linear", "parameter_bytes": width, "output_bytes": 64}
+    layers = [{"name": name, "partition": j, **facts} for j, names in enumerate(partitions) for name in names]
+    made.pipeline = {"layers": layers, **shape}
+    at = 0
+    for step in range(3):
+        for phase in ("forward", "backward"):
+            for i in range(made.chunks):
+                for j, names in enumerate(partitions):
+                    own = {name: int(EVEN[phase] * speed[name]) for name in names}
+                    took = sum(own.values())
+                    made.task(step, partition=j, microbatch=i, phase=phase, begin=at, dur=took, layers=own)
+                    at += took
+    return analysed(made)
+
+
+EVENLY = dict.fromkeys(("a", "b", "c", "d"), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("second", "shape", "words"),
+    [
+        (dict.fromkeys(EVENLY, 1.12), {}, "The same 4 layers took 12% longer"),
+        (dict.fromkeys(EVENLY, 0.9), {}, "The same 4 layers took 10% less"),
+        ({**EVENLY, "a": 1.3, "b": 1.2, "c": 1.1, "d": 1.1}, {}, "took 18% longer"),
+        ({**EVENLY, "a": 1.5}, {}, None),  # one layer is slower, the machine is not
+        (dict.fromkeys(EVENLY, 1.02), {}, None),  # too little to tell
+        ({**dict.fromkeys(EVENLY, 1.2), "d": 0.9}, {}, None),
+        (dict.fromkeys(EVENLY, 1.2), {"batch_size": 64}, None),  # larger micro-batches have more to do
+        (dict.fromkeys(EVENLY, 1.2), {"width": 4000}, None),  # and so have larger layers
+        (dict.fromkeys(EVENLY, 1.2), {"chunks": 8, "batch_size": 64}, None),  # outputs are smaller
+        (dict.fromkeys(EVENLY, 1.2), {"batch_size": None}, None),
+    ],
+)
+def test_comparison_tells_of_the_machine(tmp_path, second, shape, words):
+    """If layers with the same work all take longer, or all less, that is no gain of what was changed."""
+    reports = of_speed(tmp_path / "a", EVENLY), of_speed(tmp_path / "b", second, **shape)
+    text = compare(*reports).text
+    if words is None:
+        assert "machine" not in text
+    else:
+        assert words in text
+        assert "the machine itself was" in text
+        assert "micro-batches differ" not in text
+        assert re.search(r"same layers, a micro-batch +1.20 ms", render_comparison(compare(*reports)))
+
+
+def test_comparison_of_unknown_micro_batches(tmp_path):
+    """Where nobody knows how many samples a micro-batch has, they may be the reason."""
+    slower = dict.fromkeys(EVENLY, 1.2)
+    reports = of_speed(tmp_path / "a", EVENLY, batch_size=None), of_speed(tmp_path / "b", slower, batch_size=None)
+    assert compare(*reports).text.endswith("or micro-batches differ.")
 
 
 def test_comparison_needs_steps(report, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipesight.report._text import Style, columns, percent, time
 from pipesight.report.analysis.analysing import Report
+from pipesight.report.analysis.same_layers import same_layers
 from pipesight.report.analysis.verdict import TITLES
 from pipesight.report.json_report import as_json
 
@@ -64,7 +65,12 @@ def compare(first: Report, second: Report) -> Comparison:
     if one.samples_per_second is not None and other.samples_per_second is not None:
         quantities["samples_per_second"] = Difference(one.samples_per_second, other.samples_per_second)
     parts = {name: Difference(one.parts[name], other.parts[name]) for name in one.parts}
-    return Comparison(first, second, _sentence(one.time.median, other.time.median, parts), quantities, parts)
+    text = _sentence(one.time.median, other.time.median, parts)
+    if (same := same_layers(first, second)) is not None:
+        quantities["same_layers"] = Difference(same.first, same.second)
+        if (machine := same.sentence()) is not None:
+            text = f"{text} {machine}"
+    return Comparison(first, second, text, quantities, parts)
 
 
 def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> str:
@@ -147,6 +153,7 @@ _QUANTITIES = (
     ("bubble", "bubble", percent),
     ("bound", "the schedule's own", percent),
     ("recompute", "recompute", percent),
+    ("same_layers", "same layers, a micro-batch", time),
 )
 
 
