@@ -24,6 +24,7 @@ from pipesight.report.live.figures import figures_of, steps_of
 from pipesight.report.live.terminal import Frame, draw_frame, line_of
 from pipesight.report.reading.run import LogLine, open_run
 from processes import STRICT_PYTHON
+from synthetic import Made
 
 ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")
 
@@ -131,7 +132,7 @@ def test_terminal(run):
         run.end()
         stays = seen.end()
     assert "has ended: ok" in stays
-    assert "Step 2," in stays
+    assert re.search(r"Step 1, .* the last with another after it, 2", stays)
     assert "F0" in stays
     assert stays.endswith("\r\n")
     for frame in seen.frames:
@@ -293,6 +294,40 @@ def test_figures(report):
     assert steps_of(report)[2].time > figures.usual.time
     for step in steps_of(report):
         assert sum(step.parts) == pytest.approx(step.time)
+
+
+@pytest.fixture(scope="module")
+def paused(tmp_path_factory):
+    """A report of five steps, each with an evaluation and a pause after it, 10 ms in all; so has the last."""
+    made = Made(tmp_path_factory.mktemp("paused") / "run", balance=[1, 1], chunks=2)
+    at = 0
+    for step in range(5):
+        end = made.gpipe(step, lambda *_: 1000, at=at)
+        made.span("compute", "step", begin=end, dur=500)
+        for j in range(2):
+            for i in range(2):
+                begin = end + 1000 + 1000 * (i + j)
+                where = {"partition": j, "microbatch": i, "phase": "forward"}
+                made.task(step + 1, **where, begin=begin, dur=1000, minibatch=100 + step)
+        at = end + 10_000
+    with open_run(made.write()) as opened:
+        return analyse(opened)
+
+
+def test_a_pause_after_each_step(paused):
+    """What follows a step is in its time. Nothing is known to follow the last, so it is not held against others."""
+    assert steps_of(paused)[-1].time < steps_of(paused)[0].time == 16_000
+    steps = steps_of(paused, ended=True)
+    assert [step.whole for step in steps] == [True] * 4 + [False]
+    figures = figures_of(paused, ended=True)
+    assert (figures.last.step, figures.left_out, figures.steps) == (3, 4, 4)
+    assert figures.last.time == figures.usual.time == 16_000
+    assert figures.last.parts == figures.usual.parts
+    drawn = "\n".join(draw_frame(Frame("RUN", "has ended", paused, figures), width=80, height=30))
+    assert "Step 3, 6.00 ms   the last with another after it, 4" in drawn
+    assert "Step time            16.0 ms   usually 16.0 ms over 4 steps" in drawn
+    assert line_of(steps[-1]).startswith("step 4   6.50 ms without what follows a step   bubble ")
+    assert figures_of(paused).last.step == 4  # while it goes on, the steps that are shown end where the next begins
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 400])

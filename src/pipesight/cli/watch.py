@@ -96,7 +96,7 @@ def _print(follower: Follower, *, ascii: bool) -> None:
             if report.nonfinite is not None:
                 found = report.nonfinite
                 say(f"not finite: {found.tensor} of {found.layer}, first in iteration {found.iteration}")
-            for step in steps_of(report):
+            for step in steps_of(report, ended=follower.state.phase == "ended"):
                 if step.step > shown:
                     print(line_of(step, ascii=ascii), flush=True)
                     shown = step.step
@@ -156,7 +156,8 @@ def _frame(follower: Follower, report: Report | None) -> Frame:
     from pipesight.report.live.figures import figures_of
     from pipesight.report.live.terminal import Frame
 
-    figures = figures_of(report) if report is not None else None
+    ended = follower.state.phase == "ended"
+    figures = figures_of(report, ended=ended) if report is not None else None
     return Frame(str(follower.path), _state(follower), report, figures, list(follower.run.log_lines()))
 
 

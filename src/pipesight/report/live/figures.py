@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from pipesight.report.analysis.analysing import Report
 from pipesight.report.analysis.breakdown import PARTS
 from pipesight.report.analysis.facts import rank_of_partition
-from pipesight.report.analysis.windows import TRAINING
+from pipesight.report.analysis.windows import EVALUATION, TRAINING
+from pipesight.report.reading.tables import Column
 from pipesight.report.timeline import DRAWN
 
 __all__ = ["LiveFigures", "PartitionFigures", "StepFigures", "figures_of", "steps_of"]
@@ -27,6 +28,8 @@ class StepFigures:
     samples_per_second: float | None
     parts: tuple[float, ...]
     """Where the time went, in the order of `PARTS`."""
+    whole: bool = True
+    """Whether its time has all that comes before the next step, such as an evaluation, or a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +49,17 @@ class LiveFigures:
     last: StepFigures
     usual: StepFigures
     partitions: tuple[PartitionFigures, ...]
+    left_out: int | None = None
+    """The very last step of a run that has ended: what comes after it is not of a step, so it cannot be compared."""
 
 
-def steps_of(report: Report) -> list[StepFigures]:
-    """Return the complete steps, in order. Of several replicas, a step takes as long as the slowest."""
+def steps_of(report: Report, *, ended: bool = False) -> list[StepFigures]:
+    """Return the complete steps, in order. Of several replicas, a step takes as long as the slowest.
+
+    Args:
+        report: Of the steps that are kept.
+        ended: Whether the run has, so that no step comes after the last.
+    """
     times = report.steps
     numbers, which = np.unique(times.step, return_inverse=True)
     if not len(numbers):
@@ -68,9 +78,17 @@ def steps_of(report: Report) -> list[StepFigures]:
             float(bound[k]),
             float(samples[k]) if samples[k] > 0 else None,
             tuple(parts[:, k].tolist()),
+            whole=not (ended and k == len(numbers) - 1 and _is_shorter(report, numbers)),
         )
         for k, number in enumerate(numbers)
     ]
+
+
+def _is_shorter(report: Report, numbers: Column) -> bool:
+    """Tell whether no step comes after the last, as one does after others: these last until the next begins."""
+    begun = report.minibatches.step[report.minibatches.kind != EVALUATION]
+    followed = np.isin(numbers + 1, begun)
+    return bool(followed[:-1].any() and not followed[-1])
 
 
 def _samples(report: Report) -> int:
@@ -79,11 +97,14 @@ def _samples(report: Report) -> int:
     return (sizes.pop() or 0) if len(sizes) == 1 else 0
 
 
-def figures_of(report: Report) -> LiveFigures | None:
-    """Return the numbers of a run, if there is a complete step."""
-    steps = steps_of(report)
+def figures_of(report: Report, *, ended: bool = False) -> LiveFigures | None:
+    """Return the numbers of a run, if there is a complete step; see `steps_of`."""
+    steps = steps_of(report, ended=ended)
     if not steps:
         return None
+    left_out = None
+    if not steps[-1].whole:
+        left_out = steps.pop().step
     counted = set(np.unique(report.steps.step[report.counted]).tolist())
     usual = [step for step in steps if step.step in counted] or steps
     samples = [step.samples_per_second for step in usual if step.samples_per_second is not None]
@@ -100,6 +121,7 @@ def figures_of(report: Report) -> LiveFigures | None:
             parts=tuple(_median([step.parts[k] for step in usual]) for k in range(len(PARTS))),
         ),
         partitions=_partitions(report, last.step, {step.step for step in usual}),
+        left_out=left_out,
     )
 
 

@@ -80,9 +80,8 @@ def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, a
 def line_of(step: StepFigures, *, ascii: bool = False) -> str:
     """Write a step on one line."""
     rate = "" if step.samples_per_second is None else f"   {_rate(step.samples_per_second)} samples/s"
-    text = (
-        f"step {step.step}   {time(step.time)}{rate}   bubble {step.bubble:.1%}, the schedule's own is {step.bound:.1%}"
-    )
+    took = f"{time(step.time)}{rate}" if step.whole else f"{time(step.time)} without what follows a step"
+    text = f"step {step.step}   {took}   bubble {step.bubble:.1%}, the schedule's own is {step.bound:.1%}"
     return text.replace("µs", "us") if ascii else text
 
 
@@ -144,6 +143,8 @@ def _timeline(report: Report, figures: LiveFigures, most: int, style: Style) -> 
     which = f" of replica {DRAWN}" if len({*report.replicas.values()}) > 1 else ""
     title = f"Step {step}{which}, {time(drawn.end - drawn.begin)}"
     legend = f"{PHASES[0]} F, {PHASES[1]} R, {PHASES[2]} B"
+    if figures.left_out is not None:
+        legend = f"the last with another after it, {figures.left_out}"
     head = style.cut(f"{title}   {legend}" if len(title) + len(legend) + 3 <= room else title, room + label + 5)
     space = " " * (room + label + 5 - len(head))
     lines = [
