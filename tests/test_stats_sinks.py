@@ -188,6 +188,20 @@ def test_json_lines(tmp_path):
     ]
 
 
+def test_no_value_no_file(tmp_path):
+    """A file is there from the start, and stays only if it has lines; another's that was closed meanwhile too."""
+    sinks = [JsonlSink(tmp_path, rank=rank) for rank in (0, 0, 1)]
+    for sink in sinks:
+        sink.open()
+        assert sink.path.exists()
+    sinks[0].close()
+    sinks[1].write([Record("a", "b", "c", 0, 1.0)])
+    for sink in sinks:
+        sink.close()
+    assert [path.name for path in (tmp_path / "stats").iterdir()] == ["rank-00000.jsonl"]
+    assert [entry["value"] for entry in objects(sinks[1])] == [1.0]
+
+
 @given(st.floats())
 def test_any_value_is_json(tmp_path_factory, value):
     """Finite values are read back exactly; the others are null, and nonfinite says which."""

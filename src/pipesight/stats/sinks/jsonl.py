@@ -8,6 +8,7 @@ ranks have them, where several were merged.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quote
@@ -40,8 +41,11 @@ class JsonlSink:
         self._lines.write("".join([_line(record) for record in records]).encode())
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. One without a line goes, such as that of a rank whose values another one writes."""
         self._lines.close()
+        with contextlib.suppress(OSError):
+            if self.path.is_file() and not self.path.stat().st_size:
+                self.path.unlink()
 
 
 def _line(record: Record) -> str:
