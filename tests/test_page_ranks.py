@@ -83,7 +83,7 @@ def test_terminal(report):
     """The drawn step names rank and partition, with the bubble of each rank; a step of several replicas counts once."""
     text = render(report)
     assert re.search(r"2 replicas\n", text)
-    assert "median of 3 steps in 2 replicas" in text
+    assert "median of 3 steps," in text
     rows = re.findall(r"^  (r\d p\d) .*\u2502 *(\S*)$", text, re.MULTILINE)
     assert rows == [("r0 p0", "5.9%"), ("r0 p2", ""), ("r1 p1", "5.9%"), ("r1 p3", "")]
     assert max(map(len, text.splitlines())) <= 80

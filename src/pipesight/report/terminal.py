@@ -142,9 +142,8 @@ def _nonfinite(report: Report, style: Style) -> list[str]:
 def _speed(report: Report, overall: Overall, style: Style) -> list[str]:
     dash = "-" if style.ascii else "\N{EN DASH}"
     spread = f", {time(overall.time.low)} {dash} {time(overall.time.high)} for 8 in 10" if overall.steps > 1 else ""
-    steps = _count(overall.steps, "step") + (f" in {overall.replicas} replicas" if overall.replicas > 1 else "")
     rows = [
-        ["Step time", time(overall.time.median), f"median of {steps}{spread}"],
+        ["Step time", time(overall.time.median), f"median of {_count(overall.steps, 'step')}{spread}"],
         ["Throughput", f"{_rate(overall.steps_per_second)} steps/s", _rates(overall)],
         ["Bubble", percent(overall.bubble), _bubble_note(overall, dash)],
         ["Schedule", percent(overall.bound), "its own bubble, in a window without other losses"],
