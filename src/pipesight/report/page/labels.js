@@ -30,15 +30,18 @@ function showLabels() {
 function rankLabel(step, row, place) {
   const { run } = state;
   const shared = run.lanes.findIndex((lane) => lane.rank === row.rank && lane.takes_turns);
-  const name = run.payload.ranks > 1 || shared >= 0 ? run.rankName(row.rank) : "program";
-  const [first, ...details] = name.split(" \u00b7 ");
+  if (run.payload.ranks === 1 && shared < 0)
+    return make("div", { ...place, class: "lane program" }, make("span", {}, "program"));
+  const name = run.rankName(row.rank);
+  const [, ...details] = name.split(" \u00b7 ");
   return make(
     "div",
     { ...place, class: "lane program", title: name },
     make(
       "span",
       { class: "rank" },
-      first,
+      make("span", { class: "word" }, "rank "),
+      `${row.rank}`,
       details.map((detail) => make("span", { class: "detail" }, ` \u00b7 ${detail}`)),
     ),
     shared >= 0 && bubbleLabel(step, shared),
