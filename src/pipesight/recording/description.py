@@ -53,6 +53,7 @@ class Description:
             "rank": directory.rank,
             "world_size": directory.ranks,
             "restart": directory.restart,
+            "launch": directory.launch,
             "started": _now(),
             "ended": None,
             "outcome": None,

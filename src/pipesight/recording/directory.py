@@ -6,16 +6,27 @@
     RUN/stats/rank-00000.jsonl
     RUN/logs/rank-00000.log
 
-The ranks of a run begin at any time, so each looks after its own files only.
+The ranks of a run begin at any time, so each looks after its own files only. If torchrun starts them anew, they write
+more files in the same directory, with the number of the attempt in their names. The torchruns of several nodes may
+count differently, so the number is the next one after that of the description which the rank has left::
+
+    node of rank 0   told 0 ──────── told 0, as it was rank 1 that crashed
+                     attempt 0       attempt 1: run.json is of attempt 0, and of this torchrun
+    node of rank 1   told 0 ─ crash  told 1
+                     attempt 0       attempt 1
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from pipesight.trace._attempt import launch, restarts, with_attempt
 
 __all__ = ["RunDirectory"]
 
@@ -31,7 +42,8 @@ class RunDirectory:
         path: The directory.
         rank: Of this process.
         ranks: How many there are.
-        restart: How often a launcher has started the run anew, without a new directory.
+        restart: How often a launcher has started the run anew, without a new directory; settled by `claim`.
+        launch: Which start of torchrun this is of, if it is.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -39,7 +51,7 @@ class RunDirectory:
             raise ValueError("the path of a run directory must not be empty; name one: observe('RUN')")
         self.path = Path(path).absolute()
         self.rank, self.ranks = _number("RANK", 0), max(1, _number("WORLD_SIZE", 1))
-        self.restart = _number("TORCHELASTIC_RESTART_COUNT", 0)
+        self.restart, self.launch = restarts(), launch()
 
     @property
     def name(self) -> str:
@@ -54,13 +66,12 @@ class RunDirectory:
     @property
     def trace(self) -> Path:
         """What the trace of this rank is called, but for its suffix."""
-        return self.path / "trace" / self.name
+        return self.path / "trace" / with_attempt(self.name, self.restart)
 
     @property
     def log(self) -> Path:
         """The file of log lines."""
-        again = f"-restart-{self.restart}" if self.restart else ""
-        return self.path / "logs" / f"{self.name}{again}.log"
+        return self.path / "logs" / f"{with_attempt(self.name, self.restart)}.log"
 
     def traces(self) -> list[Path]:
         """Return the files that this process and those that it started have written so far."""
@@ -76,8 +87,11 @@ class RunDirectory:
         """
         if self.path.exists() and not self.path.is_dir():
             raise FileExistsError(f"a run directory must be a folder, but {str(self.path)!r} is a file; name another")
+        before = self._attempt_before()
+        if before is not None:
+            self.restart = max(self.restart, before + 1)
         if self.restart:
-            self._put_aside()
+            self._put_aside(self.restart - 1 if before is None else before)
         elif overwrite:
             for file in list(self._own()):
                 file.unlink(missing_ok=True)
@@ -114,11 +128,21 @@ class RunDirectory:
             if not file.is_dir() and not (recorded and 0 < _rank_of(file) < self.ranks):
                 yield file
 
-    def _put_aside(self) -> None:
+    def _attempt_before(self) -> int | None:
+        """Return the last attempt that this torchrun made of this rank, by the description that it left."""
+        facts: Any = None
+        with contextlib.suppress(OSError, ValueError):
+            facts = json.loads(self.description.read_bytes())
+        if not isinstance(facts, dict) or self.launch is None or facts.get("launch") != self.launch:
+            return None
+        restart, itself = facts.get("restart"), facts.get("pid") == os.getpid()
+        return restart if type(restart) is int and not itself else None
+
+    def _put_aside(self, before: int) -> None:
         """Give the statistics of the attempt before another name; the other files have the attempt in theirs."""
         last = self.path / "stats" / f"{self.name}.jsonl"
         with contextlib.suppress(OSError):
-            last.rename(last.with_name(f"{self.name}-attempt-{self.restart - 1}.jsonl"))
+            last.rename(last.with_name(f"{self.name}-attempt-{before}.jsonl"))
 
 
 def _rank_of(file: Path) -> int:

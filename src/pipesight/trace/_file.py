@@ -13,6 +13,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
+from pipesight.trace._attempt import restarts, with_attempt
 from pipesight.trace._encode import NAMING, Encoder, rank
 
 __all__ = ["TraceFile", "name_for"]
@@ -36,13 +37,17 @@ def name_for(given: Path, *, child: bool, compress: bool) -> Path:
     name = given.name
     for suffix in (".gz", ".pfw"):
         name = name.removesuffix(suffix)
-    if os.environ.get("WORLD_SIZE", "1") != "1" and rank() is not None and name != f"rank-{rank():05}":
+    if os.environ.get("WORLD_SIZE", "1") != "1" and rank() is not None and not _is_of_rank(name):
         name += f"-rank-{rank():05}"
-    if (restarts := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
-        name += f"-restart-{restarts}"
+    name = with_attempt(name, restarts())
     if child:
         name += f"-{os.getpid()}"
     return given.with_name(f"{name}.pfw.gz" if compress else f"{name}.pfw")
+
+
+def _is_of_rank(name: str) -> bool:
+    own = f"rank-{rank():05}"
+    return name == own or name.startswith(f"{own}-restart-")
 
 
 class _Last(threading.Event):
