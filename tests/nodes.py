@@ -7,11 +7,10 @@ import dataclasses
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from processes import STRICT_PYTHON
+import warm
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,8 +86,8 @@ def nodes(hosts, program, folder, *, ranks=1, port=None, options=(), through=(),
     """
     endpoint = f"{hosts[0].name}:{port or free_port()}"
     meet = ["--nnodes", len(hosts), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "job"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, *meet, *options]
-    command += ["--no-python", *STRICT_PYTHON, *through, *program]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, *meet, *options, "--no-python"]
+    command = warm.command(*launcher, *warm.command(*through, *program))
     commands = [host.command(command) for host in hosts]
     with started(commands, folder, FOLDER=folder, **environment) as job:
         yield job

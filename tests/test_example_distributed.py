@@ -1,7 +1,9 @@
 """The example of training over many processes: as it is, on two nodes, and under SLURM, killed, preempted, resumed."""
 
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from nodes import Here, free_port, nodes, started
 from observed import description
-from processes import STRICT_PYTHON
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "distributed"
 STEPS = 60
@@ -36,9 +38,9 @@ def beginnings(*outputs):
 def whole(tmp_path_factory):
     """Run the example on two ranks of one machine, recorded; return its folder, and its losses."""
     folder = tmp_path_factory.mktemp("whole")
-    options = ["--standalone", "--nproc-per-node", "2", "--no-python", *STRICT_PYTHON]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, EXAMPLE / "train.py", *SMALL, "--out", "RUN"]
-    with started([command], folder) as job:
+    options = ["--standalone", "--nproc-per-node", "2", "--no-python"]
+    program = warm.command(EXAMPLE / "train.py", *SMALL, "--out", "RUN")
+    with started([warm.command("-m", "torch.distributed.run", *options, *program)], folder) as job:
         (output,) = job.ends_well()
     return folder, losses(output)
 
@@ -60,12 +62,19 @@ def test_killed_on_two_nodes(whole, tmp_path):
 
     The schedule is another one, too.
     """
-    program = [EXAMPLE / "train.py", *SMALL, "--schedule", "interleaved-zero-bubble", "--balance", "2,2"]
+    program = [
+        EXAMPLE / "train.py",
+        *SMALL,
+        "--schedule",
+        "interleaved-zero-bubble",
+        "--balance",
+        "2,2",
+        "--out",
+        "RUN",
+    ]
     with nodes([Here(), Here()], program, tmp_path, options=["--max-restarts", "1"]) as job:
         job.wait_for("step 25 ")
-        children = f"/proc/{job.processes[1].pid}/task/{job.processes[1].pid}/children"
-        (rank,) = Path(children).read_text().split()
-        os.kill(int(rank), signal.SIGKILL)
+        os.kill(json.loads((tmp_path / "RUN/ranks/rank-00001.json").read_text())["pid"], signal.SIGKILL)
         outputs = job.ends_well()
     first, second = beginnings(*outputs)
     assert first == 0
@@ -107,21 +116,20 @@ case "$1 $2" in
 esac
 """
 
-TORCHRUN = f"""#!/bin/sh
-exec {sys.executable} -m torch.distributed.run "$@"
-"""
-
 
 @pytest.fixture
 def slurm(tmp_path):
     """Put what the script calls on the PATH; return how to run it as SLURM would, for the nth time."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("torchrun", TORCHRUN)):
+    python = f'#!/bin/sh\nexec {shlex.join(warm.command())} "$@"\n'
+    torchrun = f'#!/bin/sh\nexec {programs}/python -m torch.distributed.run "$@"\n'
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("torchrun", torchrun), ("python", python)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     job = {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHON_EXEC": programs / "python",  # what torchrun starts ranks with
         "PROGRAM": EXAMPLE / "train.py",
         "SLURM_JOB_ID": 4711,
         "SLURM_JOB_NODELIST": "node[1-2]",

@@ -8,11 +8,14 @@ imported, needs another.
     process = warm.start("train.py", "3", cwd=tmp_path)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 0
+
+`command` is for those who start commands themselves, such as torchrun.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import json
@@ -32,10 +35,10 @@ from typing import Any
 
 from processes import STRICT_PYTHON
 
-__all__ = ["Process", "run", "start", "torchrun"]
+__all__ = ["Process", "command", "run", "start", "torchrun"]
 
 PRELOADED = (
-    *("numpy", "torch", "torch._dynamo", "torch.distributed"),
+    *("numpy", "torch", "torch._dynamo", "torch.distributed", "torch.distributed.launcher.api"),
     *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining"),
 )
 
@@ -62,6 +65,12 @@ def run(*arguments: str, timeout: float = 120, **options: Any) -> subprocess.Com
     finally:
         process.end()
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+def command(*arguments: str) -> list[str]:
+    """Return a command that is as good as `python` with these arguments, but begins with torch imported."""
+    stand_in = str(Path(__file__).with_name("stand_in.py"))
+    return [sys.executable, "-I", "-S", stand_in, _server(), *map(str, arguments)]
 
 
 def torchrun(
@@ -203,6 +212,7 @@ def serve() -> CodeType:
             return code
         connection.close()
         _reap()
+    _reap()  # so that the time they took is counted as that of the tests
     os._exit(0)
 
 
@@ -214,7 +224,7 @@ def _reap() -> None:
 
 def _fork_and_tell(connection: socket.socket) -> CodeType | None:
     """Fork once more; return what to run in the child, and nothing in the parent when the child has ended."""
-    first, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+    first, descriptors, _, _ = socket.recv_fds(connection, 1, 5)
     with connection.makefile("rb") as file:
         request = json.loads(first + file.readline())
     child = os.fork()
@@ -222,19 +232,36 @@ def _fork_and_tell(connection: socket.socket) -> CodeType | None:
         for descriptor in descriptors:
             os.close(descriptor)
         connection.sendall(f"{child}\n".encode())
+        if request.get("tied"):
+            ended = os.pidfd_open(child)
+            if ended not in select.select([ended, connection], [], [])[0]:
+                os.kill(child, signal.SIGKILL)  # who stands for it was killed
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         with suppress(OSError):  # nobody may wait for it any more
             connection.sendall(f"{status}\n".encode())
         return None
     connection.close()
+    _enter(descriptors[2:])
     empty = os.open(os.devnull, os.O_RDONLY)
-    for target, descriptor in enumerate((empty, *descriptors)):
+    for target, descriptor in enumerate((empty, *descriptors[:2])):
         os.dup2(descriptor, target)
         os.close(descriptor)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if (threads := request["env"].get("OMP_NUM_THREADS", "")).isdecimal():  # read when torch was imported
+        sys.modules["torch"].set_num_threads(int(threads))
     return _code(request["arguments"])
+
+
+def _enter(namespaces: list[int]) -> None:
+    """Enter other namespaces than those of this process, which only root can."""
+    for kind, descriptor in zip(("net", "uts", "mnt"), namespaces, strict=False):
+        if not os.path.samestat(os.fstat(descriptor), os.stat(f"/proc/self/ns/{kind}")):
+            libc = ctypes.CDLL(None, use_errno=True)  # os.setns is new in Python 3.12
+            if libc.setns(descriptor, 0) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter the {kind} namespace")
+        os.close(descriptor)
 
 
 def _code(arguments: list[str]) -> CodeType:
