@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -26,11 +27,11 @@ class Trouble(nn.Module):
         return input
 
 
-def run(**settings):
+def run(steps=3, **settings):
     model = tanhs(4)
     model[2].append(Trouble())
     pipeline = DistributedPipeline(model, [1] * 4, chunks=4, loss_fn=mse, **settings)
-    for k, (x, y) in enumerate(batches([8] * 3)):
+    for k, (x, y) in enumerate(batches([8] * steps)):
         if k == 1:
             between(rank)
         try:
@@ -109,7 +110,54 @@ def test_a_rank_that_hangs(inside, tmp_path):
             assert " in trouble (" in text
         else:
             assert text.startswith("rank 2 hangs outside of the pipeline, at script.py:")
+            assert ", but rank 2 made 1: every rank must call step, eval_step and predict as often" in text
         assert "waited 5 s for" in text
+
+
+def rule(made):
+    """Return what follows from a rank that made fewer calls than the others."""
+    counts = f"makes call {made + 1} of the pipeline, step, but rank 1 made {made}"
+    often = "every rank must call step, eval_step and predict as often as the others"
+    return f"; rank 0 {counts}: {often}; give each the same number of batches"
+
+
+def test_a_rank_that_leaves_the_loop(tmp_path):
+    """Under torchrun, which lets the others go on, they say who left, after how many calls, and what to do."""
+    _, errors = ended(start(4, "run(steps=2 if rank == 1 else 4)", tmp_path, begin=BEGIN, end=""), timeout=60)
+    found = told(tmp_path)
+    assert found[1] is None
+    texts = {tuple(lines) for lines in found if lines is not None}  # torchrun may end others when the first raises
+    ((kind, text),) = texts
+    assert kind == "RankFailedError"
+    assert text.startswith("rank 1 has left: rank ")
+    assert re.sub(r"; rank \d makes", "; rank 0 makes", text).endswith(rule(made=2))
+    assert f"]: pipesight.distributed.failures.RankFailedError: {text}" in errors
+
+
+@pytest.mark.parametrize(
+    ("end", "begins", "ends"),
+    [
+        ("sys.exit(3)", "rank 1 has left: rank ", rule(made=1)),
+        ("os.kill(os.getpid(), 11)", "rank 1 is gone, without an exception: rank ", "is what torchrun tells of it"),
+    ],
+    ids=["sys.exit", "SIGSEGV"],
+)
+def test_a_rank_that_ends_without_an_exception(end, begins, ends, tmp_path):
+    """The others name it in seconds, if nobody ends them before, as torchrun does with those on the same node."""
+    body = f"""
+    def between(rank):
+        if rank == 1:
+            {end}
+    run()
+    """
+    torchrun(4, body, tmp_path, begin=BEGIN, fails=True, timeout=30)
+    found = told(tmp_path)
+    assert found[1] is None
+    for rank in (0, 2, 3):
+        kind, text = found[rank]
+        assert kind == "RankFailedError"
+        assert text.startswith(begins)
+        assert re.sub(r"; rank \d makes", "; rank 0 makes", text).endswith(ends)
 
 
 STEPS = 40

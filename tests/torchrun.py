@@ -10,7 +10,6 @@ import textwrap
 from pathlib import Path
 
 import warm
-from processes import STRICT_PYTHON
 
 RANK = """
 import copy, os, sys, time
@@ -35,7 +34,7 @@ def start(ranks, body, folder, *, options=(), **settings):
     """Start a job of as many ranks by torchrun itself."""
     program, environment = _written(body, folder, **settings)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    return warm.start(*launcher, *options, "--no-python", *STRICT_PYTHON, *program, cwd=folder, env=environment)
+    return warm.start(*launcher, *options, "--no-python", *warm.command(*program), cwd=folder, env=environment)
 
 
 def ended(job, timeout=180):

@@ -5,6 +5,7 @@ The store of the process group is the notice board::
     failure          what the first rank that failed wrote: everyone raises that
     question         a rank has waited too long and asks where all of them are
     state/RANK       the answer of each
+    left/RANK        how many calls a rank made that has ended since, as Python ends
 
 A rank that fails writes its note and closes its connections. Those who wait for it get an error at once, look at the
 board, and raise `RankFailedError` with the cause.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -39,6 +41,17 @@ _NO_TAG = 1_000_003  # of nothing that is ever sent: a real message must not mee
 _COURTESY = 0.3  # seconds in which the rank with the cause prints it first
 
 
+_RULE = "every rank must call step, eval_step and predict as often as the others; give each the same number of batches"
+
+
+@dataclasses.dataclass(slots=True)
+class Calls:
+    """The calls of a pipeline that a rank has begun."""
+
+    begun: int = 0
+    last: str = ""
+
+
 class RankFailedError(RuntimeError):
     """Another rank failed, is gone, or hangs."""
 
@@ -59,6 +72,7 @@ class Watch:
             f"pipesight/{groups[0].group_name}", dist.distributed_c10d._get_default_store()
         )
         self._main = threading.get_ident()
+        self.calls = Calls()
         self.waits_for: str | None = None
         """What this rank waits for, if it does."""
         self._ended = threading.Event()
@@ -68,7 +82,8 @@ class Watch:
         thread.name = "pipesight-watch"
         thread.start()
         wait_at_exit()
-        atexit.register(_end, self._ended, thread)  # a thread at work while Python ends could crash it
+        # A thread at work while Python ends could crash it.
+        atexit.register(_end, self._ended, thread, self._store, f"left/{dist.get_rank()}", self.calls)
 
     def fail(self, error: BaseException) -> None:
         """Let the others know that this rank fails, and do not let them wait."""
@@ -122,7 +137,7 @@ class Watch:
         self._break()
         if note is None:
             return RankFailedError(f"waited for {waited_for}, but the store is gone, with the rank that kept it")
-        if note["rank"] != dist.get_rank():
+        if note["rank"] != dist.get_rank() and note["traceback"]:
             time.sleep(_COURTESY)
         return RankFailedError(note["text"])
 
@@ -141,26 +156,37 @@ class Watch:
                 time.sleep(0.02)
         return None
 
-    def _diagnose(self, waited_for: str, late: bool) -> str:
-        """Ask all ranks where they are, and name those that keep the others waiting, or are gone."""
-        states: dict[int, dict[str, Any]] = {}
+    def _ask(self) -> dict[int, dict[str, Any]]:
+        """Ask all ranks where they are; return what those say that answer, or left word when they ended."""
+        states = {dist.get_rank(): self._state()}
         with contextlib.suppress(Exception):
             self._store.set("question", "?")
             until = time.monotonic() + 1 + 2 * self._interval
             while len(states) < len(self._ranks) and time.monotonic() < until:
                 for rank in self._ranks:
-                    if rank == dist.get_rank():
-                        states[rank] = self._state()
-                    elif rank not in states and self._store.check([f"state/{rank}"]):
-                        states[rank] = json.loads(self._store.get(f"state/{rank}"))
+                    for key in (f"left/{rank}", f"state/{rank}"):
+                        if rank not in states and self._store.check([key]):
+                            states[rank] = json.loads(self._store.get(key))
                 time.sleep(0.02)
-        silent = [f"rank {rank}" for rank in self._ranks if rank not in states]
+        return states
+
+    def _diagnose(self, waited_for: str, late: bool) -> str:
+        """Name the ranks that keep the others waiting, or are gone."""
+        me, mine, states = f"rank {dist.get_rank()}", self.calls, self._ask()
+        silent = [rank for rank in self._ranks if rank not in states]
+        idle = {rank: state for rank, state in states.items() if not state["waits"]}
+        behind = {rank: state["calls"] for rank, state in idle.items() if state["calls"] < mine.begun}
+        who = ", ".join(f"rank {rank} made {calls}" for rank, calls in behind.items())
+        rule = f"; {me} makes call {mine.begun} of the pipeline, {mine.last}, but {who}: {_RULE}" if behind else ""
         if not late:
-            return f"{', '.join(silent) or 'a rank'} is gone: rank {dist.get_rank()} waited for {waited_for}"
-        waited = f"rank {dist.get_rank()} waited {self._timeout or 0:g} s for {waited_for}"
-        busy = [f"rank {rank} hangs {state['where']}" for rank, state in states.items() if not state["waits"]]
-        if busy or silent:
-            return "; ".join([*busy, *(f"{rank} does not answer" for rank in silent)]) + f" ({waited})"
+            gone = [f"rank {rank} is gone, without an exception" for rank in silent]
+            gone += [f"rank {rank} has left" for rank, state in idle.items() if state["left"] or rank in behind]
+            told = "; its exit code or signal is what torchrun tells of it" if silent else rule
+            return f"{'; '.join(gone) or 'a rank is gone'}: {me} waited for {waited_for}{told}"
+        if idle or silent:
+            busy = [f"rank {rank} {'has left' if s['left'] else 'hangs ' + s['where']}" for rank, s in idle.items()]
+            busy += [f"rank {rank} does not answer" for rank in silent]
+            return f"{'; '.join(busy)} ({me} waited {self._timeout or 0:g} s for {waited_for}){rule}"
         everyone = "; ".join(f"rank {rank} waits for {state['waits']}" for rank, state in states.items())
         return f"all ranks wait for each other: {everyone}"
 
@@ -174,7 +200,7 @@ class Watch:
         if frame is not None:
             code = frame.f_code
             place += f", at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-        return {"waits": self.waits_for, "where": place}
+        return {"waits": self.waits_for, "where": place, "calls": self.calls.begun, "left": False}
 
     def _answer_if_asked(self) -> None:
         if self._store.check(["question"]):
@@ -195,9 +221,13 @@ def _answer(watch: weakref.ref[Watch], ended: threading.Event) -> None:
         ended.wait(interval)
 
 
-def _end(ended: threading.Event, thread: threading.Thread) -> None:
+def _end(ended: threading.Event, thread: threading.Thread, store: Any, key: str, calls: Calls) -> None:
+    """Let the thread end, and leave word for those who go on, if the store outlives the ranks."""
     ended.set()
     thread.join(timeout=1)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        with contextlib.suppress(Exception):
+            store.set(key, json.dumps({"waits": None, "calls": calls.begun, "left": True}))
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]

@@ -336,6 +336,7 @@ class DistributedPipeline:
             "leaves": self._farewell.asked,
         }
         message["step"] = context.counted_step()
+        self._watch.calls.begun, self._watch.calls.last = self._calls + 1, call
         error: Exception | None = None
         inputs: list[tuple[Tensor, ...]] = []
         targets: list[Any] = []
