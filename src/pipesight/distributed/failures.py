@@ -136,7 +136,10 @@ class Watch:
             note = self._read(_PATIENCE)
         self._break()
         if note is None:
-            return RankFailedError(f"waited for {waited_for}, but the store is gone, with the rank that kept it")
+            host = os.environ.get("MASTER_ADDR", "?")
+            return RankFailedError(
+                f"waited for {waited_for}, but the store on {host} is gone, with what kept it; the cause is told there"
+            )
         if note["rank"] != dist.get_rank() and note["traceback"]:
             time.sleep(_COURTESY)
         return RankFailedError(note["text"])
