@@ -1,4 +1,4 @@
-"""Lines of tasks and layers of pipelines: what is the same in each step is made into text once.
+"""Lines of tasks, layers and messages of pipelines: what is the same in each step is made into text once.
 
 A task's line is followed by those of its arrows, the ways of a micro-batch into it and out of it.
 """
@@ -11,13 +11,27 @@ from typing import Any, TypeAlias
 
 from pipesight.trace._span import Args, Place
 
-__all__ = ["PlaceLines"]
+__all__ = ["PlaceLines", "carried"]
 
 _Template: TypeAlias = Callable[[Any, int, Args], str]
 """Makes a line of a node, a thread and arguments, with a ``%d`` for each of: id, begin, duration, parent, level."""
 
 _NUMBERS = ("step", "minibatch", "microbatch")
 _MANY = 10_000
+
+
+_carried: dict[tuple[Any, ...], tuple[Args, Args]] = {}
+
+
+def carried(node: Any, known: Args) -> Args:
+    """Return what the node carries and what else is known: the same object each time, for which a line is made once."""
+    key = (node, *known.items())
+    entry = _carried.get(key)
+    if entry is None or entry[0] is not node.args:
+        if len(_carried) > _MANY:
+            _carried.clear()
+        entry = _carried[key] = (node.args, {**node.args, **known})
+    return entry[1]
 
 
 class PlaceLines:

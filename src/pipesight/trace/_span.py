@@ -62,7 +62,7 @@ Args: TypeAlias = Mapping[str, Any]
 """What a span carries. Never changed once it is there: whoever updates makes a new one."""
 
 Place: TypeAlias = tuple[Args, int, int, int, int, int, str | None, int, int]
-"""In the place of `Args`, for tasks and layers of a pipeline: what the node carries; the way that arrows go from here,
+"""In the place of `Args`, for what is done in a pipeline: what the node carries; the way that arrows go from here,
 1, -1 or 0 for none; step, mini-batch, partition, micro-batch and layer; of tasks, how many partitions there are, and
 the number of a pipeline that goes over several processes, 0 of others."""
 
@@ -155,7 +155,7 @@ def begin_silently(node: Any) -> Span:
     return span
 
 
-def end(span: Span, args: Args, node: Any = None) -> None:
+def end(span: Span, args: Args | Place, node: Any = None) -> None:
     """Close a span, from wherever among the open ones it is, and record it, as one of ``node`` if that is given."""
     moment = now()
     at = span

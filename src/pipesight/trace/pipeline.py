@@ -19,6 +19,7 @@ import threading
 
 from pipesight.context import Observer, Where
 from pipesight.trace import _span
+from pipesight.trace._places import carried
 from pipesight.trace._span import CROWD, EVENTS, ROOT_ID, Span, begin, current, end, next_id, now, on_pass, resume
 from pipesight.trace.ai import ai
 from pipesight.trace.device import DeviceTask, device_spans, is_capturing
@@ -147,16 +148,5 @@ class PipelineSpans(Observer):
         if track is None or track.transfer is None:
             return
         span, track.transfer = track.transfer, None
-        end(
-            span,
-            {
-                **ai.device.transfer.args,
-                "step": where.step,
-                "minibatch": where.serial,
-                "partition": where.partition,
-                "microbatch": where.microbatch,
-                "from": source,
-                "to": target,
-                "size": size,
-            },
-        )
+        known = carried(ai.device.transfer, {"from": source, "to": target, "size": size})
+        end(span, (known, 0, where.step, where.serial, where.partition, where.microbatch, None, 0, 0))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from pipesight import context
 from pipesight._nested import tensors_in
 from pipesight.trace import _span
+from pipesight.trace._places import carried
+from pipesight.trace._span import Args, Place
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._patch import Patches
 from pipesight.trace.automatic._step import with_step
@@ -72,47 +74,46 @@ def _around(name: str, node: Node, measured: str) -> Callable[..., Any]:
         for end in ("src", "dst", "group_src", "group_dst"):
             if isinstance(given.get(end), int):
                 known[end] = given[end]
-        if (where := context.exchanging()) is not None:
-            known |= _place(where)
-        known = with_step(known)
+        where = context.exchanging()
+        if where is None:
+            place, known = None, with_step(known)
+        else:
+            place = (where.step, where.serial, where.partition, where.microbatch)
+            known["peer"] = where.peer
         span = _span.begin(node)
         try:
             work = original(*args, **kwargs)
         finally:
-            _span.end(span, {**node.args, **known})
+            _span.end(span, _args(node, known, place))
         if known["async"] and work is not None:
             if len(_waits) > 10_000:  # works that nobody waits for
                 _waits.clear()
             del known["async"]  # the wait itself is not
-            _waits[id(work)] = node.derive("wait"), known
+            _waits[id(work)] = node.derive("wait"), known, place
         return work
 
     return around
 
 
-_waits: dict[int, tuple[Node, dict[str, Any]]] = {}  # what the works that nobody has waited for yet are
+_InPipeline: TypeAlias = tuple[int, int, int, int]
+"""Step, mini-batch, partition and micro-batch of what a pipeline sends from rank to rank."""
+
+_waits: dict[int, tuple[Node, dict[str, Any], _InPipeline | None]] = {}  # of works that nobody has waited for yet
 
 
 def _wait(original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
-    node, known = _waits.pop(id(work), (ai.comm, {}))
+    node, known, place = _waits.pop(id(work), (ai.comm, {}, None))
     if not known or not node.recording:
         return original(work, *args, **kwargs)
     span = _span.begin(node)
     try:
         return original(work, *args, **kwargs)
     finally:
-        _span.end(span, {**node.args, **known})
+        _span.end(span, _args(node, known, place))
 
 
-def _place(where: context.Where) -> dict[str, Any]:
-    """Return what is known of tensors that a pipeline sends from rank to rank."""
-    return {
-        "step": where.step,
-        "minibatch": where.serial,
-        "partition": where.partition,
-        "microbatch": where.microbatch,
-        "peer": where.peer,
-    }
+def _args(node: Node, known: dict[str, Any], place: _InPipeline | None) -> Args | Place:
+    return {**node.args, **known} if place is None else (carried(node, known), 0, *place, None, 0, 0)
 
 
 def _is_inside(node: Node) -> bool:
