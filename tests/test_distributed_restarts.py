@@ -66,7 +66,8 @@ def earlier(tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(told))
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/torchelastic_a/{launch}/attempt_{told}/0/error.json")
+        errors = f"/tmp/torchelastic_a/{launch}/attempt_{told}/0/error.json" if launch else ""
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", errors)
         return RunDirectory(tmp_path / "RUN")
 
     directory = start("job_1")
@@ -100,5 +101,19 @@ def test_others_are_refused(earlier, facts):
     start, describe = earlier
     describe(**facts)
     for launch in ("job_1",) if facts else ("job_2", "other_1"):
-        with pytest.raises(FileExistsError, match=r"must be empty, but .* holds 'ranks/rank-00001.json'"):
-            start(launch).claim()
+        for told in (0, 1):  # by then it would be too late to say so
+            with pytest.raises(FileExistsError, match=r"must be empty, but .* holds 'ranks/rank-00001.json'"):
+                start(launch, told).claim()
+
+
+def test_another_launcher_is_believed(earlier):
+    """Where nothing tells launches apart, an attempt that says it is a later one is."""
+    start, describe = earlier
+    describe(launch=None)
+    directory = start("", told=1)
+    assert directory.launch is None
+    directory.claim()
+    assert directory.restart == 1
+    describe(launch=None, restart=1)
+    with pytest.raises(FileExistsError, match="must be empty"):
+        start("", told=1).claim()

@@ -87,11 +87,12 @@ class RunDirectory:
         """
         if self.path.exists() and not self.path.is_dir():
             raise FileExistsError(f"a run directory must be a folder, but {str(self.path)!r} is a file; name another")
-        before = self._attempt_before()
-        if before is not None:
-            self.restart = max(self.restart, before + 1)
-        if self.restart:
-            self._put_aside(self.restart - 1 if before is None else before)
+        left = _read(self.description)
+        goes_on = self._goes_on(left)
+        if goes_on:
+            self.restart = max(self.restart, left["restart"] + 1)
+        if goes_on or (self.restart and not left):  # it may have ended before it left anything
+            self._put_aside(left.get("restart", self.restart - 1))
         elif overwrite:
             for file in list(self._own()):
                 file.unlink(missing_ok=True)
@@ -128,21 +129,27 @@ class RunDirectory:
             if not file.is_dir() and not (recorded and 0 < _rank_of(file) < self.ranks):
                 yield file
 
-    def _attempt_before(self) -> int | None:
-        """Return the last attempt that this torchrun made of this rank, by the description that it left."""
-        facts: Any = None
-        with contextlib.suppress(OSError, ValueError):
-            facts = json.loads(self.description.read_bytes())
-        if not isinstance(facts, dict) or self.launch is None or facts.get("launch") != self.launch:
-            return None
-        restart, itself = facts.get("restart"), facts.get("pid") == os.getpid()
-        return restart if type(restart) is int and not itself else None
+    def _goes_on(self, left: dict[str, Any]) -> bool:
+        """Tell whether what a rank has left is of an attempt before: of this torchrun, or that of another node."""
+        if type(left.get("restart")) is not int or left.get("pid") == os.getpid():
+            return False
+        if self.launch is None:
+            return self.restart > left["restart"]  # whoever says so
+        others = sorted((self.path / "ranks").glob("*.json"))
+        return any(_read(file).get("launch") == self.launch for file in (self.description, *others))
 
     def _put_aside(self, before: int) -> None:
         """Give the statistics of the attempt before another name; the other files have the attempt in theirs."""
         last = self.path / "stats" / f"{self.name}.jsonl"
         with contextlib.suppress(OSError):
             last.rename(last.with_name(f"{self.name}-attempt-{before}.jsonl"))
+
+
+def _read(description: Path) -> dict[str, Any]:
+    facts: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        facts = json.loads(description.read_bytes())
+    return facts if isinstance(facts, dict) else {}
 
 
 def _rank_of(file: Path) -> int:
