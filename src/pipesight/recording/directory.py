@@ -134,7 +134,7 @@ class RunDirectory:
         if type(left.get("restart")) is not int or left.get("pid") == os.getpid():
             return False
         if self.launch is None:
-            return self.restart > left["restart"]  # whoever says so
+            return bool(self.restart > left["restart"])  # whoever says so
         others = sorted((self.path / "ranks").glob("*.json"))
         return any(_read(file).get("launch") == self.launch for file in (self.description, *others))
 
