@@ -61,7 +61,8 @@ class GrowingRun(Made):
         partial.replace(self.folder / "run.json")
 
     def trace_of(self, rank: int = 0) -> Path:
-        return self.folder / f"trace/rank-{rank:05}.pfw.gz"
+        restart = self.description.get("restart")
+        return self.folder / (f"trace/rank-{rank:05}" + (f"-restart-{restart}" if restart else "") + ".pfw.gz")
 
     def step(self, *, task: int = 1000, ranks: int = 1, write: bool = True) -> int:
         """Do one step, each task as long as said, a pause of one task after it; return its number."""

@@ -216,6 +216,29 @@ def test_pipe_from_nothing(run):
     assert lines[4:] == [f"{run.folder}: has ended: ValueError: too bad"]
 
 
+def test_pipe_restarted(run):
+    """An attempt that torchrun starts after one that failed is followed from its first step."""
+    run.description.update(launch="job_1", ppid=os.getpid(), restart=0)
+    run.begin()
+    run.step()
+    run.step()
+    with piped(run.folder) as watch:
+        assert watch.stdout is not None
+        assert watch.stdout.readline().startswith("step 0 ")
+        run.end("SIGTERM")
+        again = GrowingRun(run.folder, balance=[1, 2], chunks=2, started="2024-01-01T00:00:00+00:00")
+        again.description.update(launch="job_1", ppid=os.getpid(), restart=1)
+        again.begin()
+        again.step()
+        again.step()
+        again.end()
+        lines = watch.stdout.read().splitlines()
+        assert watch.wait(LIMIT) == 0
+    assert lines[0] == f"{run.folder}: started anew, this is attempt 1"
+    assert [line.partition("   ")[0] for line in lines[1:3]] == ["step 0", "step 1"]
+    assert lines[3:] == [f"{run.folder}: has ended: ok"]
+
+
 def test_pipe_interrupted(run):
     """Ctrl-C ends it there too, with exit code 0 and not a word."""
     run.begin()

@@ -463,6 +463,47 @@ def test_other_ranks(run, look_at):
     assert look_at(1001).state.phase == "ended"
 
 
+def test_restarted(run, look_at):
+    """An attempt that failed has not ended the run while its torchrun goes on: the next one is followed."""
+    torchrun = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        run.description.update(launch="job_1", ppid=torchrun.pid, restart=0)
+        run.begin()
+        run.step()
+        run.describe(ended="now", outcome="SIGTERM")
+        look_at(0)
+        assert look_at(1001).state.phase == "running"
+        again = GrowingRun(run.folder, balance=[1, 2], chunks=2, started="2024-01-01T00:00:00+00:00")
+        again.description.update(launch="job_1", ppid=torchrun.pid, restart=1)
+        again.begin()
+        follower = look_at(1002)
+        assert (follower.state.phase, follower.run.attempt.number) == ("running", 1)
+        again.describe(ended="now", outcome="SIGTERM")
+        assert look_at(1003).state.phase == "running"
+    finally:
+        torchrun.communicate(b"\n")
+    follower = look_at(1003)
+    assert (follower.state.phase, follower.state.outcome) == ("ended", "SIGTERM")
+
+
+def test_not_restarted(run, look_at):
+    """Of a torchrun elsewhere nobody knows whether it goes on; after a while it has ended. A run that went well has."""
+    run.description.update(launch="job_1", ppid=1, host="elsewhere", ended="now", outcome="SIGTERM")
+    run.begin()
+    run.step()
+    look_at(0)
+    assert look_at(11_000).state.phase == "running"
+    assert look_at(13_000).state.phase == "ended"
+
+
+def test_went_well(run, look_at):
+    """A run that went well is not started anew."""
+    run.description.update(launch="job_1", ppid=os.getpid(), ended="now", outcome="ok")
+    run.begin()
+    run.step()
+    assert look_at(0).state.phase == "ended"
+
+
 def test_traces_alone(run, look_at):
     """A folder of traces without run.json has ended when each has its end and has been quiet for a while."""
     run.begin()

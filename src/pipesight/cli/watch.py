@@ -79,7 +79,7 @@ def _print(follower: Follower, *, ascii: bool) -> None:
     from pipesight.report.live.figures import steps_of
     from pipesight.report.live.terminal import line_of
 
-    shown = -1
+    shown, attempt = -1, 0
     said: set[str] = set()
 
     def say(words: str) -> None:
@@ -92,6 +92,9 @@ def _print(follower: Follower, *, ascii: bool) -> None:
         changed = follower.look()
         if follower.state.phase == "waiting":
             say(f"{follower.path}: {_state(follower)}")
+        if follower.run.attempt.number != attempt:
+            shown, attempt = -1, follower.run.attempt.number
+            say(f"{follower.path}: started anew, this is attempt {attempt}")
         if changed and (report := _report(follower)) is not None:
             if report.nonfinite is not None:
                 found = report.nonfinite
@@ -174,8 +177,10 @@ def _state(follower: Follower) -> str:
         return "waiting for a recording"
     if state.phase == "ended":
         return f"has ended: {state.outcome}"
+    attempt = follower.run.attempt.number
+    again = f", attempt {attempt}" if attempt else ""
     yet = "" if follower.run.steps() else ", no whole step yet"
-    return f"going on{_since(follower.run.description.get('started'))}{yet}"
+    return f"going on{_since(follower.run.description.get('started'))}{again}{yet}"
 
 
 def _since(started: object) -> str:

@@ -50,6 +50,7 @@ class Description:
             "host": socket.gethostname(),
             "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "pid": os.getpid(),
+            "ppid": os.getppid(),
             "rank": directory.rank,
             "world_size": directory.ranks,
             "restart": directory.restart,

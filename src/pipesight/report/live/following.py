@@ -36,7 +36,8 @@ _MOST = {"trace": 4 * 2**20, "stats": 8 * 2**20, "logs": 2**18}
 """Bytes on disk that are read at a time, over all files of a kind."""
 _LEAST = 2**16  # bytes, of each file
 _LONGER = 12
-"""How many times longer than else to wait for more of a trace that has no end, where nothing tells of its process."""
+"""How many times longer than else to wait where nothing is sure: for more of a trace that has no end and no run.json,
+and for another attempt of a torchrun that goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +238,15 @@ class Follower:
     def _judge(self) -> State:
         facts = self.run.description
         quiet = self._clock() - self._grew_at
+        if facts and facts.get("outcome") != "ok" and quiet < self._quiet * _LONGER and _may_restart(facts):
+            return State("running")
         if facts.get("ended"):
             ranks = facts.get("world_size") or 1
             if ranks == 1 or self._are_closed(ranks) or quiet >= self._quiet:
                 return State("ended", str(facts.get("outcome") or "ok"))
             return State("running")  # others than rank 0 may have more to write
         if facts:
-            gone = quiet >= self._quiet and _is_gone(facts)
+            gone = quiet >= self._quiet and _is_gone(facts.get("pid"), facts)
             return State("ended", "it was killed, or its machine went down") if gone else State("running")
         if not self._closed:
             return State("waiting")
@@ -261,9 +264,13 @@ def _rank(path: Path) -> int:
     return int(found[1]) if found else 0
 
 
-def _is_gone(facts: dict[str, Any]) -> bool:
-    """Tell whether the process of a run is known to have ended."""
-    pid = facts.get("pid")
+def _may_restart(facts: dict[str, Any]) -> bool:
+    """Tell whether torchrun may start the ranks of a run anew: it has not ended itself, as far as is known."""
+    return facts.get("launch") is not None and not _is_gone(facts.get("ppid"), facts)
+
+
+def _is_gone(pid: object, facts: dict[str, Any]) -> bool:
+    """Tell whether a process on the host of a run is known to have ended."""
     if not isinstance(pid, int) or pid <= 0 or facts.get("host") != os.uname().nodename:
         return False
     try:
