@@ -323,6 +323,31 @@ def test_comparison_names_the_loss(tmp_path):
     assert "faster" in compare(slow, fast).text
 
 
+@pytest.mark.parametrize(
+    ("pause", "words"),
+    [
+        (0, "Most of that is computing (-800 µs)"),
+        (6 * 1000, "The mean step takes the same time: some steps took much longer than others."),
+        (6 * 3000, "The mean step changed by +2.00 ms, and most of that is between steps (+3.00 ms)"),
+    ],
+)
+def test_comparison_of_means(tmp_path, pause, words):
+    """What is said of parts adds up to the step they are parts of, which is not the median one if some take long."""
+
+    def of_tasks(folder: Path, task: int, pause: int) -> Report:
+        made = Made(folder, balance=[1, 1], chunks=4)
+        at = 0
+        for step in range(6):
+            at = made.gpipe(step, lambda *_: task, at=at) + (pause if step == 2 else 0)
+        return analysed(made)
+
+    found = compare(of_tasks(tmp_path / "a", 200, 0), of_tasks(tmp_path / "b", 100, pause))
+    assert found.text.startswith(f"The second run is 50.0% faster: -1.00 ms a step. {words}")
+    mean = [sum(getattr(part, run) for part in found.parts.values()) for run in ("first", "second")]
+    assert mean == pytest.approx([2000, 1000 + pause / 6], rel=1e-3)
+    assert re.search(r"step time, mean +2.00 ms", render_comparison(found))
+
+
 def test_comparison_with_itself(report):
     """A run is like itself."""
     found = compare(report, report)

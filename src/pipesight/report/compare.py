@@ -82,7 +82,18 @@ def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> s
             return f"{text}, and spend it alike."
         return f"{text}; most of what differs is {TITLES[largest]} ({_signed(parts[largest].change)})."
     word = "slower" if change > 0 else "faster"
-    # What went the same way as the whole, the largest first, until most of it is explained.
+    text = f"The second run is {abs(change) / before:.1%} {word}: {_signed(change)} a step."
+    # Parts are those of the mean step, in which a few steps that took long may weigh much.
+    mean = sum(part.change for part in parts.values())
+    if abs(mean - change) <= 0.25 * abs(change):
+        return f"{text} Most of that is {_causes(change, parts)}."
+    if abs(mean) < ALIKE * before:
+        return f"{text} The mean step takes the same time: some steps took much longer than others."
+    return f"{text} The mean step changed by {_signed(mean)}, and most of that is {_causes(mean, parts)}."
+
+
+def _causes(change: float, parts: Mapping[str, Difference]) -> str:
+    """Name what went the same way as the whole, the largest first, until most of it is explained."""
     causes = sorted((n for n in parts if parts[n].change * change > 0), key=lambda n: -abs(parts[n].change))
     named, sum_so_far = [], 0.0
     for name in causes[:3]:
@@ -90,11 +101,9 @@ def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> s
             break
         named.append(f"{TITLES[name]} ({_signed(parts[name].change)})")
         sum_so_far += parts[name].change
-    text = f"The second run is {abs(change) / before:.1%} {word}: {_signed(change)} a step. "
-    listed = (
-        ", ".join(named[:-1]) + (" and " if len(named) > 1 else "") + named[-1] if named else "spread over all parts"
-    )
-    return f"{text}Most of that is {listed}."
+    if not named:
+        return "spread over all parts"
+    return ", ".join(named[:-1]) + (" and " if len(named) > 1 else "") + named[-1]
 
 
 def _signed(change: float) -> str:
@@ -131,7 +140,10 @@ def render_comparison(comparison: Comparison, *, width: int = 80, colour: bool =
         if name in comparison.quantities:
             rows.append([title, *_cells(comparison.quantities[name], write, style)])
     rows.append(["", "", "", ""])
-    total = max(sum(part.first for part in comparison.parts.values()), 1e-9)
+    parts = comparison.parts.values()
+    whole = Difference(sum(part.first for part in parts), sum(part.second for part in parts))
+    rows.append(["step time, mean", *_cells(whole, time, style)])
+    total = max(whole.first, 1e-9)
     for name, part in comparison.parts.items():
         if max(part.first, part.second) >= total * 0.0005:
             rows.append([TITLES[name], *_cells(part, time, style)])
