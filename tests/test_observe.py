@@ -618,6 +618,20 @@ def test_error_of_the_program(run):
     assert len(tasks(run)) == 4
 
 
+def test_error_of_a_layer(run):
+    """Of an error in a pipeline, `run.json` says where it was raised too."""
+
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise ValueError("boom\nand more")
+
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), Failing()), [1, 1], devices=["cpu", "cpu"], chunks=2)
+    with pytest.raises(ValueError, match="boom"), observe(run):
+        model(torch.randn(4, 4))
+    found = description(run)["outcome"]
+    assert found == "ValueError: boom in partition 1, layer '1', micro-batch 0, forward"
+
+
 @pytest.mark.parametrize(("code", "outcome"), [(0, "ok"), (None, "ok"), (3, "SystemExit: 3")])
 def test_exit_of_the_program(run, code, outcome):
     """An exit is an outcome too."""

@@ -17,7 +17,7 @@ import torch
 from pipesight._version import __version__
 from pipesight.recording.directory import RunDirectory
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Description"]
+__all__ = ["FORMAT", "FORMAT_VERSION", "Description", "outcome_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -97,3 +97,16 @@ def _folder() -> str:
         return os.getcwd()
     except OSError:  # it was removed
         return "?"
+
+
+def outcome_of(error: BaseException | None) -> str:
+    """Say how a run ended, in one line."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return "ok"
+    if isinstance(error, SystemExit):
+        return f"SystemExit: {error.code}"
+    notes: list[str] = getattr(error, "__notes__", [])
+    first, *others = [*str(error).split("\n"), *notes]
+    place = next((line for line in others if line.startswith("in partition ")), "")  # as pipelines add it
+    text = f"{first[:500]} {place}".strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

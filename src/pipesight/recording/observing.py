@@ -16,7 +16,7 @@ from torch import nn
 
 from pipesight import trace as tracing
 from pipesight.recording.comparing_clocks import RankClocks
-from pipesight.recording.description import Description
+from pipesight.recording.description import Description, outcome_of
 from pipesight.recording.directory import RunDirectory
 from pipesight.recording.log_lines import LogLines, level_number
 from pipesight.recording.pipelines import KnownPipeline, Pipeline
@@ -188,7 +188,7 @@ class Observation:
         if _running is self:
             _running = None
         if self._process == os.getpid():  # else a forked process leaves the block
-            self._finish(_outcome(error), failed=error is not None)
+            self._finish(outcome_of(error), failed=error is not None)
         else:
             self._let_go()
 
@@ -255,7 +255,7 @@ class Observation:
             elif statistics is not None:
                 statistics.close(failed=False)  # a rank that is missing is the program's affair
         except BaseException as error:
-            outcome = _outcome(error)
+            outcome = outcome_of(error)
             raise
         finally:
             self._let_go()
@@ -394,12 +394,3 @@ class Observation:
 
 
 _running: Observation | None = None
-
-
-def _outcome(error: BaseException | None) -> str:
-    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        return "ok"
-    if isinstance(error, SystemExit):
-        return f"SystemExit: {error.code}"
-    text = str(error).partition("\n")[0][:500]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

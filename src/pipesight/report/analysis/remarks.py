@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Remark", "doubts_about", "remarks_on", "with_ending"]
 
-LONGEST = 200
+LONGEST = 400
 """Characters of an outcome, which may be the message of an error."""
 
 
@@ -38,7 +39,7 @@ def with_ending(verdict: Verdict, run: Run) -> Verdict:
     outcome = run.description.get("outcome")
     if isinstance(outcome, str) and outcome.strip() not in ("", "ok"):
         first = outcome.strip().splitlines()[0].rstrip(".")
-        text = f"The run ended with {first if len(first) <= LONGEST else first[:LONGEST] + '...'}."
+        text = f"The run ended with {textwrap.shorten(first, LONGEST, placeholder=' ..')}."
     elif run.description and outcome is None and not run.followed:
         text = "The run has not ended, or was killed: this is as far as it got."
     else:
