@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-__all__ = ["Costs", "Layer", "Link"]
+__all__ = ["WEIGHT_SHARE", "Costs", "Layer", "Link"]
+
+WEIGHT_SHARE = 0.5
+"""Of the gradients of weights in a backward, unless it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class Costs:
     """Seconds of a step that are not spent in the pipeline: data, optimizer, and so on."""
     minibatches: int = 1
     """How many go through the pipeline in a step."""
-    weight_share: float = 0.5
+    weight_share: float = WEIGHT_SHARE
     """The share of the gradients of weights in a backward, where a schedule keeps them apart."""
     link: Link = field(default_factory=Link)
     notes: tuple[str, ...] = ()

@@ -11,7 +11,8 @@ from pipesight.plan.costs import Layer
 from pipesight.plan.schedules import B, F, R, W
 from pipesight.plan.simulation import Times
 from pipesight.report.analysis.facts import LayerFacts, PipelineFacts
-from pipesight.report.reading.tables import LayerTimes
+from pipesight.report.analysis.layers import with_weights
+from pipesight.report.reading.tables import LayerTimes, Tasks
 
 if TYPE_CHECKING:
     from pipesight.report.reading.run import Run
@@ -31,15 +32,18 @@ class RunLayers:
     """How many of them each partition had."""
     besides: Times
     """Microseconds of a task that are in no layer, by kind."""
+    weight_share: float | None
+    """Of the gradients of weights in a backward, where they had tasks of their own."""
     notes: tuple[str, ...]
 
 
-def layers_of(run: Run, facts: PipelineFacts, tasks: Times, usual: Times, chunks: int) -> RunLayers:
+def layers_of(run: Run, facts: PipelineFacts, recorded: Tasks, tasks: Times, usual: Times, chunks: int) -> RunLayers:
     """Find the layers of a pipeline.
 
     Args:
         run: Where they were recorded.
         facts: What the description says.
+        recorded: All tasks of the run.
         tasks: Microseconds of a task in the mean of all mini-batches, by kind and partition; backwards as a whole.
         usual: The same in the mean of the usual ones, which plans are about.
         chunks: How many micro-batches there were.
@@ -47,7 +51,8 @@ def layers_of(run: Run, facts: PipelineFacts, tasks: Times, usual: Times, chunks
     n = tasks.shape[1]
     notes = []
     names = _names(run, facts, n)
-    means = _mean_times(run.layer_times(), names)
+    times = with_weights(run.layer_times(), recorded)
+    means = _mean_times(times, names)
     if means is None:
         notes.append("layers were not recorded, so each is taken to need an even share of its partition's time")
         means = [np.broadcast_to(tasks[:, j, None] / len(own), (4, len(own))) for j, own in enumerate(names)]
@@ -64,7 +69,7 @@ def layers_of(run: Run, facts: PipelineFacts, tasks: Times, usual: Times, chunks
         for k, name in enumerate(own):
             forward, recompute, backward = (float(means[j][phase, k] * scale[phase]) for phase in _PHASES)
             layers.append(_layer(name, forward, recompute if tasks[R, j] > 0 else None, backward, sizes.get((j, name))))
-    return RunLayers(tuple(layers), tuple(map(len, names)), besides, tuple(notes))
+    return RunLayers(tuple(layers), tuple(map(len, names)), besides, _weight_share(times), tuple(notes))
 
 
 def _layer(name: str, forward: float, recompute: float | None, backward: float, fact: LayerFacts | None) -> Layer:
@@ -106,4 +111,14 @@ def _mean_times(times: LayerTimes, names: list[list[str]]) -> list[Times] | None
         return None
     for total in totals:  # a backward is that of inputs and that of weights
         total[B], total[W] = total[B] + total[W], 0.0
+    for count in counts:  # a first partition has nothing but the latter
+        count[B] = np.maximum(count[B], count[W])
     return [total / np.maximum(count, 1) for total, count in zip(totals, counts, strict=True)]
+
+
+def _weight_share(times: LayerTimes) -> float | None:
+    """Return the share of weights in backwards that have both parts; a first partition has no inputs to wait for."""
+    inputs, weights = (times.where(times.phase == phase) for phase in (B, W))
+    both = np.intersect1d(inputs.partition, weights.partition)
+    of_inputs, of_weights = (float(part.total[np.isin(part.partition, both)].sum()) for part in (inputs, weights))
+    return of_weights / (of_inputs + of_weights) if of_inputs + of_weights > 0 else None

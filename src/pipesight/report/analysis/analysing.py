@@ -19,7 +19,7 @@ from pipesight.report.analysis.facts import (
     rank_of_partition,
     replicas_in,
 )
-from pipesight.report.analysis.layers import Layer, layers_of
+from pipesight.report.analysis.layers import Layer, layers_of, with_weights
 from pipesight.report.analysis.links import Link, find_links
 from pipesight.report.analysis.nonfinite import SIGNS, NonFinite, first_nonfinite
 from pipesight.report.analysis.pipelines import PipelineReport, describe_pipelines, lanes_of
@@ -186,7 +186,8 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     counted_minibatches = np.isin(own.step, times.step[counted])
     overall = _overall(times, counted, splits, counted_minibatches, facts) if counted.any() else None
     pipelines = describe_pipelines(splits, own, tasks, counted_minibatches, facts, homes, workers)
-    layers = layers_of(run.layer_times(_after(warm, steps, times)), _layer_facts(facts))
+    window = _after(warm, steps, times)
+    layers = layers_of(with_weights(run.layer_times(window), all_tasks, window), _layer_facts(facts))
     names = [entry.name for entry in layers]
     there = own.where(counted_minibatches & (own.kind != INCOMPLETE))
     links = find_links(there, tasks, transfers, times.where(counted), run.description)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipesight.report.analysis.facts import LayerFacts
-from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Column, LayerTimes
+from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Column, LayerTimes, Tasks
 
-__all__ = ["Layer", "layers_of"]
+__all__ = ["Layer", "layers_of", "with_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,35 @@ def layers_of(times: LayerTimes, facts: Sequence[LayerFacts] = ()) -> list[Layer
             )
         )
     return sorted(found, key=lambda layer: layer.place)
+
+
+def with_weights(times: LayerTimes, tasks: Tasks, steps: range | None = None) -> LayerTimes:
+    """Add the gradients of weights that were computed in no order of layers, and so have tasks but no layers.
+
+    Their time is shared out over the layers of the partition in proportion to the backwards of these or, if they have
+    none, to the forwards. ``times`` and what is taken of ``tasks`` are of the same steps.
+    """
+    weights = tasks.where(tasks.phase == WEIGHT)
+    if steps is not None:
+        weights = weights.where(np.isin(weights.step, [step for step in np.unique(weights.step) if int(step) in steps]))
+    added = []
+    for rank, partition in np.unique(np.stack([weights.rank, weights.partition]), axis=1).T.tolist():
+        own = times.where((times.rank == rank) & (times.partition == partition))
+        there = (weights.rank == rank) & (weights.partition == partition)
+        count = int(there.sum())
+        alone = count - int(own.count[own.phase == WEIGHT].max(initial=0))  # tasks without layers
+        known = next((rows for phase in (BACKWARD, WEIGHT, FORWARD) if (rows := own.phase == phase).any()), None)
+        if alone <= 0 or known is None:
+            continue
+        shown = own.where(known)
+        total = int((weights.end - weights.begin)[there].sum()) * alone / count
+        parts = np.cumsum(shown.total if shown.total.any() else np.ones(len(shown)))
+        shares = np.diff(np.rint(total * parts / parts[-1]).astype(np.int64), prepend=0)
+        same = {"rank": shown.rank, "partition": shown.partition, "layer": shown.layer}
+        numbers = {"phase": WEIGHT, "count": alone, "longest": 0}
+        filled = {name: np.full(len(shown), number) for name, number in numbers.items()}
+        added.append(LayerTimes(**same, **filled, total=shares))
+    return LayerTimes.joined(times, *added) if added else times
 
 
 def _sums(times: LayerTimes, *phases: int) -> tuple[int, int]:
