@@ -32,6 +32,19 @@ def broken():
 number = 3
 """
 
+SCRIPT = """
+import argparse, sys
+from mine import build
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=8)
+options = parser.parse_args()
+
+def build_too():
+    assert parser.parse_args() == options and sys.argv == [__file__], sys.argv
+    return build()
+"""
+
 
 def plan(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [*STRICT_PYTHON, "-X", "utf8", "-m", "pipesight", "plan", *map(str, args)]
@@ -67,6 +80,19 @@ def test_table_has_the_recorded_schedule_and_plans(recorded):
     assert re.fullmatch(
         r'GPipe\(model, balance=\[3, 3\], devices=\["cpu", "cpu"\], chunks=\d+, checkpoint="never"\)', lines[-1]
     )
+
+
+def test_what_is_recorded_is_kept_if_nothing_is_faster(recorded):
+    """Where no plan saves time, one line says so instead of code; other devices, or less memory, need a plan anyway."""
+    common = [recorded, "--schedule", "gpipe", "--checkpoint", "always", "--chunks"]
+    ended = plan(*common, "1")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "nothing of this is faster than what was recorded: keep it"
+    assert "GPipe(" not in ended.stdout
+    assert plan(*common, "1", "--partitions", "1").stdout.splitlines()[-1].startswith("GPipe(")
+    assert plan(*common, "4").stdout.splitlines()[-1].startswith("GPipe(model, balance=[3, 3]")
+    held = json.loads(plan(*common, "1", "--json").stdout)["recorded"]["memory_bytes"]
+    assert plan(*common, "1", "--memory", max(held) - 1).stdout.splitlines()[-1].startswith("GPipe(")
 
 
 def test_json_has_everything(recorded):
@@ -226,6 +252,16 @@ def test_models_without_a_run(tmp_path):
     ):
         ended = again("--model", name, "--sample", "16x8", "--partitions", "2")
         assert (ended.returncode, words in ended.stderr) == (2, True), ended.stderr
+    (tmp_path / "script.py").write_text(SCRIPT)  # it reads the command line, which is not for it
+    ended = again("--model", "script:build_too", "--sample", "16x8", "--partitions", "2")
+    assert ended.returncode == 0, ended.stderr
+    ended = again("--model", "mine:build", "--sample", "16x9", "--partitions", "2")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(
+        "pipesight plan: error: --sample must be a batch that the model takes (--model mine:build, --sample 16x9: "
+    )
+    assert "while profiling layer '0' (Linear) with input torch.float32 (16, 9)); give the shape" in ended.stderr
+    assert ended.stderr.count("\n") == 1
     ended = again("--model", "mine:build", "--sample", "16y8", "--partitions", "2")
     assert "--sample must be a shape" in ended.stderr
     ended = again("--model", "mine:build", "--sample", "16x8")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +37,8 @@ def find_model(name: str) -> nn.Module:
     if not callable(found):
         raise ModelError(f"--model must name a function or a module (--model {name}: {type(found).__name__})")
     try:
-        model = found()
+        with _own_arguments(name.partition(":")[0]):
+            model = found()
     except (Exception, SystemExit) as error:
         raise ModelError(f"--model {name} failed: {_told(error)}") from error
     if not isinstance(model, nn.Module):
@@ -92,7 +96,8 @@ def _find(name: str) -> object:
         raise ModelError(f"--model takes the name of a module, without .py (--model {name}); {fix}")
     sys.path.insert(0, os.getcwd())
     try:
-        found: object = importlib.import_module(module_name)
+        with _own_arguments(module_name):
+            found: object = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise ModelError(f"--model {name}: cannot import {module_name!r}: {_told(error)}") from error
     for part in attribute.split("."):
@@ -104,6 +109,20 @@ def _find(name: str) -> object:
             close = nearest(part, [word for word in dir(found) if not word.startswith("_")])
             raise ModelError(f"--model {name}: there is no {part!r}{close}") from None
     return found
+
+
+@contextlib.contextmanager
+def _own_arguments(module_name: str) -> Iterator[None]:
+    """Let a module that reads the command line find its own file there, and no arguments."""
+    before = sys.argv
+    sys.argv = [module_name]
+    try:
+        with contextlib.suppress(ImportError, ValueError):  # the import says it better
+            spec = importlib.util.find_spec(module_name)
+            sys.argv = [(spec and spec.origin) or module_name]
+        yield
+    finally:
+        sys.argv = before
 
 
 def _told(error: BaseException) -> str:

@@ -127,7 +127,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
     recorded = None
     if measured is not None:
         recorded = device_bytes(measured.schedule, costs, measured.balance, parameter_scale=options.parameter_scale)
-    return Outcome(costs, plans, measured, recorded, kinds.pop() if len(kinds) == 1 else None)
+    return Outcome(costs, plans, measured, recorded, kinds.pop() if len(kinds) == 1 else None, options.memory)
 
 
 def _rounds(measured: Measured | None) -> int:
@@ -147,7 +147,17 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
     if options.model is not None:
         from pipesight.cli._models import find_sequential, make_sample
 
-        profiled = profile(find_sequential(options.model), make_sample(options.sample), link=_link(options))
+        model, sample = find_sequential(options.model), make_sample(options.sample)
+        try:
+            profiled = profile(model, sample, link=_link(options))
+        except Exception as error:
+            if not (notes := getattr(error, "__notes__", [])):
+                raise
+            told = " ".join([f"{type(error).__name__}: {error},", *notes]).split()
+            raise ValueError(
+                f"--sample must be a batch that the model takes (--model {options.model}, --sample {options.sample}: "
+                f"{' '.join(told)}); give the shape and type of its input, or mend that layer"
+            ) from error
     if options.run_path is None:
         assert profiled is not None
         return profiled, None
@@ -187,7 +197,9 @@ def _print(options: argparse.Namespace, outcome: Outcome) -> None:
         print(f"the best of {len(outcome.plans)} plans for each schedule and checkpoint mode; --all shows the others")
     for note in notes(outcome, shown):
         print(f"note: {note}")
-    if (plan := outcome.fastest_to_run()) is not None:
+    if (words := outcome.keep()) is not None:
+        print(f"\n{words}")
+    elif (plan := outcome.fastest_to_run()) is not None:
         print(f"\n{outcome.call(plan)}")
     if options.html is not None:
         print(f"\nthe timelines are in {options.html}")

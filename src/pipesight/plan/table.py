@@ -18,6 +18,8 @@ SMALL = 0.5
 """Of the recorded samples of a micro-batch: plans that have no more than that are made for small ones."""
 FAR_OFF = 0.1
 """How far the recorded schedule may be off when it is simulated, before it is worth a word."""
+ROUNDING = 0.0005
+"""The share of a step that a plan has to save; less would read 0.0%."""
 HEADINGS = ("", "schedule", "checkpoint", "chunks", "balance", "step", "saves", "bubble", "memory")
 
 
@@ -32,6 +34,8 @@ class Outcome:
     """What the recorded schedule needs on each device."""
     devices: str | None = None
     """What kind they are, such as ``cpu`` or ``cuda``."""
+    memory: float = math.inf
+    """Bytes that a device may hold at most."""
 
     @property
     def baseline(self) -> float | None:
@@ -46,6 +50,21 @@ class Outcome:
     def fastest_to_run(self) -> Plan | None:
         """Return the fastest plan that the engine of the run can run: `pipesight.GPipe`, or `DistributedPipeline`."""
         return next((plan for plan in self.plans if self.call(plan) is not None), None)
+
+    def keep(self) -> str | None:
+        """Return words that say so if what was recorded is best kept; nothing if a plan to run saves any time.
+
+        What has other devices than plans have, or does not fit into their memory, cannot be kept.
+        """
+        known, best = self.measured, self.fastest_to_run()
+        same = known is not None and any(plan.setting.partitions == known.devices for plan in self.plans)
+        if self.baseline is None or not same or max(self.recorded_bytes or (0.0,)) > self.memory:
+            return None
+        least = self.baseline * (1 - ROUNDING)
+        if best is not None and best.step_seconds < least:
+            return None
+        which = " that the run's engine can run" if self.plans[0].step_seconds < least else ""
+        return f"nothing of this{which} is faster than what was recorded: keep it"
 
     def call(self, plan: Plan) -> str | None:
         """Return the code that runs a plan, where the engine of the run can."""
