@@ -13,6 +13,7 @@ import pytest
 
 import warm
 from observed import description, events, log_lines, statistics, tasks
+from pipesight.cli import main
 from processes import STRICT_PYTHON
 
 RUN = [*STRICT_PYTHON, "-m", "pipesight", "run", "--out", "RUN"]
@@ -293,25 +294,41 @@ def test_threads_of_the_program(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.py"], "No such file"),
+        (["nowhere.py"], "can't open 'nowhere.py': No such file or directory\n"),
         (["-m", "nowhere"], "no module named nowhere"),
         (["--steps", "b:a", "train.py", "1"], "steps must look like"),
         (["--every", "0", "train.py", "1"], "every must be"),
         (["--logs", "loud", "train.py", "1"], "logs must be a level"),
         (["--max-bytes", "much", "train.py", "1"], "--max-bytes must be a size"),
         (["--stats", "train.py", "train.py", "1"], "train.py"),
-        (["--stats", "nowhere.yaml", "train.py", "1"], "nowhere.yaml"),
+        (["--stats", "nowhere.yaml", "train.py", "1"], "error: no such configuration of statistics: 'nowhere.yaml'"),
+        (["--stats", "empty.yaml", "train.py", "1"], "is empty; add a section, or leave out --stats\n"),
     ],
 )
 def test_refusals(folder, arguments, message):
     """What cannot be is refused in one go, before the program runs, and leaves nothing behind."""
+    (folder / "empty.yaml").touch()
     done = record(folder, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("pipesight run: error: ")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
-    assert not (folder / "RUN/run.json").exists()
+    assert not (folder / "RUN").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ot", "RUN", "train.py"], "pipesight: error: unrecognized arguments: --ot\n"),
+        (["train.py"], "pipesight run: error: the following arguments are required: --out\n"),
+    ],
+)
+def test_options_that_are_wrong(folder, monkeypatch, capsys, arguments, message):
+    """An option that is not known is named, whether or not --out is there."""
+    monkeypatch.chdir(folder)
+    assert main(["run", *arguments]) == 2
+    assert capsys.readouterr().err == message
 
 
 def test_directory_that_is_not_empty(folder):

@@ -235,7 +235,7 @@ def test_mistakes_are_printed_without_a_traceback(check):
 @pytest.mark.parametrize(
     ("args", "error"),
     [
-        (["none.yaml"], "no such configuration; correct the path"),
+        (["none.yaml"], "no such configuration; correct the path (none.yaml)\n"),
         ([""], "CONFIG must be the path of a file"),
         (["features"], "Is a directory (features)"),
         (["config.yaml", "--feature-dir", "none"], "feature_dirs must name folders (no folder: none)"),

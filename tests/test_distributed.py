@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from pipesight.distributed import DistributedPipeline, schedule_names
+from pipesight.distributed.agreement import differences
 from torchrun import torchrun
 
 ALL = ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv-zero-bubble", "dualpipev"]
@@ -112,7 +113,10 @@ def test_mistakes(tmp_path):
 
         expect(ValueError, "'gpipe'", "'dualpipev'", "'zb'", schedule="zb")
         expect(ValueError, "chunks=2", "schedule='gpipe'", chunks=1)
-        expect(ValueError, "one partition a rank", "interleaved-1f1b", balance=[1, 1, 1], layers=3)
+        expect(ValueError, "one partition a rank", "interleaved-1f1b", balance=[1] * 4, layers=4)
+        for j in (1, 3):  # several a rank cannot help
+            expect(ValueError, "give balance 2 numbers", f"--nproc-per-node {j}", balance=[1] * j, layers=j)
+            assert "interleaved" not in str(error_of(make, balance=[1] * j, layers=j))
         expect(ValueError, "multiple of 2", balance=[1, 1, 1], layers=3, schedule="looped-bfs")
         expect(ValueError, "two partitions a rank", schedule="zbv-zero-bubble")
         expect(ValueError, "chunks=4 or 6", balance=[1] * 4, layers=4, schedule="interleaved_1F1B", chunks=5)
@@ -141,11 +145,32 @@ def test_mistakes(tmp_path):
         pipeline.train()
         with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
             expect(ValueError, "autocast torch.bfloat16", function=step)
-        expect(DisagreementError, "rank 0", "rank 1", layers=2 + 2 * rank, balance=[1 + rank] * 2)
+        same = "all ranks must give DistributedPipeline the same arguments"
+        for told, settings in {
+            "balance: [1, 1] on rank 0, [2, 2] on rank 1": dict(layers=2 + 2 * rank, balance=[1 + rank] * 2),
+            "chunks: 4 on rank 0, 5 on rank 1": dict(chunks=4 + rank),
+            "schedule: gpipe on rank 0, 1f1b on rank 1; checkpoint: never on rank 0, always on rank 1": dict(
+                schedule=("gpipe", "1f1b")[rank], checkpoint=("never", "always")[rank]
+            ),
+        }.items():
+            assert str(error_of(make, **settings)) == f"{same} ({told})", error_of(make, **settings)
+        def other():
+            layers = nn.Sequential(nn.Linear(4, 4 + rank), nn.Linear(4 + rank, 4))
+            DistributedPipeline(layers, [1, 1], chunks=4, loss_fn=mse)
+        assert str(error_of(other)) == f"{same} (the layers of the model: some on rank 0, others on rank 1)"
         assert (step() is None) == (rank == 0)
         """,
         tmp_path,
     )
+
+
+def test_many_ranks_that_differ():
+    """Of many ranks and values, a few are named, and the others counted."""
+    given = {rank: {"chunks": 4 + (rank == 7), "schedule": f"s{rank}", "checkpoint": "never"} for rank in range(9)}
+    chunks, schedule = differences(given).split("; ")
+    assert chunks == "chunks: 4 on ranks 0, 1, 2, 3 and 4 more, 5 on rank 7"
+    assert schedule == "schedule: s0 on rank 0, s1 on rank 1, s2 on rank 2, s3 on rank 3 and 5 more"
+    assert differences(dict.fromkeys(range(9), given[0])) == ""
 
 
 def test_without_a_process_group():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import importlib.machinery
 import importlib.util
 import io
@@ -26,13 +27,15 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     """Add the subcommand and its options."""
     parser = subcommands.add_parser(
         "run",
+        usage="%(prog)s --out RUN [options] [-m] PROGRAM [ARGS ...]",
         help="run a program and record what it does into a run directory",
         description="Run a Python program as `python PROGRAM ARGS` would, and record into a run directory: tasks and "
         "layers of pipelines, data loading, optimizers, communication, checkpoints, statistics and log lines. The "
         "program needs no change. Under torchrun: torchrun --nproc-per-node 2 -m pipesight run --out RUN PROGRAM.",
     )
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="RUN", help="the run directory; it must be empty or not be there")
+    # Required, too; but argparse would say so before it named an option that it does not know, such as --ot.
+    add("--out", type=Path, metavar="RUN", help="the run directory; it must be empty or not be there")
     add("--overwrite", action="store_true", help="replace the recording that is in RUN")
     add("--stats", type=Path, metavar="FILE", help="log the tensor statistics that this YAML file chooses")
     add("--steps", metavar="A:B", help="record steps A to B only, both included; 10:, :20, 15 or 0:2,100:102 work too")
@@ -55,11 +58,18 @@ def run(options: argparse.Namespace) -> int:
     """Run the program, and return the exit code that it would have had."""
     try:
         start = _prepare_module(options.program) if options.module else _prepare_script(options.program)
-    except (OSError, ImportError) as error:
+    except OSError as error:
+        return _refuse(f"can't open {options.program!r}: {error.strerror or error}")
+    except ImportError as error:
         return _refuse(str(error))
+    if options.out is None:
+        return _refuse("the following arguments are required: --out")
+    if options.stats is not None and not options.stats.exists():
+        return _refuse(f"no such configuration of statistics: {str(options.stats)!r}; correct the path of --stats")
     from pipesight.recording import observe
     from pipesight.recording.windows import Windows
 
+    there_before = options.out.exists()
     try:
         observation = observe(
             options.out,
@@ -73,7 +83,11 @@ def run(options: argparse.Namespace) -> int:
         )
         observation.__enter__()
     except (OSError, ValueError, RuntimeError) as error:
-        return _refuse(str(error).replace("overwrite=True", "--overwrite"))
+        if not there_before:
+            with contextlib.suppress(OSError):  # another rank may have written to it
+                options.out.rmdir()
+        said = str(error).replace("overwrite=True", "--overwrite")
+        return _refuse(said.replace(", or pass config_file='' to log nothing", ", or leave out --stats"))
     # Python does so itself, but only after it has ended everything: the last of what is registered from here on.
     atexit.register(_die_of_interrupt)
     sys.argv = [options.program, *options.arguments]

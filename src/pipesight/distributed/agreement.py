@@ -7,6 +7,7 @@ message to all; so every rank knows the whole, and the others do not wait for on
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from torch import Tensor
 
 from pipesight.distributed.failures import Watch
 
-__all__ = ["Agreement", "DisagreementError"]
+__all__ = ["LAYERS", "Agreement", "DisagreementError", "differences"]
 
 Message = dict[str, Any]
+
+LAYERS = "the layers of the model"
+"""The argument whose value is a fingerprint, which is another for another balance, too."""
 
 _EVERYONE = "all ranks to make the same call"
 
@@ -66,8 +70,10 @@ class Agreement:
             raise _KINDS.get(name, DisagreementError)(f"{text}\non rank {rank}")
         calls = {rank: answer["call"] for rank, answer in messages.items()}
         if len(set(calls.values())) > 1:
-            who = ", ".join(f"rank {rank}: {call}" for rank, call in calls.items())
+            who = _few([f"{_named(ranks)}: {call}" for call, ranks in _by_value(calls).items()])
             raise DisagreementError(f"all ranks must make the same calls in the same order ({who})")
+        if differing := differences({rank: answer.get("arguments", {}) for rank, answer in messages.items()}):
+            raise DisagreementError(f"all ranks must give {message['call']} the same arguments ({differing})")
         return messages
 
     def _gather(self, content: bytes, size: int) -> list[bytes]:
@@ -83,6 +89,40 @@ class Agreement:
         self._watch.waits_for = None
         return [part.numpy().tobytes() for part in received]
 
+
+def differences(arguments: Mapping[int, Mapping[str, Any]]) -> str:
+    """Say which arguments differ, given those of each rank by name; nothing if none does."""
+    told: list[str] = []
+    for name in next(iter(arguments.values())):
+        groups = _by_value({rank: given[name] for rank, given in arguments.items()})
+        if len(groups) > 1 and not (name == LAYERS and any(text.startswith("balance:") for text in told)):
+            # A fingerprint says nothing to a reader.
+            values = ["some", *["others"] * (len(groups) - 1)] if name == LAYERS else list(groups)
+            told.append(
+                f"{name}: " + _few([f"{v} on {_named(r)}" for v, r in zip(values, groups.values(), strict=True)])
+            )
+    return "; ".join(told)
+
+
+def _by_value(values: Mapping[int, Any]) -> dict[str, list[int]]:
+    """Return the ranks that have each value, as text."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(str(value), []).append(rank)
+    return groups
+
+
+def _named(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_few([str(rank) for rank in ranks])}"
+
+
+def _few(parts: list[str]) -> str:
+    """Return the first parts, and how many more there are."""
+    more = len(parts) - _NAMED
+    return ", ".join(parts) if more <= 0 else f"{', '.join(parts[:_NAMED])} and {more} more"
+
+
+_NAMED = 4  # ranks, or values, before the rest is counted only
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (TypeError, ValueError, IndexError, RuntimeError, NotImplementedError)

@@ -19,7 +19,7 @@ import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
 from pipesight import context
 from pipesight.context import Where
 from pipesight.distributed import saving, schedules
-from pipesight.distributed.agreement import Agreement, Message
+from pipesight.distributed.agreement import LAYERS, Agreement, Message
 from pipesight.distributed.building import make_stages
 from pipesight.distributed.execution import Execution
 from pipesight.distributed.failures import Watch
@@ -126,8 +126,9 @@ class DistributedPipeline:
         self._watch = Watch([self.places.control, self.places.pipeline, self.places.replicas], self._where, timeout)
         self._execution = Execution(self._kind, self._stages, self.places.ranks)
         self._agreement = Agreement(self.places.control, self._watch)
-        settings = (self._chunks, self._kind.name, checkpoint, data_parallel, self._skeleton.fingerprint())
-        message: Message = {"call": f"DistributedPipeline with {settings}", "device": str(self.places.device)}
+        arguments: Message = {"chunks": self._chunks, "schedule": self._kind.name, "checkpoint": checkpoint}
+        arguments |= {"data_parallel": data_parallel, "balance": self._balance, LAYERS: self._skeleton.fingerprint()}
+        message: Message = {"call": type(self).__name__, "arguments": arguments, "device": str(self.places.device)}
         messages = self._agreement.settle({**message, "pipe": secrets.randbelow(2**53 - 1) + 1})
         self._devices = {rank: str(answer["device"]) for rank, answer in messages.items()}
         self._where.pipe = messages[self.places.line[0]]["pipe"]
@@ -330,12 +331,8 @@ class DistributedPipeline:
 
     def _run(self, call: str, input: Any, target: Any, *, learns: bool, with_target: bool) -> Minibatch:
         step = context.step_of_call(self, self._steps)
-        message: Message = {
-            "call": f"{call} {self._calls}",
-            "mode": self._skeleton.mode,
-            "leaves": self._farewell.asked,
-        }
-        message["step"] = context.counted_step()
+        message: Message = {"call": f"{call} {self._calls}", "mode": self._skeleton.mode}
+        message |= {"leaves": self._farewell.asked, "step": context.counted_step()}
         self._watch.calls.begun, self._watch.calls.last = self._calls + 1, call
         error: Exception | None = None
         inputs: list[tuple[Tensor, ...]] = []
@@ -386,19 +383,9 @@ class DistributedPipeline:
         shared = None
         if seed is not None:
             shared = dict.fromkeys((torch.device("cpu"), self.places.device), seed + self.places.replica)
-        return Minibatch(
-            flows,
-            inputs,
-            targets,
-            weights,
-            self._loss_fn,
-            learns,
-            where.checkpoint_stop,
-            PassRandomness(shared),
-            where,
-            where.observers,
-            self._watch,
-        )
+        batch = flows, inputs, targets, weights, self._loss_fn, learns
+        random = PassRandomness(shared)
+        return Minibatch(*batch, where.checkpoint_stop, random, where, where.observers, self._watch)
 
     def _loss(self, batch: Minibatch, everywhere: bool) -> Tensor | None:
         loss = torch.stack(list(batch.losses.values())).sum() if self.is_last else None

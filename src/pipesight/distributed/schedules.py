@@ -49,9 +49,15 @@ class Kind:
     def check(self, chunks: int, ranks: int, partitions: int) -> None:
         """Raise ``ValueError`` unless the partitions fit the ranks, and the chunks the schedule."""
         if self.placement == "one each" and partitions != ranks:
+            several = partitions > ranks and partitions % ranks == 0
+            other = (
+                "take a schedule with several a rank: schedule='interleaved-1f1b'"
+                if several
+                else f"start as many processes as partitions: --nproc-per-node {partitions}"
+            )
             raise ValueError(
                 f"schedule '{self.name}' takes one partition a rank (partitions: {partitions}, ranks: {ranks}); give "
-                f"balance {ranks} numbers, or take a schedule with several a rank: schedule='interleaved-1f1b'"
+                f"balance {ranks} numbers, or {other}"
             )
         if self.placement == "v" and partitions != 2 * ranks:
             raise ValueError(
