@@ -282,6 +282,24 @@ def test_commands_exist(document, capsys):
             assert program in ("git", "cd"), f"no rule to check: {command}"
 
 
+@documents
+def test_commands_do_not_stand_in_each_others_way(document):
+    """Commands can be followed from top to bottom, in one folder: each has its own folders, and the ranks it needs."""
+    text = document.read_text(encoding="utf-8")
+    files = {block.file: "\n".join(block.code) for block in blocks(text) if block.file}
+    taken = set()
+    for line in (line for block in blocks(text) if block.language == "console" for line in block.code):
+        words = shlex.split(line, comments=True)
+        given = {word: after for word, after in pairwise(words) if word.startswith("--")}
+        for option in given.keys() & ({"--checkpoints"} if "--overwrite" in words else {"--out", "--checkpoints"}):
+            assert (option, given[option]) not in taken, line
+            taken.add((option, given[option]))
+        if "--nproc-per-node" in given:
+            balances = [re.search(r"balance=\[([\d, ]+)\]", files.get(word, "")) for word in words]
+            sizes = {balance[1].count(",") + 1 for balance in balances if balance}
+            assert sizes <= {int(given["--nproc-per-node"])}, line
+
+
 def check_script(arguments, script, files):
     """A script is shown in the document, or is one of the examples, which know the options that follow it."""
     name, *options = arguments[next(k for k, argument in enumerate(arguments) if argument.endswith(script)) :]

@@ -57,6 +57,25 @@ def test_as_it_is(whole):
     assert facts["world_size"] == 2
 
 
+def test_started_again(whole):
+    """Where all is done, or the folder of the recording is taken, it says what to do, and leaves both alone."""
+    folder, _ = whole
+    before = (folder / "RUN/run.json").read_bytes()
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    said = []
+    for more in (0, 1):
+        surroundings = {**os.environ, **alone, "MASTER_PORT": str(free_port())}
+        options = [*SMALL, "--steps", str(STEPS + more), "--out", "RUN"]
+        ended = warm.run(EXAMPLE / "train.py", *options, cwd=folder, env=surroundings)
+        assert ended.returncode == more, ended.stderr
+        said.append((ended.stderr if more else ended.stdout).strip().splitlines()[-1])
+    assert said[0].startswith("nothing to do: checkpoints has step 60;")
+    assert said[0].endswith("another --checkpoints to begin anew")
+    assert said[1].startswith("a run directory must be empty")
+    assert said[1].endswith("or replace it: --overwrite")
+    assert (folder / "RUN/run.json").read_bytes() == before
+
+
 def test_killed_on_two_nodes(whole, tmp_path):
     """A rank on one of two nodes is killed: both go on from the last checkpoint, with the losses of a run on one node.
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on two nodes of a SLURM cluster. From a folder that all nodes see, with the environment of Python active:
 #
-#     sbatch slurm.sh --steps 1000 --schedule 1f1b
+#     sbatch slurm.sh --steps 1000 --blocks 14 --chunks 16
 #
 # Two minutes before the time is over, and when the job is preempted, the ranks save a checkpoint and leave, and the job
 # goes back to the queue. Started again, it goes on from there; after a node was lost, from the checkpoint before. If a

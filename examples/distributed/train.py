@@ -1,11 +1,12 @@
 """Train a small GPT over the processes of a job, on one machine or on many.
 
     torchrun --standalone --nproc-per-node 2 train.py
-    torchrun --standalone --nproc-per-node 2 train.py --schedule zbv-zero-bubble --out RUN
+    torchrun --standalone --nproc-per-node 2 train.py --schedule zbv-zero-bubble --checkpoints other --out RUN
 
-Start it again with the same options, and it goes on from its last checkpoint, after a crash or a preemption. What it
-learns from, and what dropout leaves out, depend on the seed and the step alone, so that the losses are those of a run
-that nothing happened to. It may also go on with another schedule, balance or number of processes.
+Start it again with the same options, and it goes on from its last checkpoint, after a crash or a preemption; to record
+that, too, name another --out. What it learns from, and what dropout leaves out, depend on the seed and the step alone,
+so that the losses are those of a run that nothing happened to. It may also go on with another schedule, balance or
+number of processes.
 """
 
 import argparse
@@ -46,6 +47,7 @@ def read_options() -> argparse.Namespace:
     add("--save-every", type=int, default=50, help="steps from one checkpoint to the next (50)")
     add("--eval-every", type=int, default=50, help="steps from one evaluation to the next (50)")
     add("--out", type=Path, metavar="RUN", help="record the run; then: pipesight report RUN")
+    add("--overwrite", action="store_true", help="replace the recording that is in RUN")
     return parser.parse_args()
 
 
@@ -88,6 +90,8 @@ def choose_balance(options: argparse.Namespace, ranks: int) -> list[int]:
     if options.balance is not None:
         return [int(number) for number in options.balance.split(",")]
     partitions = ranks if options.schedule in ("gpipe", "1f1b") else 2 * ranks
+    if options.blocks + 2 < partitions:
+        raise SystemExit(f"{options.blocks + 2} layers cannot fill {partitions} partitions: --blocks {partitions - 2}")
     share, more = divmod(options.blocks + 2, partitions)
     return [share + (j < more) for j in range(partitions)]
 
@@ -102,6 +106,18 @@ def evaluate(pipeline: DistributedPipeline, tokens: Tensor, options: argparse.Na
     losses = [pipeline.eval_step(*batch) for batch in load(pipeline, tokens, range(4), options)]
     pipeline.train()
     return sum(float(loss) for loss in losses if loss is not None) / len(losses) if pipeline.is_last else None
+
+
+@contextlib.contextmanager
+def recording(options: argparse.Namespace, done: int) -> Iterator[None]:
+    """Record the block, where it is asked for, into a folder that is free."""
+    with contextlib.ExitStack() as stack:
+        if options.out is not None:
+            try:
+                stack.enter_context(pipesight.observe(options.out, first_step=done, overwrite=options.overwrite))
+            except FileExistsError as error:
+                raise SystemExit(str(error).replace("overwrite=True", "--overwrite")) from None
+        yield
 
 
 def main() -> None:
@@ -128,8 +144,17 @@ def main() -> None:
     if pipeline.is_last:
         print(f"from step {done} of {options.steps}, {pipeline.schedule}, balance {pipeline.balance}", flush=True)
 
-    recording = pipesight.observe(options.out, first_step=done) if options.out else contextlib.nullcontext()
-    with recording:
+    if done >= options.steps:
+        if pipeline.is_last:
+            print(
+                f"nothing to do: {options.checkpoints} has step {done}; take more --steps to go on, or another "
+                "--checkpoints to begin anew",
+                flush=True,
+            )
+        torch.distributed.destroy_process_group()
+        return
+
+    with recording(options, done):
         for input, target in load(pipeline, training, range(done, options.steps), options):
             torch.manual_seed(options.seed + done)  # for dropout
             optimizer.zero_grad()
