@@ -199,8 +199,9 @@ def test_a_rank_fails(tmp_path):
     )
     run = tmp_path / "RUN"
     own = json.loads((run / "ranks" / "rank-00001.json").read_text())
-    assert own["outcome"] == "ZeroDivisionError: division by zero"
-    assert description(run)["outcome"] == "RankFailedError: rank 1 failed: ZeroDivisionError: division by zero"
+    cause = "ZeroDivisionError: division by zero in partition 1, layer '1', micro-batch 0, forward"
+    assert own["outcome"] == cause
+    assert description(run)["outcome"] == f"RankFailedError: rank 1 failed: {cause}"
     for clock in (own["clock"], description(run)["clock"], description(run)["clock"]["ranks"]["1"]):
         assert clock["error_ns"] > 100_000  # what they may drift apart in a second
     assert own["clock"]["drift"] == 0
