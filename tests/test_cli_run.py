@@ -301,8 +301,11 @@ def test_threads_of_the_program(folder):
         (["--logs", "loud", "train.py", "1"], "logs must be a level"),
         (["--max-bytes", "much", "train.py", "1"], "--max-bytes must be a size"),
         (["--stats", "train.py", "train.py", "1"], "train.py"),
-        (["--stats", "nowhere.yaml", "train.py", "1"], "error: no such configuration of statistics: 'nowhere.yaml'"),
-        (["--stats", "empty.yaml", "train.py", "1"], "is empty; add a section, or leave out --stats\n"),
+        (
+            ["--stats", "nowhere.yaml", "train.py", "1"],
+            "nowhere.yaml: no such configuration; correct the path\n",
+        ),
+        (["--stats", "empty.yaml", "train.py", "1"], "is empty; add a section\n"),
     ],
 )
 def test_refusals(folder, arguments, message):

@@ -618,6 +618,15 @@ def test_error_of_the_program(run):
     assert len(tasks(run)) == 4
 
 
+def test_nothing_is_left_of_a_refusal(run):
+    """An observation that cannot begin leaves no directory behind, but one that was there stays."""
+    for there_before in (False, True):
+        with pytest.raises(FileNotFoundError, match="no such configuration"), observe(run, stats="nowhere.yaml"):
+            pass
+        assert run.exists() == there_before
+        run.mkdir(exist_ok=True)
+
+
 def test_error_of_a_layer(run):
     """Of an error in a pipeline, `run.json` says where it was raised too."""
 

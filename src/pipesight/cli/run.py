@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import importlib.machinery
 import importlib.util
 import io
@@ -64,12 +63,9 @@ def run(options: argparse.Namespace) -> int:
         return _refuse(str(error))
     if options.out is None:
         return _refuse("the following arguments are required: --out")
-    if options.stats is not None and not options.stats.exists():
-        return _refuse(f"no such configuration of statistics: {str(options.stats)!r}; correct the path of --stats")
     from pipesight.recording import observe
     from pipesight.recording.windows import Windows
 
-    there_before = options.out.exists()
     try:
         observation = observe(
             options.out,
@@ -83,11 +79,9 @@ def run(options: argparse.Namespace) -> int:
         )
         observation.__enter__()
     except (OSError, ValueError, RuntimeError) as error:
-        if not there_before:
-            with contextlib.suppress(OSError):  # another rank may have written to it
-                options.out.rmdir()
-        said = str(error).replace("overwrite=True", "--overwrite")
-        return _refuse(said.replace(", or pass config_file='' to log nothing", ", or leave out --stats"))
+        if isinstance(error, OSError) and error.filename is not None:
+            return _refuse(f"{error.filename}: {error.strerror or error}")
+        return _refuse(str(error).replace("overwrite=True", "--overwrite"))
     # Python does so itself, but only after it has ended everything: the last of what is registered from here on.
     atexit.register(_die_of_interrupt)
     sys.argv = [options.program, *options.arguments]

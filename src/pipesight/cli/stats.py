@@ -11,8 +11,6 @@ __all__ = ["add_to", "check"]
 MISTAKES, UNUSABLE = 1, 2
 """Exit codes: the configuration is wrong, and what is needed to check it is missing."""
 
-_FOR_PROGRAMS = ", or pass config_file='' to log nothing"  # what messages advise, to callers of `initialize`
-
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand and its options."""
@@ -59,13 +57,13 @@ def check(options: argparse.Namespace) -> int:
         layers = None if options.model is None else _layers(options.model)
         print_sections(config, layers, config.select(layers or ()))
     except ConfigError as error:
-        print(str(error).replace(_FOR_PROGRAMS, ""), file=sys.stderr)
+        print(error, file=sys.stderr)
         return MISTAKES
     except BrokenPipeError:  # as in `pipesight stats check config.yaml | head`
         raise
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        return _unusable(f"{error.strerror or error}{where}".replace(_FOR_PROGRAMS, ""))
+        return _unusable(f"{error.strerror or error}{where}")
     except (ModelError, ImportError) as error:
         return _unusable(str(error))
     return 0

@@ -32,7 +32,6 @@ class Minibatch:
     """What the loss of each micro-batch counts."""
     loss_fn: Callable[[Any, Any], Tensor]
     learns: bool
-    checkpoint_stop: int
     randomness: PassRandomness
     where: Where
     observers: Observers

@@ -383,9 +383,10 @@ class DistributedPipeline:
         shared = None
         if seed is not None:
             shared = dict.fromkeys((torch.device("cpu"), self.places.device), seed + self.places.replica)
-        batch = flows, inputs, targets, weights, self._loss_fn, learns
         random = PassRandomness(shared)
-        return Minibatch(*batch, where.checkpoint_stop, random, where, where.observers, self._watch)
+        return Minibatch(
+            flows, inputs, targets, weights, self._loss_fn, learns, random, where, where.observers, self._watch
+        )
 
     def _loss(self, batch: Minibatch, everywhere: bool) -> Tensor | None:
         loss = torch.stack(list(batch.losses.values())).sum() if self.is_last else None

@@ -91,7 +91,7 @@ class Stage(ConnectedStage):
         if self.has_backward and not self.is_first:
             came = _made_leaves(came)
         own, passing = self._wiring.sort(came, self._cut(i, before=True))
-        checkpointed = self.has_backward and i < batch.checkpoint_stop and self._repeatable
+        checkpointed = self.has_backward and i < batch.where.checkpoint_stop and self._repeatable
         self._start("forward", i, checkpointing=checkpointed)
         try:
             outputs, form, leaving, checkpoint = self._forward(i, own, checkpointed)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipesight.plan.costs import Layer
+from pipesight.plan.costs import WEIGHT_SHARE, Layer
 from pipesight.plan.schedules import B, F, R, W
 from pipesight.plan.simulation import Times
 from pipesight.report.analysis.facts import LayerFacts, PipelineFacts
@@ -32,8 +32,8 @@ class RunLayers:
     """How many of them each partition had."""
     besides: Times
     """Microseconds of a task that are in no layer, by kind."""
-    weight_share: float | None
-    """Of the gradients of weights in a backward, where they had tasks of their own."""
+    weight_share: float
+    """Of the gradients of weights in a backward: as recorded, if they had tasks of their own."""
     notes: tuple[str, ...]
 
 
@@ -116,9 +116,9 @@ def _mean_times(times: LayerTimes, names: list[list[str]]) -> list[Times] | None
     return [total / np.maximum(count, 1) for total, count in zip(totals, counts, strict=True)]
 
 
-def _weight_share(times: LayerTimes) -> float | None:
+def _weight_share(times: LayerTimes) -> float:
     """Return the share of weights in backwards that have both parts; a first partition has no inputs to wait for."""
     inputs, weights = (times.where(times.phase == phase) for phase in (B, W))
     both = np.intersect1d(inputs.partition, weights.partition)
     of_inputs, of_weights = (float(part.total[np.isin(part.partition, both)].sum()) for part in (inputs, weights))
-    return of_weights / (of_inputs + of_weights) if of_inputs + of_weights > 0 else None
+    return of_weights / (of_inputs + of_weights) if of_inputs + of_weights > 0 else WEIGHT_SHARE

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipesight.plan.blocks import Setting
-from pipesight.plan.costs import WEIGHT_SHARE, Costs, Link
+from pipesight.plan.costs import Costs, Link
 from pipesight.plan.layers import MICROSECOND, layers_of
 from pipesight.plan.schedules import B, F, R, Schedule, gpipe, recomputed
 from pipesight.plan.simulation import Times, simulate
@@ -133,7 +133,7 @@ def measure(run: Run, *, link: Link | None = None) -> Measured:
             jitter=makespan / even,
             outside=outside * MICROSECOND,
             minibatches=per_step,
-            weight_share=WEIGHT_SHARE if found.weight_share is None else found.weight_share,
+            weight_share=found.weight_share,
             link=measured_link if link is None else link,
             notes=found.notes,
         ),

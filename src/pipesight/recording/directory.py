@@ -52,6 +52,7 @@ class RunDirectory:
         self.path = Path(path).absolute()
         self.rank, self.ranks = _number("RANK", 0), max(1, _number("WORLD_SIZE", 1))
         self.restart, self.launch = restarts(), launch()
+        self._made = False
 
     @property
     def name(self) -> str:
@@ -103,7 +104,14 @@ class RunDirectory:
                     f"a run directory must be empty, but {str(self.path)!r} holds {str(found.relative_to(self.path))!r}"
                     "; record into another one, or replace it: overwrite=True"
                 )
+        self._made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
+
+    def leave(self) -> None:
+        """Take away the directory that was made for nothing."""
+        if self._made:
+            with contextlib.suppress(OSError):  # another rank has written to it
+                self.path.rmdir()
 
     def _files(self) -> Iterator[Path]:
         """Yield the files that some observation may have written."""

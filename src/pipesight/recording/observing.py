@@ -176,6 +176,7 @@ class Observation:
             )
         self._directory.claim(overwrite=self._overwrite)
         with contextlib.ExitStack() as stack:
+            stack.callback(self._directory.leave)
             self._start(stack)
             stack.pop_all()
         self._begun, self._process, _running = True, os.getpid(), self

@@ -119,9 +119,7 @@ def _text(file: FilePath, mistakes: Mistakes) -> str | None:
     try:
         content = file.read_bytes()
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            error.errno, "no such configuration; correct the path, or pass config_file='' to log nothing", str(file)
-        ) from None
+        raise FileNotFoundError(error.errno, "no such configuration; correct the path", str(file)) from None
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -180,7 +180,7 @@ def _build(document: Document, registry: Registry) -> Config:
     for line, flaw in document.flaws:
         mistakes.at_line(line, flaw)
     if document.value is None or document.value == {}:
-        mistakes.add((), "is empty; add a section, or pass config_file='' to log nothing")
+        mistakes.add((), "is empty; add a section")
         raise mistakes.error()
     named = check_mapping(document.value, (), mistakes, "from names of sections to sections") or {}
     sections = [
