@@ -1,6 +1,7 @@
 # make demo   train the demo model over four partitions
 # make test   lint, types and tests
 # make lint   lint and types alone
+# make fuzz   the fuzzers, with other cases than the few of make test: make fuzz CASES=10000 ONLY=engine
 # make bench  the benchmarks, against peers installed in a virtual environment of their own
 # make clean  remove everything these commands made
 #
@@ -10,6 +11,8 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
+CASES  ?= 1000
+ONLY   ?=
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -18,7 +21,7 @@ PEERS  := .venv-peers
 # Tests start many processes; none of them should have to compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint fuzz bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -32,6 +35,9 @@ lint: $(VENV)/.developed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fuzz: $(VENV)/.developed
+	FUZZ_CASES=$(CASES) $(BIN)/pytest --timeout 0 tests/fuzz -k "$(ONLY)"
 
 bench: $(VENV)/.developed $(PEERS)/.installed
 	$(BIN)/python -m benchmarks --peers $(PEERS)/bin/python
