@@ -74,6 +74,9 @@ HARD = {
     "nan": lambda n: torch.where(torch.rand(n, device="cuda") > 0.999, torch.nan, torch.randn(n, device="cuda")),
     "inf": lambda n: torch.where(torch.rand(n, device="cuda") > 0.999, torch.inf, torch.randn(n, device="cuda")),
     "only nan": lambda n: torch.full((n,), torch.nan, device="cuda"),
+    "only inf": lambda n: torch.full((n,), torch.inf, device="cuda"),
+    "only -inf": lambda n: torch.full((n,), -torch.inf, device="cuda"),
+    "half inf": lambda n: torch.randn(n, device="cuda").index_fill_(0, torch.arange(n // 2, device="cuda"), torch.inf),
 }  # fmt: skip
 
 
@@ -83,6 +86,22 @@ def test_hard_numbers(name: str, dtype: torch.dtype) -> None:
     """Numbers that other tools get wrong."""
     torch.manual_seed(0)
     check(HARD[name](1_000_003).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_only_one_infinity(value: float, dtype: torch.dtype) -> None:
+    """A tensor that overflowed everywhere has no finite element: by the kernels, alone, at once, and without them."""
+    from pipesight.stats.moments.device import DeviceRows
+    from pipesight.stats.moments.measuring import measure_on_device
+
+    wholes = [torch.full((n,), value, dtype=dtype, device="cuda") for n in (1, 16_384, 40_960, 1_000_003)]
+    for x in wholes:
+        check(x)
+        check(x.expand(2, -1))
+        assert measure_on_device(x) == Moments(infs=x.numel())
+    for x, row in zip(wholes, DeviceRows(torch.device("cuda", 0)).measure(wholes), strict=True):
+        assert (row.moments().count, row.moments().infs) == (0, x.numel())
 
 
 def test_powers() -> None:

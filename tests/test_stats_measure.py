@@ -108,6 +108,17 @@ def test_narrow_floats(kind, dtype):
     assert_right(x[:1000])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("n", [255, 32_768, 40_960, (1 << 21) + 300])
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_only_one_infinity(value, n, dtype):
+    """A tensor that overflowed everywhere has no finite element, and neither has a chunk of one; nothing warns."""
+    x = torch.full((n,), value).to(dtype)
+    assert measure(x) == measure_on_device(x) == Moments(infs=n)
+    assert measure(x.expand(3, n)) == Moments(infs=3 * n)
+    assert_right(torch.cat([x, normal(300).to(dtype), x]))
+
+
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")])
 @pytest.mark.parametrize("times", [1, 1000])
 def test_every_float8(dtype, times):

@@ -79,6 +79,8 @@ def _sampled_shift(x: Tensor) -> float:
     sample = x[:: x.numel() // SAMPLES | 1].to(torch.float32).cpu().to(torch.float64)  # odd: meets no period of 2**n
     if not sample.sum().isfinite():
         sample = sample[sample.isfinite()]
+    if not sample.numel():
+        return 0.0
     mean, deviation = sample.mean().item(), sample.std(correction=0).item()
     if not deviation or not mean * mean > 2 * deviation * deviation:
         return 0.0
@@ -127,7 +129,8 @@ def _sums(x: Tensor, shift: float, chunk: int, smallest: bool) -> Sums:
         least, greatest = torch.aminmax(part)
         low, high = least.item(), greatest.item()
         if low == high or not LEAST < max(-low, high) < GREATEST:
-            odd = constant(low, count) if low == high else exact(part, powers=False, smallest=smallest)
+            same = low == high and math.isfinite(low)  # a chunk that overflowed holds nothing but one infinity
+            odd = constant(low, count) if same else exact(part, powers=False, smallest=smallest)
             result.apart = result.apart.merge(odd)
             continue
         result.low, result.high, result.count = min(result.low, low), max(result.high, high), result.count + count

@@ -55,7 +55,7 @@ def _amax(numbers: Tensor) -> float:
     for matrix in matrices(numbers):
         low, high = (end.item() for end in torch.aminmax(matrix.to(torch.float64)))
         if not max(-low, high) < math.inf:
-            low, high = (end.item() for end in torch.aminmax(matrix.to(torch.float64).nan_to_num_(0.0, 0.0, 0.0)))
+            low, high = (end.item() for end in torch.aminmax(matrix.to(torch.float64).nan_to_num(0.0, 0.0, 0.0)))
         most = max(most, -low, high)
     return most
 
