@@ -133,6 +133,7 @@ class DistributedPipeline:
         self._devices = {rank: str(answer["device"]) for rank, answer in messages.items()}
         self._where.pipe = messages[self.places.line[0]]["pipe"]
         self._steps = self._calls = 0
+        self._since = 0  # other passes since the last training step
         self._farewell = Farewell()
 
     @property
@@ -348,10 +349,10 @@ class DistributedPipeline:
         if any(answer["leaves"] for answer in messages.values()):
             self._farewell.leave()
         self._calls += 1
-        flows, weights, seed = self._planner.plan(messages, with_target)
+        flows, weights, seed = self._planner.plan(messages, with_target, (self._steps, self._since))
         self._enter_step(step, [answer["step"] for answer in messages.values() if answer["step"] is not None])
         batch = self._minibatch(flows, inputs, targets, weights, seed, learns)
-        self._steps += learns
+        self._steps, self._since = self._steps + learns, 0 if learns else self._since + 1
         self._execution.run(batch)
         return batch
 
@@ -368,7 +369,7 @@ class DistributedPipeline:
         inputs: list[tuple[Tensor, ...]],
         targets: list[Any],
         weights: list[float],
-        seed: int | None,
+        seed: int,
         learns: bool,
     ) -> Minibatch:
         m = len(flows)
@@ -380,10 +381,7 @@ class DistributedPipeline:
         where.microbatches, where.partitions = m, len(self._balance)
         where.stream = torch.cuda.current_stream(self.places.device) if self.places.device.type == "cuda" else None
         where.checkpoint_stop = stop if learns and self.module.training else 0
-        shared = None
-        if seed is not None:
-            shared = dict.fromkeys((torch.device("cpu"), self.places.device), seed + self.places.replica)
-        random = PassRandomness(shared)
+        random = PassRandomness(dict.fromkeys((torch.device("cpu"), self.places.device), seed + self.places.replica))
         return Minibatch(
             flows, inputs, targets, weights, self._loss_fn, learns, random, where, where.observers, self._watch
         )

@@ -14,7 +14,7 @@ from pipesight.distributed.places import Places
 from pipesight.distributed.schedules import Kind
 from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone, scatter
-from pipesight.pipeline.randomness import draw_seed
+from pipesight.pipeline.randomness import draw_seed, next_seed, seed_of
 
 __all__ = ["Planner"]
 
@@ -43,11 +43,10 @@ class Planner:
             raise ValueError(f"the first rank needs the input: {call}(input, ...)")
         tensors = tuple(t.detach().to(self._places.device) for t in as_tuple(input, "input"))
         microbatches = scatter(tensors, self._chunks)
-        # Found out first, since only then the seed is drawn, and only if it is needed.
         flows = self._flows([[meta_of(t) for t in microbatch] for microbatch in microbatches], form_of(input))
         message["input"] = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
         message["lone"] = isinstance(input, Tensor)
-        message["seed"] = draw_seed() if any(flow.random for flow in flows) else None
+        message["seed"], message["draws"] = next_seed(), any(flow.random for flow in flows)
         return microbatches
 
     def read_target(self, target: Any, call: str, message: Message) -> list[Any]:
@@ -59,8 +58,16 @@ class Planner:
         form = form_of(target)
         return [form(microbatch) for microbatch in scatter(tensors, self._chunks)]
 
-    def plan(self, messages: dict[int, Message], with_target: bool) -> tuple[list[Flow], list[float], int | None]:
-        """Make of all messages what this rank has to do; on all ranks alike."""
+    def plan(
+        self, messages: dict[int, Message], with_target: bool, turn: tuple[int, int]
+    ) -> tuple[list[Flow], list[float], int]:
+        """Make of all messages what this rank has to do; on all ranks alike.
+
+        Args:
+            messages: Of all ranks.
+            with_target: Whether there is a loss.
+            turn: How many training steps there were, and other passes since the last of them.
+        """
         places = self._places
         modes = {rank: message["mode"] for rank, message in messages.items()}
         if len(set(modes.values())) > 1:
@@ -91,7 +98,19 @@ class Planner:
             weights = [float(replicas)] * len(parts)
         else:
             weights = [replicas * size / everything if everything else 1.0 for size in parts]
-        return flows, weights, head["seed"]
+        return flows, weights, self._seed(messages, head["seed"], turn)
+
+    def _seed(self, messages: dict[int, Message], seed: int, turn: tuple[int, int]) -> int:
+        """Return the seed of the pass, that of the first rank; the generators of all ranks go on alike.
+
+        So a ``DataLoader`` that shuffles gives the same samples on every rank. Where no forward of a layer draws,
+        generators stay as they are, as the plain model leaves them: what a backward or the loss may still draw must not
+        move that of one rank.
+        """
+        if any(message.get("draws") for message in messages.values()):
+            draw_seed()
+            return seed
+        return seed_of(seed, *turn)
 
     def _flows(self, microbatches: list[list[Meta]], form: Form) -> list[Flow]:
         form = lone if form is lone else tuple

@@ -166,7 +166,11 @@ class Stage(ConnectedStage):
         task.ends = [t.detach() for t in task.outputs]
         if self.has_backward:
             task.ends = _made_leaves(task.ends)
-        loss = batch.loss_fn(form(task.ends), batch.targets[i])
+        begin_task(batch.randomness, (i, self.j, "loss"))
+        try:
+            loss = batch.loss_fn(form(task.ends), batch.targets[i])
+        finally:
+            end_task()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_fn must return one number, as a tensor, but returned {what}")

@@ -28,7 +28,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["PassRandomness", "SavedGenerators", "begin_task", "draw_seed", "end_task", "isolated"]
+__all__ = [
+    "PassRandomness",
+    "SavedGenerators",
+    "begin_task",
+    "draw_seed",
+    "end_task",
+    "isolated",
+    "next_seed",
+    "seed_of",
+]
 
 # A dispatch key that PyTorch reserves for modes like this one and registers nothing for.
 _KEY_NAME = "TESTING_ONLY_GenericMode"
@@ -46,7 +55,7 @@ class PassRandomness:
     """The seeds of one pass, one a device, drawn from the caller's generators when first needed.
 
     Those are the default ones, or in a pipeline that is a layer of another, those of the outer task. Partitions in
-    other processes share a seed that one of them has drawn (:func:`draw_seed`).
+    other processes share a seed, and draw none themselves (:func:`next_seed`).
     """
 
     def __init__(self, shared: dict[torch.device, int] | None = None) -> None:
@@ -62,8 +71,7 @@ class PassRandomness:
                 self._seeds[device] = _draw_seed(
                     _default_generator(device) if outer is None else outer.generator(device)
                 )
-        text = repr((self._seeds[device], *task))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+        return seed_of(self._seeds[device], *task)
 
 
 class _TaskRandomness:
@@ -131,6 +139,18 @@ def isolated() -> AbstractContextManager[None]:
 def draw_seed() -> int:
     """Return the seed of a pass on the CPU, drawn from the default generator."""
     return _draw_seed(torch.default_generator)
+
+
+def next_seed() -> int:
+    """Return what :func:`draw_seed` would, and leave the generator as it is."""
+    copy = torch.Generator()
+    copy.set_state(torch.default_generator.get_state())
+    return _draw_seed(copy)
+
+
+def seed_of(*what: object) -> int:
+    """Return a seed that depends on ``what``, numbers and words, and on nothing else."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def begin_task(source: PassRandomness, task: Task, replay: SavedGenerators | None = None) -> None:
