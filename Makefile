@@ -1,4 +1,4 @@
-# make demo   train the demo model over four partitions
+# make demo   train the demo model over two to four partitions, as suits the machine
 # make test   lint, types and tests
 # make lint   lint and types alone
 # make fuzz   the fuzzers, with other cases than the few of make test: make fuzz CASES=10000 ONLY=engine

@@ -312,7 +312,8 @@ def test_figures(report):
     assert figures.usual.time == 9000  # 2 x (2 + 3 - 1) tasks, and the pause after them
     assert figures.last.bubble == pytest.approx(0.5)
     assert [(row.last, row.usual) for row in figures.partitions] == [(0.5, 0.5)] * 3
-    assert figures.usual.samples_per_second == pytest.approx(16 / 9e-3)
+    elapsed = sum(step.time for step in steps_of(report))
+    assert figures.usual.samples_per_second == pytest.approx(5 * 16 / elapsed * 1e6)  # the slow step counts, too
     assert [step.step for step in steps_of(report)] == list(range(5))
     assert steps_of(report)[2].time > figures.usual.time
     for step in steps_of(report):
@@ -348,7 +349,8 @@ def test_a_pause_after_each_step(paused):
     assert figures.last.parts == figures.usual.parts
     drawn = "\n".join(draw_frame(Frame("RUN", "has ended", paused, figures), width=80, height=30))
     assert "Step 3, 6.00 ms   the last with another after it, 4" in drawn
-    assert "Step time            16.0 ms   usually 16.0 ms over 4 steps" in drawn
+    assert "Step time            16.0 ms   usually 16.0 ms, the median of 4 steps" in drawn
+    assert "1,000 samples/s   1,000 over all of them, pauses included" in drawn
     assert line_of(steps[-1]).startswith("step 4   6.50 ms without what follows a step   bubble ")
     assert figures_of(paused).last.step == 4  # while it goes on, the steps that are shown end where the next begins
 

@@ -27,7 +27,7 @@ from pipesight.demo.live import LiveDisplay
 from pipesight.demo.model import char_gpt
 from pipesight.demo.plain import PlainDisplay
 from pipesight.demo.progress import Limit, Meter
-from pipesight.demo.training import Training
+from pipesight.demo.training import Training, pick_partitions
 from pipesight.demo.verse import Verse
 from pipesight.demo.watch import Activity, Watch
 from processes import STRICT_PYTHON
@@ -73,7 +73,7 @@ def interruptible() -> Iterator[None]:
 
 def test_output_without_a_terminal_is_plain_lines():
     """Into a pipe go a line a step, a summary, about 200 characters of verse, a report, and what to do next."""
-    ended = run("--steps", "4")
+    ended = run("--steps", "4", "--partitions", "4")
     assert ended.returncode == 0
     assert ended.stderr == ""
     assert "\x1b" not in ended.stdout
@@ -173,7 +173,7 @@ def lines_of(written: str) -> list[str]:
 
 def test_live_display_has_a_row_for_each_partition():
     """In a terminal, each partition has a row that shows its device, layer, phase and micro-batch."""
-    code, written = run_in_terminal(80, "--seconds", "3")
+    code, written = run_in_terminal(80, "--seconds", "3", "--partitions", "4")
     lines = lines_of(written)
     assert code == 0
     assert any(re.fullmatch(r"partition +device +layer +class +phase +micro-batch *", line) for line in lines)
@@ -361,12 +361,21 @@ def test_interrupt_closes_the_display():
     assert "Traceback" not in written
 
 
+@pytest.mark.parametrize(("processors", "partitions"), [(1, 2), (2, 2), (3, 3), (4, 4), (64, 4)])
+def test_partitions_suit_the_machine(monkeypatch, processors, partitions):
+    """Unless it is told, the demo takes as many partitions as can compute at the same time, from 2 up to 4."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(processors)}, raising=False)
+    assert pick_partitions() == partitions
+
+
 def test_no_thread_outlives_the_demo(capsys):
     """A demo that ran in this process leaves its threads and settings as they were."""
     before = threading.enumerate(), torch.get_num_threads()
     assert main(["demo", "--plain", "--steps", "1", "--partitions", "2"]) == 0
     assert (threading.enumerate(), torch.get_num_threads()) == before
     assert "partitions of [4, 4] layers" in capsys.readouterr().out
+    assert {path.name for path in Path("demo-run").iterdir()} == {"run.json", "trace", "stats", "logs", "report.html"}
 
 
 # What it trains.

@@ -60,7 +60,7 @@ def test_everything_is_there(run):
         *((step, layer, "wgrad") for step in range(2) for layer in "02"),
     }
     assert sum("INFO mine" in line for line in log_lines(run)) == 2
-    assert {file.name for file in run.iterdir()} == {"run.json", "trace", "stats", "logs", "nvdlfw_inspect_logs"}
+    assert {file.name for file in run.iterdir()} == {"run.json", "trace", "stats", "logs"}
 
 
 def test_description(run):

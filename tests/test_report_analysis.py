@@ -185,6 +185,31 @@ def test_warm_up_is_left_out(made):
     assert len(report.steps) == 10
 
 
+def test_a_slow_beginning_is_no_warm_up(made):
+    """Of a run whose first 139 steps of 2,000 are slow, a few at most are warm-up, and all others count."""
+    at = 0
+    for step in range(400):
+        slow = 30 if step == 0 else 5 if step < 139 else 1
+        at = made.gpipe(step, lambda *task, k=slow: even(*task) * k, at=at)
+    report = analysed(made)
+    assert report.left.warm_up == (0,)
+    assert report.overall.steps == 399
+    assert report.overall.time.most == 5 * 900
+
+
+def test_throughput_counts_pauses(made):
+    """Samples are divided by all the time that went by, also where one step in ten is followed by a long pause."""
+    at = 0
+    for step in range(20):
+        at = made.gpipe(step, even, at=at) + (9000 if step % 10 == 5 else 0)
+    overall = analysed(made).overall
+    assert overall.time.median == 900
+    assert overall.elapsed == 20 * 900 + 2 * 9000
+    assert overall.steps_per_second == pytest.approx(20 / 36e-3)
+    assert overall.samples_per_second == pytest.approx(20 * 16 / 36e-3)
+    assert overall.microbatches_per_second == pytest.approx(20 * 2 / 36e-3)
+
+
 def test_steps_that_are_not_the_first_are_no_warm_up(made):
     """Where the first steps are not asked for, none is warm-up, however slow."""
     at = 0
@@ -360,7 +385,7 @@ def test_comparing_with_more_partitions_a_rank(tmp_path):
     assert found.parts["computing"].change == pytest.approx(0)
     assert found.parts["fill_and_drain"].change == pytest.approx(-3000)
     assert found.quantities["bubble"].change == pytest.approx(1 / 17 - 1 / 9)
-    assert "Most of that is fill and drain (-3.00 ms)." in found.text
+    assert "In the mean step, most of that is fill and drain (-3.00 ms)." in found.text
 
 
 def test_partitions_of_a_rank_that_compute_at_once(tmp_path):

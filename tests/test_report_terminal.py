@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,8 @@ def test_everything_is_there(report):
         "Step ",
         "Left out: step 0",
         "Not finite: activation of layer block1 is the first, in iteration 5",
-        "of the window; ",
+        "of all windows together; ",
+        ", pauses included; ",
         "its own bubble, in a window without other losses",
         "in shares of the mean step",
         "in shares of the mean window",
@@ -194,6 +197,23 @@ def test_ending_is_part_of_the_verdict(tmp_path, outcome, words):
     assert " ".join(text.split()).count("The run ") == bool(words)
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_killed_run_is_called_so(tmp_path, gone):
+    """Where the process of a run is gone from this machine and left no outcome, it was killed; else nobody knows."""
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        if gone:
+            process.kill()
+            process.wait()
+        made = Made(tmp_path / "run", outcome=None, ended=None, pid=process.pid, host=os.uname().nodename)
+        made.gpipe(0, lambda phase, i, j: EVEN[phase])
+        killed = "The run has ended: it was killed, or its machine went down. This is as far as it got."
+        assert analysed(made).verdict.text.endswith(killed) == gone
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_ending_without_a_pipeline(tmp_path):
     """Of a trace without tasks it is said too."""
     made = Made(tmp_path / "run", outcome="SIGTERM")
@@ -240,9 +260,9 @@ def test_warm_up_wraps(tmp_path):
     made = Made(tmp_path / "run", balance=[1, 1], chunks=1)
     at = 0
     for step in range(200):
-        at = made.gpipe(step, lambda phase, i, j, slow=step < 14: EVEN[phase] * (3 if slow else 1), at=at)
+        at = made.gpipe(step, lambda phase, i, j, slow=step < 10: EVEN[phase] * (3 if slow else 1), at=at)
     text = " ".join(render(analysed(made)).split())
-    assert "10, 11 and 2 more, warm-up, which took much longer than the others." in text
+    assert "Left out: steps 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, warm-up, which took much longer than the others." in text
 
 
 def test_phases_that_never_ran(tmp_path):
@@ -315,7 +335,7 @@ def test_comparison_names_the_loss(tmp_path):
     slow = busy_run(tmp_path / "slow", loading=1400)  # that of the first of 11 steps was before it
     found = compare(fast, slow)
     assert "slower" in found.text
-    assert "Most of that is data loading (+1.00 ms)" in found.text
+    assert "In the mean step, most of that is data loading (+1.00 ms)" in found.text
     assert found.parts["data_loading"].change == pytest.approx(1000)
     text = render_comparison(found)
     assert re.search(r"data loading +273 µs +1.27 ms +\+1.00 ms \(\+366.7%\)", text)
@@ -326,7 +346,7 @@ def test_comparison_names_the_loss(tmp_path):
 @pytest.mark.parametrize(
     ("pause", "words"),
     [
-        (0, "Most of that is computing (-800 µs)"),
+        (0, "In the mean step, most of that is computing (-800 µs)"),
         (6 * 1000, "The mean step takes the same time: some steps took much longer than others."),
         (6 * 3000, "The mean step changed by +2.00 ms, and most of that is between steps (+3.00 ms)"),
     ],
@@ -342,7 +362,7 @@ def test_comparison_of_means(tmp_path, pause, words):
         return analysed(made)
 
     found = compare(of_tasks(tmp_path / "a", 200, 0), of_tasks(tmp_path / "b", 100, pause))
-    assert found.text.startswith(f"The second run is 50.0% faster: -1.00 ms a step. {words}")
+    assert found.text.startswith(f"The second run is 50.0% faster: -1.00 ms in the median step. {words}")
     mean = [sum(getattr(part, run) for part in found.parts.values()) for run in ("first", "second")]
     assert mean == pytest.approx([2000, 1000 + pause / 6], rel=1e-3)
     assert re.search(r"step time, mean +2.00 ms", render_comparison(found))

@@ -51,7 +51,12 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "or else on its CPU, show what each partition is doing, and report where the time went. Ctrl-C ends it.",
     )
     add = parser.add_argument
-    add("--partitions", type=int, default=4, metavar="N", help="cut the model's 8 layers into 1 to 8 partitions (4)")
+    add(
+        "--partitions",
+        type=int,
+        metavar="N",
+        help="cut the model's 8 layers into 1 to 8 partitions (as many as there are GPUs, or else processors: 2 to 4)",
+    )
     add(
         "--chunks",
         type=int,
@@ -86,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from pipesight.demo.progress import Limit, Meter
-    from pipesight.demo.training import Training, one_thread
+    from pipesight.demo.training import Training, one_thread, pick_partitions
     from pipesight.demo.watch import Watch
     from pipesight.recording import observe
 
@@ -95,7 +100,10 @@ def run(options: argparse.Namespace) -> int:
         try:
             limit = Limit(seconds=options.seconds, steps=options.steps)
             training = Training(
-                partitions=options.partitions, chunks=options.chunks, checkpoint=options.checkpoint, seed=options.seed
+                partitions=pick_partitions() if options.partitions is None else options.partitions,
+                chunks=options.chunks,
+                checkpoint=options.checkpoint,
+                seed=options.seed,
             )
             recording = observe(options.out, stats=RECORDED, overwrite=True)
         except (OSError, ValueError) as error:

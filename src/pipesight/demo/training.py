@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pipesight.demo.model import char_gpt
 from pipesight.demo.verse import Verse
 from pipesight.pipeline.gpipe import GPipe
 
-__all__ = ["CONTEXT", "ON_CPU", "ON_GPU", "Size", "Training", "one_thread"]
+__all__ = ["CONTEXT", "ON_CPU", "ON_GPU", "Size", "Training", "one_thread", "pick_partitions"]
 
 CONTEXT = 32
 """Characters a sample."""
@@ -109,6 +110,13 @@ class Training:
         finally:
             self.pipe.train()
         return self._verse.decode(tokens[1:])
+
+
+def pick_partitions() -> int:
+    """Return how many partitions suit this machine: as many as can compute at the same time, from 2 up to 4."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, min(gpus or processors, 4))
 
 
 def pick_devices(partitions: int) -> list[torch.device]:

@@ -48,7 +48,7 @@ class RunStatistics:
         begin: Callable[[], None],
         log: Callable[[int, str], None],
     ) -> None:
-        self._session = open_session(config, log_dir=folder, sinks=[_Nowhere()])
+        self._session = open_session(config, log_dir=folder, sinks=[_Nowhere()], log=log)
         self._session.step_count = first
         current.of_run = self._session
         if current.of_process is not None:
@@ -62,13 +62,6 @@ class RunStatistics:
         """Whether the step under way is recorded."""
         self.trained = False
         """Whether a model was called in it, or an optimizer has stepped. Else it is only what follows the last."""
-        original = self._session.messages.log_message
-
-        def log_message(message: object, level: int = 20) -> None:
-            original(message, level)
-            log(level, str(message))
-
-        self._session.messages.log_message = log_message  # type: ignore[method-assign,assignment]
 
     @property
     def found(self) -> bool:

@@ -77,16 +77,17 @@ def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> s
     change = after - before
     if abs(change) < ALIKE * before:
         largest = max(parts, key=lambda name: abs(parts[name].change))
-        text = f"Both take the same time for a step, to within {ALIKE:.0%}"
+        text = f"Both take the same time for the median step, to within {ALIKE:.0%}"
         if abs(parts[largest].change) < ALIKE * before:
             return f"{text}, and spend it alike."
-        return f"{text}; most of what differs is {TITLES[largest]} ({_signed(parts[largest].change)})."
+        differs = f"{TITLES[largest]} ({_signed(parts[largest].change)})"
+        return f"{text}; most of what differs in the mean step is {differs}."
     word = "slower" if change > 0 else "faster"
-    text = f"The second run is {abs(change) / before:.1%} {word}: {_signed(change)} a step."
+    text = f"The second run is {abs(change) / before:.1%} {word}: {_signed(change)} in the median step."
     # Parts are those of the mean step, in which a few steps that took long may weigh much.
     mean = sum(part.change for part in parts.values())
     if abs(mean - change) <= 0.25 * abs(change):
-        return f"{text} Most of that is {_causes(change, parts)}."
+        return f"{text} In the mean step, most of that is {_causes(change, parts)}."
     if abs(mean) < ALIKE * before:
         return f"{text} The mean step takes the same time: some steps took much longer than others."
     return f"{text} The mean step changed by {_signed(mean)}, and most of that is {_causes(mean, parts)}."

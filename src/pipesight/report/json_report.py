@@ -64,6 +64,7 @@ def _overall(overall: Overall) -> dict[str, Any]:
         "steps": overall.steps,
         "replicas": overall.replicas,
         "time": asdict(overall.time),
+        "elapsed": overall.elapsed,
         "steps_per_second": overall.steps_per_second,
         "samples_per_second": overall.samples_per_second,
         "microbatches_per_second": overall.microbatches_per_second,

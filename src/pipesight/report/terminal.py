@@ -144,7 +144,7 @@ def _speed(report: Report, overall: Overall, style: Style) -> list[str]:
     spread = f", {time(overall.time.low)} {dash} {time(overall.time.high)} for 8 in 10" if overall.steps > 1 else ""
     rows = [
         ["Step time", time(overall.time.median), f"median of {_count(overall.steps, 'step')}{spread}"],
-        ["Throughput", f"{_rate(overall.steps_per_second)} steps/s", _rates(overall)],
+        ["Throughput", *_throughput(overall)],
         ["Bubble", percent(overall.bubble), _bubble_note(overall, dash)],
         ["Schedule", percent(overall.bound), "its own bubble, in a window without other losses"],
     ]
@@ -183,14 +183,14 @@ def _each_step(report: Report, style: Style) -> list[str]:
 def _bubble_note(overall: Overall, dash: str) -> str:
     low, high = overall.bubbles.low, overall.bubbles.high
     spread = f"; {low:.1%} {dash} {high:.1%} for 8 in 10" if overall.steps > 1 else ""
-    return f"of the window{spread}"
+    return f"of all windows together{spread}"
 
 
-def _rates(overall: Overall) -> str:
-    rates = [f"{_rate(overall.microbatches_per_second)} micro-batches/s"]
+def _throughput(overall: Overall) -> tuple[str, str]:
+    rates = [f"{_rate(overall.steps_per_second)} steps/s", f"{_rate(overall.microbatches_per_second)} micro-batches/s"]
     if overall.samples_per_second is not None:
         rates.insert(0, f"{_rate(overall.samples_per_second)} samples/s")
-    return ", ".join(rates)
+    return rates[0], f"over {time(overall.elapsed)}, pauses included; {rates[1]}"
 
 
 def _rate(value: float) -> str:

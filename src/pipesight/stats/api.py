@@ -114,8 +114,12 @@ def open_session(
     sinks: Iterable[Sink] = (),
     reduction_timeout: float = 300.0,
     extensions: object = None,
+    log: Callable[[int, str], None] | None = None,
 ) -> Session:
-    """Make a session of one's own; see `initialize`. Nothing is left behind if it fails."""
+    """Make a session of one's own; see `initialize`. Nothing is left behind if it fails.
+
+    Given ``log``, messages go there with their levels, and not to a file of their own.
+    """
     if not isinstance(init_training_step, int) or isinstance(init_training_step, bool) or init_training_step < 0:
         raise ValueError(
             f"init_training_step must be an integer from 0 on (init_training_step: {init_training_step!r})"
@@ -137,7 +141,7 @@ def open_session(
     if not given or default_logging_enabled:
         given.append(FileSink(folder, rank=rank, settings=settings))
     given.append(JsonlSink(folder, rank=rank, overwrite=settings.overwrite))
-    messages = MessageLog(folder, rank=rank, settings=settings)
+    messages = MessageLog(folder, rank=rank, settings=settings, log=log)
     if checked.sections:
         _begin_files(given)
     return Session(

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 from pipesight.stats._environment import LogSettings, log_file, process_rank
 from pipesight.stats.sinks._clock import Clock
@@ -20,6 +21,7 @@ class MessageLog:
 
     Messages from WARNING up also go to stderr, after ``NVDLFW INSPECT - ``. There is no handler and no named logger
     behind it: the logging configuration of the program neither changes nor matters, and a closed log writes nothing.
+    A run has log lines of its own: given ``log``, messages and their levels go there, and there is no file.
 
     Example::
 
@@ -29,7 +31,12 @@ class MessageLog:
     """
 
     def __init__(
-        self, log_dir: str | os.PathLike[str], *, rank: int | None = None, settings: LogSettings | None = None
+        self,
+        log_dir: str | os.PathLike[str],
+        *,
+        rank: int | None = None,
+        settings: LogSettings | None = None,
+        log: Callable[[int, str], None] | None = None,
     ) -> None:
         self.settings = LogSettings.from_environment() if settings is None else settings
         rank = process_rank() if rank is None else rank
@@ -37,13 +44,15 @@ class MessageLog:
         self.path = log_file(log_dir, "nvdlfw_inspect_logs", rank=rank, settings=self.settings)
         self.lost = 0
         self._complained = False
+        self._log = log
         self._lines = LineFile(self.path, overwrite=self.settings.overwrite)
         self._clock = Clock()
         self._lock = threading.Lock()
-        try:
-            self._lines.open()
-        except OSError as error:
-            self._complain(error)
+        if log is None:
+            try:
+                self._lines.open()
+            except OSError as error:
+                self._complain(error)
         for mistake in self.settings.mistakes:
             self.warning(mistake)
 
@@ -55,6 +64,9 @@ class MessageLog:
         line = f"{self._clock.now()} - {logging.getLevelName(number)} - {message}\n"
         if number >= logging.WARNING:
             _to_stderr(line)
+        if self._log is not None:
+            self._log(number, str(message))
+            return
         with self._lock:
             if self._lines.closed:
                 return

@@ -76,7 +76,10 @@ class Overall:
     replicas: int
     """That each of them ran in; numbers are over all of these."""
     time: Summary
+    elapsed: float
+    """What the steps took, all together, with all pauses between them; of several replicas, the slowest."""
     steps_per_second: float
+    """Steps over ``elapsed``; so are samples and micro-batches."""
     samples_per_second: float | None
     microbatches_per_second: float
     bubble: float
@@ -84,7 +87,7 @@ class Overall:
     bubbles: Summary
     """The same, step by step."""
     bound: float
-    """The bubble that the schedule itself has."""
+    """The bubble that the schedule itself has, over all windows too."""
     recompute: float
     """The share of computing that is recomputation."""
     parts: Mapping[str, float]
@@ -312,22 +315,24 @@ def _overall(
     chosen = times.where(counted)
     time = summary(chosen.period)
     replicas = len(np.unique(chosen.replica))
-    per_second = 1e6 / max(time.median, 1e-9)
+    steps = len(np.unique(chosen.step))
+    elapsed = float(np.bincount(chosen.replica, chosen.period).max())
     batch = {fact.batch_size for fact in facts}
     samples = None
     if len(batch) == 1 and (size := batch.pop()) is not None:
-        samples = per_second * size * replicas * float(np.median(chosen.minibatches))
+        samples = size * float(chosen.minibatches.sum()) / elapsed * 1e6
     phases = np.sum([split.phases[:, own[split.rows]].sum(axis=(1, 2)) for split in splits], axis=0)
     return Overall(
-        steps=len(np.unique(chosen.step)),
+        steps=steps,
         replicas=replicas,
         time=time,
-        steps_per_second=per_second,
+        elapsed=elapsed,
+        steps_per_second=steps / elapsed * 1e6,
         samples_per_second=samples,
-        microbatches_per_second=per_second * replicas * float(np.median(chosen.microbatches)),
+        microbatches_per_second=float(chosen.microbatches.sum()) / elapsed * 1e6,
         bubble=float(1 - chosen.parts[0].sum() / max(chosen.window.sum(), 1)),
         bubbles=summary(chosen.bubble),
-        bound=float(np.median(chosen.bound)),
+        bound=float((chosen.bound * chosen.window).sum() / max(chosen.window.sum(), 1)),
         recompute=float(phases[1] / max(phases.sum(), 1)),
         parts={name: float(part.mean()) for name, part in zip(PARTS, chosen.parts, strict=True)},
         turnaround=float(chosen.turnaround.mean()),

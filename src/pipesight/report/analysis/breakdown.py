@@ -34,7 +34,11 @@ _KINDS = {
 }
 
 WARM_UP = 1.5
-"""Steps at the beginning that take this many times the median are warm-up."""
+"""Steps at the beginning that take this many times the median of those around them are warm-up."""
+FIRST = 10
+"""How many of them there are at most: whatever takes longer is no warm-up."""
+AROUND = 5
+"""Of how many times as many steps the median is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,14 +219,18 @@ class _Cover:
 
 
 def warm_up(times: StepTimes) -> Column:
-    """Return the numbers of the first steps that took much longer than those after them; a tenth at most, or three."""
+    """Return the numbers of the first steps that took much longer than those after them.
+
+    They are three at most, or a tenth of all steps, up to `FIRST`. A run that is slow for longer was slow: its
+    first steps are compared with those that come next, not with what the run came to in the end.
+    """
     numbers, which = np.unique(times.step, return_inverse=True)
     if len(numbers) < 5:
         return numbers[:0]
     period = np.zeros(len(numbers))
     np.maximum.at(period, which, times.period)
-    slow = period > WARM_UP * np.median(period)
-    most = max(3, len(numbers) // 10)
+    most = max(3, min(len(numbers) // 10, FIRST))
+    slow = period > WARM_UP * np.median(period[: AROUND * most])
     return numbers[: min(int(np.argmin(slow)), most)]
 
 

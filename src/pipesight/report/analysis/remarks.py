@@ -11,6 +11,7 @@ import numpy as np
 from pipesight.report.analysis.clocks import doubts_about_clocks
 from pipesight.report.analysis.verdict import Verdict
 from pipesight.report.analysis.windows import INCOMPLETE, MiniBatches
+from pipesight.report.reading._processes import KILLED
 from pipesight.report.reading.tables import OPTIMIZER, Spans, Tasks
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ def with_ending(verdict: Verdict, run: Run) -> Verdict:
         first = outcome.strip().splitlines()[0].rstrip(".")
         text = f"The run ended with {textwrap.shorten(first, LONGEST, placeholder=' ..')}."
     elif run.description and outcome is None and not run.followed:
-        text = "The run has not ended, or was killed: this is as far as it got."
+        if run.was_killed():
+            text = f"The run has ended: {KILLED}. This is as far as it got."
+        else:
+            text = "The run has not ended, or was killed: this is as far as it got."
     else:
         return verdict
     return replace(verdict, text=f"{verdict.text} {text}")

@@ -81,12 +81,12 @@ def verdict_on(
         sentences.append(f"{on_processors} {who} compute on {few}, so they slow each other down.")
     inside = max((name for name in LOSSES if name != "fill_and_drain"), key=lambda name: shares.get(name, 0))
     if shares.get(inside, 0) >= MUCH:
-        sentences.append(f"The largest other loss is {_noun(inside)}, {_percent(shares[inside])} of a step.")
+        sentences.append(f"The largest other loss is {_noun(inside)}, {_percent(shares[inside])} of the mean step.")
     outside = sum(shares.get(name, 0) for name in OUTSIDE)
     if outside >= MUCH:
         worst = max(OUTSIDE, key=lambda name: shares.get(name, 0))
         most = f", {_percent(shares[worst])} to {_noun(worst)}" if worst != "between_steps" else ""
-        sentences.append(f"{_percent(outside)} of a step goes by outside of the pipeline{most}.")
+        sentences.append(f"{_percent(outside)} of the mean step goes by outside of the pipeline{most}.")
     if not changes:
         sentences.append("Nothing that can be told from the trace would gain more than 1%.")
     return Verdict(" ".join(sentences), tuple(changes))

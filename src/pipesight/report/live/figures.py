@@ -43,11 +43,12 @@ class PartitionFigures:
 
 @dataclass(frozen=True, slots=True)
 class LiveFigures:
-    """The last step, and the median of each number over the steps that are kept."""
+    """The last step, and what is usual over the steps that are kept."""
 
     steps: int
     last: StepFigures
     usual: StepFigures
+    """All medians, but for the samples a second: those are all samples over all the time, pauses included."""
     partitions: tuple[PartitionFigures, ...]
     left_out: int | None = None
     """The very last step of a run that has ended: what comes after it is not of a step, so it cannot be compared."""
@@ -107,7 +108,7 @@ def figures_of(report: Report, *, ended: bool = False) -> LiveFigures | None:
         left_out = steps.pop().step
     counted = set(np.unique(report.steps.step[report.counted]).tolist())
     usual = [step for step in steps if step.step in counted] or steps
-    samples = [step.samples_per_second for step in usual if step.samples_per_second is not None]
+    samples = sum((step.samples_per_second or 0.0) * step.time for step in usual)
     last = steps[-1]
     return LiveFigures(
         steps=len(usual),
@@ -117,7 +118,7 @@ def figures_of(report: Report, *, ended: bool = False) -> LiveFigures | None:
             time=_median([step.time for step in usual]),
             bubble=_median([step.bubble for step in usual]),
             bound=_median([step.bound for step in usual]),
-            samples_per_second=_median(samples) if samples else None,
+            samples_per_second=samples / sum(step.time for step in usual) if samples else None,
             parts=tuple(_median([step.parts[k] for step in usual]) for k in range(len(PARTS))),
         ),
         partitions=_partitions(report, last.step, {step.step for step in usual}),

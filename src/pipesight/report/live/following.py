@@ -7,7 +7,6 @@ has been going on; what it keeps is bounded too.
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from pipesight.report.live._handing_over import is_inside
 from pipesight.report.live._recent import RecentRun
 from pipesight.report.reading._clocks import NO_SHIFT, Shift
 from pipesight.report.reading._files import read_object
+from pipesight.report.reading._processes import KILLED, is_gone, may_restart
 from pipesight.report.reading.run import NotARunError
 from pipesight.report.reading.traces import find_traces
 
@@ -238,7 +238,7 @@ class Follower:
     def _judge(self) -> State:
         facts = self.run.description
         quiet = self._clock() - self._grew_at
-        if facts and facts.get("outcome") != "ok" and quiet < self._quiet * _LONGER and _may_restart(facts):
+        if facts and facts.get("outcome") != "ok" and quiet < self._quiet * _LONGER and may_restart(facts):
             return State("running")
         if facts.get("ended"):
             ranks = facts.get("world_size") or 1
@@ -246,8 +246,8 @@ class Follower:
                 return State("ended", str(facts.get("outcome") or "ok"))
             return State("running")  # others than rank 0 may have more to write
         if facts:
-            gone = quiet >= self._quiet and _is_gone(facts.get("pid"), facts)
-            return State("ended", "it was killed, or its machine went down") if gone else State("running")
+            gone = quiet >= self._quiet and is_gone(facts.get("pid"), facts)
+            return State("ended", KILLED) if gone else State("running")
         if not self._closed:
             return State("waiting")
         # Of traces alone nobody knows whether more of them will come.
@@ -262,25 +262,3 @@ class Follower:
 def _rank(path: Path) -> int:
     found = _RANK.search(path.name)
     return int(found[1]) if found else 0
-
-
-def _may_restart(facts: dict[str, Any]) -> bool:
-    """Tell whether torchrun may start the ranks of a run anew: it has not ended itself, as far as is known."""
-    return facts.get("launch") is not None and not _is_gone(facts.get("ppid"), facts)
-
-
-def _is_gone(pid: object, facts: dict[str, Any]) -> bool:
-    """Tell whether a process on the host of a run is known to have ended."""
-    if not isinstance(pid, int) or pid <= 0 or facts.get("host") != os.uname().nodename:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # somebody else's
-        return False
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:  # there is no such folder here
-        return False
-    return status.rpartition(")")[2].split()[0] in ("Z", "X")  # dead, and nobody has asked how it died

@@ -104,14 +104,11 @@ def _warnings(frame: Frame, style: Style) -> list[str]:
 
 def _numbers(figures: LiveFigures, style: Style) -> list[str]:
     last, usual = figures.last, figures.usual
-    over = f" over {figures.steps} steps" if figures.steps > 1 else ""
+    over = f", the median of {figures.steps} steps" if figures.steps > 1 else ""
     rows = [["Step time", time(last.time), f"usually {time(usual.time)}{over}"]]
     if last.samples_per_second is not None and usual.samples_per_second is not None:
-        rows.append(
-            ["Throughput", f"{_rate(last.samples_per_second)} samples/s", _usually(_rate(usual.samples_per_second))]
-        )
-    else:
-        rows.append(["Throughput", f"{_rate(1e6 / last.time)} steps/s", _usually(_rate(1e6 / usual.time))])
+        over = f"{_rate(usual.samples_per_second)} over all of them, pauses included" if figures.steps > 1 else ""
+        rows.append(["Throughput", f"{_rate(last.samples_per_second)} samples/s", over])
     bubble = f"usually {usual.bubble:.1%}, the schedule's own is {usual.bound:.1%}"
     rows.append(["Bubble", f"{last.bubble:.1%}", bubble])
     # Of a width that does not change with every number.
@@ -122,10 +119,6 @@ def _numbers(figures: LiveFigures, style: Style) -> list[str]:
         + style.paint(style.cut(f"   {rest}", style.width - sum(widths)), "dim")
         for name, value, rest in rows
     ]
-
-
-def _usually(value: str) -> str:
-    return f"usually {value}"
 
 
 def _rate(value: float) -> str:

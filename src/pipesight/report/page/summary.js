@@ -1,7 +1,7 @@
 // The first lines: the verdict, what to change, the figures; and the last: what the run was, and what is left out.
 
 import { byId, make, put } from "./dom.js";
-import { formatCount, formatShare, formatTime } from "./format.js";
+import { formatRate, formatShare, formatTime, plural } from "./format.js";
 import { listen, state } from "./state.js";
 
 export function startSummary() {
@@ -45,20 +45,27 @@ function showChanges(changes) {
 
 function showFigures(known) {
   if (!known) return put(byId("figures"));
-  const { step_time, bubble, bound, throughput, recompute } = known;
+  const { bubble, bound, recompute } = known;
   const figures = [
     [
       "bubble of the window",
       formatShare(bubble),
       bound === null ? "" : `schedule alone ${formatShare(bound)}`,
-      "The share of the window, from the first forward to the last backward, in which partitions do not compute. The " +
-        "schedule alone: its own bubble, in a window without other losses.",
+      "The share of the window, from the first forward to the last backward, in which partitions do not compute; over " +
+        "all windows together. The schedule alone: its own bubble, in a window without other losses.",
     ],
     [
-      "step",
-      formatTime(step_time),
-      throughput === null ? "" : `${formatCount(Math.round(throughput))} samples/s`,
-      "Median over all training steps that were recorded.",
+      "median step",
+      formatTime(known.median_step),
+      `mean ${formatTime(known.mean_step)}`,
+      `Over ${plural(known.steps, "training step")}, each from its first forward to the next step's.`,
+    ],
+    [
+      "throughput",
+      ...(known.samples_per_second === null
+        ? [formatRate(known.steps_per_second), "steps/s, pauses included"]
+        : [formatRate(known.samples_per_second), "samples/s, pauses included"]),
+      `What ${plural(known.steps, "step")} did in ${formatTime(known.elapsed)}, all pauses between them included.`,
     ],
     recompute > 0 && [
       "recompute",

@@ -186,8 +186,12 @@ def _figures(report: Report) -> dict[str, Any] | None:
     return {
         "bubble": overall.bubble,
         "bound": overall.bound,
-        "step_time": overall.time.median,
-        "throughput": overall.samples_per_second,
+        "steps": overall.steps,
+        "median_step": overall.time.median,
+        "mean_step": overall.time.mean,
+        "elapsed": overall.elapsed,
+        "samples_per_second": overall.samples_per_second,
+        "steps_per_second": overall.steps_per_second,
         "recompute": overall.recompute,
     }
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pipesight.report.reading._dataset import is_dataset
 from pipesight.report.reading._files import NotARunError, Note
+from pipesight.report.reading._processes import is_gone, may_restart
 from pipesight.report.reading._records import LogLine, foreign_statistics, log_lines, statistics
 
 if TYPE_CHECKING:
@@ -62,6 +63,17 @@ class Run:
         """What was left out of the files, and why, as far as they have been read."""
         self._loaded.checks.finish()
         return list(self._loaded.notes)
+
+    def was_killed(self) -> bool:
+        """Tell whether the run's process is gone from this machine, and nobody wrote how it ended."""
+        from pipesight.report.reading._files import read_object
+
+        if not is_gone(self.description.get("pid"), self.description) or may_restart(self.description):
+            return False
+        try:  # it may have ended just now, in the usual way
+            return read_object(self.path / "run.json").get("outcome") is None
+        except (OSError, ValueError):
+            return False
 
     def tasks(self, steps: range | None = None) -> Tasks:
         """Return the tasks of all steps or of some, by mini-batch and begin; on GPUs, when they ran there."""
