@@ -206,7 +206,9 @@ def test_pipe_from_nothing(run):
         assert watch.stdout.readline() == f"{run.folder}: waiting for a recording\n"
         run.begin()
         for step in range(3):
-            run.measure(iteration=step, layer="l0", tensor="output", statistic="max", value=None, nonfinite="nan")
+            run.measure(
+                iteration=step, layer="l0", tensor="output", statistic="max", value=None, nonfinite="nan", nans=1
+            )
             run.step()
         run.end("ValueError: too bad")
         lines = watch.stdout.read().splitlines()

@@ -182,7 +182,7 @@ def test_statistics_are_tables_of_layers_and_steps():
 def test_statistics_are_thinned_but_keep_what_is_not_finite():
     """Every third step is left, the last, and those with a NaN."""
     lines = [line(step, float(step)) for step in range(30)]
-    lines[7] = line(7, None, nonfinite="nan")
+    lines[7] = line(7, None, nonfinite="nan", nans=1)
     found, _ = statistics_of(lines, most=10)
     assert found["groups"][0]["steps"] == [0, 3, 6, 7, 9, 12, 15, 18, 21, 24, 27, 29]
     assert found["left_out"] == 3

@@ -157,7 +157,7 @@ def test_statistics(run, follow):
     """Statistics come as their lines say, and half a line waits for the rest."""
     follower = follow(run.begin().folder)
     run.measure(layer="a", value=1.0)
-    run.measure(layer="b", value=None, nonfinite="nan")
+    run.measure(layer="b", value=None, nonfinite="nan", nans=1)
     run.measure(layer="c", value=1.0, nans=3)
     with (run.folder / "stats/rank-00000.jsonl").open("a") as file:
         file.write('no JSON\n{"layer": ')
@@ -176,11 +176,11 @@ def test_first_nonfinite(run, follow, monkeypatch):
     for iteration in range(3):
         run.measure(iteration=iteration, layer="a", tensor="output", value=1.0)
     for layer in "bc":
-        run.measure(iteration=3, layer=layer, tensor="output", value=None, nonfinite="nan")
+        run.measure(iteration=3, layer=layer, tensor="output", value=None, nonfinite="nan", nans=1)
     follower.look()
     assert [entry["layer"] for entry in follower.run.statistics()] == ["a", "a", "b", "c"]
     for iteration in range(4, 9):
-        run.measure(iteration=iteration, layer="d", tensor="output", value=None, nonfinite="inf")
+        run.measure(iteration=iteration, layer="d", tensor="output", value=None, nonfinite="inf", infs=1)
     follower.look()
     assert [entry["layer"] for entry in follower.run.statistics()] == ["b", "c", "d", "d", "d", "d"]
 

@@ -98,7 +98,7 @@ def _print(follower: Follower, *, ascii: bool) -> None:
         if changed and (report := _report(follower)) is not None:
             if report.nonfinite is not None:
                 found = report.nonfinite
-                say(f"not finite: {found.tensor} of {found.layer}, first in iteration {found.iteration}")
+                say(f"not finite: {found.tensor} of {found.layer}, first in {found.where}")
             for step in steps_of(report, ended=follower.state.phase == "ended"):
                 if step.step > shown:
                     print(line_of(step, ascii=ascii), flush=True)

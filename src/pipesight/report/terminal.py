@@ -131,7 +131,7 @@ def _nonfinite(report: Report, style: Style) -> list[str]:
     found = report.nonfinite
     assert found is not None
     counts = [f"{count:,} {what}" for count, what in ((found.nans, "NaN"), (found.infs, "Inf")) if count]
-    text = f"Not finite: {found.tensor} of layer {found.layer} is the first, in iteration {found.iteration}"
+    text = f"Not finite: {found.tensor} of layer {found.layer} is the first, in {found.where}"
     text += f" ({', '.join(counts)})" if counts else ""
     text += f", on rank {found.rank}" if len(report.ranks) > 1 else ""
     if found.layers > 1 or found.iterations > 1:

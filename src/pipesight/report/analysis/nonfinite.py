@@ -1,4 +1,10 @@
-"""The first tensor of a run that went NaN or Inf, from its statistics."""
+"""The first tensor of a run that went NaN or Inf, from its statistics.
+
+A line of statistics counts the NaN and Inf of its tensor, and says where the first of them was computed. Of one rank,
+the session that measured knows the order of computation; ranks are compared by the way of the data::
+
+    iteration | weights | forward: micro-batch + partition, layers downwards | backward: layers upwards
+"""
 
 from __future__ import annotations
 
@@ -7,15 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SIGNS", "NonFinite", "first_nonfinite", "place_of", "rank_of"]
+__all__ = ["SIGNS", "NonFinite", "first_nonfinite", "is_bad", "place_of", "rank_of"]
 
 SIGNS = ("nonfinite", "nans", "infs")
 """What a line of statistics has, one of these at least, if its tensor was not finite."""
 
 _PARTITION = re.compile(r"^(?:module\.)?partitions\.\d+\.")
 
-# In the order of a step: the forward goes down the model, the backward up again, then come the weights.
-_FORWARD, _GRADIENT, _WEIGHT_GRADIENT, _WEIGHT = range(4)
+# In the order of a step: weights are there before the forward, which goes down the model; the backward goes up again.
+_WEIGHT, _FORWARD, _GRADIENT, _WEIGHT_GRADIENT = range(4)
 _PASS = {"gradient": _GRADIENT, "dgrad": _GRADIENT, "wgrad": _WEIGHT_GRADIENT, "weight": _WEIGHT}
 
 
@@ -33,6 +39,18 @@ class NonFinite:
     """How many layers had such a tensor in that iteration."""
     iterations: int
     """In how many iterations there was one."""
+    partition: int | None = None
+    """Of the pipeline it was computed in, if it was in one; so are the micro-batch and the phase."""
+    microbatch: int | None = None
+    phase: str | None = None
+
+    @property
+    def where(self) -> str:
+        """The place in words, such as ``iteration 3, partition 1, micro-batch 2, forward``."""
+        words = [f"iteration {self.iteration}"]
+        if self.microbatch is not None:
+            words += [f"partition {self.partition}", f"micro-batch {self.microbatch}", f"{self.phase}"]
+        return ", ".join(words)
 
 
 def first_nonfinite(lines: Iterable[Mapping[str, Any]], *, layers: Sequence[str] = ()) -> NonFinite | None:
@@ -43,38 +61,50 @@ def first_nonfinite(lines: Iterable[Mapping[str, Any]], *, layers: Sequence[str]
         layers: The names of the model's layers, in order.
     """
     places = {name: place for place, name in enumerate(layers)}
-    best: tuple[tuple[int, int, int, int], Mapping[str, Any]] | None = None
     iterations: set[int] = set()
     bad_layers: set[str] = set()
+    best: dict[int, tuple[tuple[int, ...], Mapping[str, Any]]] = {}  # of each rank
     for line in lines:
-        if "nonfinite" not in line and not line.get("nans") and not line.get("infs"):
-            continue
         iteration, layer, tensor = line.get("iteration"), line.get("layer"), line.get("tensor")
-        if not isinstance(iteration, int) or not isinstance(layer, str) or not isinstance(tensor, str):
+        if not is_bad(line) or not isinstance(layer, str) or not isinstance(tensor, str):
             continue
+        if not isinstance(iteration, int) or isinstance(iteration, bool):
+            continue
+        lowest = min(iterations, default=iteration)
         iterations.add(iteration)
-        if best is None or iteration < best[0][0]:
-            bad_layers = set()
-        if best is None or iteration <= best[0][0]:
-            bad_layers.add(layer)
-            key = (iteration, *_when(layer, tensor, places))
-            if best is None or key < best[0]:
-                best = key, line
-            elif key == best[0] and all(line[k] == best[1][k] for k in ("layer", "tensor")):
-                best = key, {**best[1], **{k: v for k, v in line.items() if k in ("nans", "infs")}}
-    if best is None:
+        if iteration < lowest:
+            bad_layers, best = set(), {}
+        elif iteration > lowest:
+            continue
+        bad_layers.add(layer)
+        rank, key = rank_of(line), _in_process(line, places)
+        known = best.get(rank)
+        if known is None or key < known[0]:
+            best[rank] = key, line
+        elif key == known[0] and all(line[k] == known[1][k] for k in ("layer", "tensor")):
+            best[rank] = key, {**known[1], **{k: v for k, v in line.items() if k in ("nans", "infs")}}
+    if not best:
         return None
-    first = best[1]
+    rank, (_, first) = min(best.items(), key=lambda of_rank: (_between_ranks(of_rank[1][1], places), of_rank[0]))
+    phase = first.get("phase")
     return NonFinite(
         iteration=first["iteration"],
         layer=first["layer"],
         tensor=first["tensor"],
-        rank=rank_of(first),
+        rank=rank,
         nans=_count(first.get("nans")),
         infs=_count(first.get("infs")),
         layers=len(bad_layers),
         iterations=len(iterations),
+        partition=_count(first.get("partition")),
+        microbatch=_count(first.get("microbatch")),
+        phase=phase if isinstance(phase, str) else None,
     )
+
+
+def is_bad(line: Mapping[str, Any]) -> bool:
+    """Whether a tensor, or a number without one, is not finite. A statistic may be undefined: a tensor may be empty."""
+    return bool(line.get("nans") or line.get("infs") or ("nonfinite" in line and not line.get("tensor")))
 
 
 def rank_of(line: Mapping[str, Any]) -> int:
@@ -84,11 +114,24 @@ def rank_of(line: Mapping[str, Any]) -> int:
     return (_count(line.get("rank")) or 0) if named is None else named
 
 
+def _in_process(line: Mapping[str, Any], places: Mapping[str, int]) -> tuple[int, ...]:
+    """Return what sorts the tensors of a rank by when a step comes to them; the session that measured them knows."""
+    order = _count(line.get("order"))
+    return (0, order) if order is not None else (1, *_when(line["layer"], line["tensor"], places))
+
+
+def _between_ranks(line: Mapping[str, Any], places: Mapping[str, int]) -> tuple[int, ...]:
+    """Return what sorts the first tensors of ranks, whose clocks do not count."""
+    which, place, later = _when(line["layer"], line["tensor"], places)
+    partition, microbatch = _count(line.get("partition")) or 0, _count(line.get("microbatch")) or 0
+    return min(which, _GRADIENT), partition + microbatch if which == _FORWARD else 0, place, which, later
+
+
 def _when(layer: str, tensor: str, places: Mapping[str, int]) -> tuple[int, int, int]:
-    """Return what sorts tensors by when a step comes to them."""
+    """Return what sorts tensors by when a step comes to them, as far as their names say."""
     which = _PASS.get(tensor, _FORWARD)
     place = place_of(layer, places)
-    return which, -place if which == _GRADIENT else place, tensor != "input"
+    return which, -place if which in (_GRADIENT, _WEIGHT_GRADIENT) else place, tensor != "input"
 
 
 def place_of(layer: str, places: Mapping[str, int]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pipesight.report.analysis.nonfinite import is_bad
 from pipesight.report.live._events import Lines, LiveEvents
 from pipesight.report.reading._loading import Loaded
 from pipesight.report.reading._records import parse_log
@@ -60,13 +61,13 @@ class RecentRun(Run):
                 entry = {"rank": rank, **entry}
                 self._recent_statistics.append(entry)
                 self._statistics_read += 1
-                if any(entry.get(name) for name in ("nonfinite", "nans", "infs")):
+                if is_bad(entry):
                     self._remember(entry)
 
     def _remember(self, entry: dict[str, Any]) -> None:
         """Keep the first statistics that are not finite, however long ago they were."""
         first = self._nonfinite[0][1].get("iteration") if self._nonfinite else entry.get("iteration")
-        if entry.get("iteration") == first and len(self._nonfinite) < MOST_NONFINITE:
+        if entry.get("iteration") == first and (len(self._nonfinite) < MOST_NONFINITE or entry.get("order") == 0):
             self._nonfinite.append((self._statistics_read, entry))
 
     def add_log_lines(self, rank: int, lines: Sequence[bytes]) -> None:

@@ -97,7 +97,7 @@ def _warnings(frame: Frame, style: Style) -> list[str]:
     if found is None:
         return []
     counts = [f"{count:,} {what}" for count, what in ((found.nans, "NaN"), (found.infs, "Inf")) if count]
-    text = f"Not finite: {found.tensor} of {found.layer}, first in iteration {found.iteration}"
+    text = f"Not finite: {found.tensor} of {found.layer}, first in {found.where}"
     text += f" ({', '.join(counts)})" if counts else ""
     return [style.paint(style.cut(text, style.width), "red", "bold")]
 

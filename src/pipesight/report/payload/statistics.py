@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from pipesight.report.analysis.nonfinite import place_of, rank_of
+from pipesight.report.analysis.nonfinite import is_bad, place_of, rank_of
 
 __all__ = ["Marks", "Value", "statistics_of"]
 
@@ -26,14 +26,15 @@ class Marks:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add what a line of statistics says, if it says such a thing."""
+        if not is_bad(line):
+            return
         counts = [f"{line[key]:,} {name}" for key, name in (("nans", "NaN"), ("infs", "Inf")) if _is_count(line, key)]
-        if "nonfinite" in line and not counts:
-            counts = [f"{line.get('statistic')} is {line['nonfinite']}"]
-        if counts:
-            marks = self.of_step.setdefault(line["iteration"], {})
-            known = marks.get((line["layer"], line["tensor"]))
-            if known is None or "is" in known[1]:
-                marks[line["layer"], line["tensor"]] = rank_of(line), " and ".join(counts)
+        if not counts:
+            counts = [f"{line.get('statistic')} is {line.get('nonfinite')}"]
+        marks = self.of_step.setdefault(line["iteration"], {})
+        known = marks.get((line["layer"], line["tensor"]))
+        if known is None or "is" in known[1]:
+            marks[line["layer"], line["tensor"]] = rank_of(line), " and ".join(counts)
 
 
 def statistics_of(
