@@ -109,7 +109,7 @@ def assert_same_pass(pipe, plain, input, *, loss=total, **tolerance):
     assert len(tensors_of(output)) == len(tensors_of(expected))
     for k, (a, b) in enumerate(zip(tensors_of(output), tensors_of(expected), strict=True)):
         assert_equal_tensors(a.detach(), b.detach(), f"output {k}", **tolerance)
-        assert a.requires_grad or not b.requires_grad
+        assert a.requires_grad == b.requires_grad, f"output {k}"
     if any(t.requires_grad for t in tensors_of(expected)):
         loss(expected).backward()
         loss(output).backward()

@@ -619,9 +619,7 @@ def test_last_layer_that_detaches(checkpoint):
     """A model whose output wants no gradient gives right numbers, and no parameter gets a gradient."""
     model = nn.Sequential(Fn(lambda s, x: x * s.a), Fn(lambda s, x: (x * s.a).detach()))
     pipe, _ = assert_same(model, rand(5, 3, grad=True), [1, 1], chunks=2, checkpoint=checkpoint)
-    output = pipe(rand(5, 3))
-    if output.requires_grad:  # a checkpointed forward cannot know
-        output.sum().backward()
+    assert not pipe(rand(5, 3)).requires_grad
     assert all(p.grad is None for p in pipe.parameters())
 
 
@@ -898,18 +896,6 @@ def test_custom_function(checkpoint):
     calls.clear()
     total(pipe(rand(4, 3))).backward()
     assert calls == [(2, 3), (2, 3)]
-
-
-@modes
-def test_checkpoint_within_a_layer(checkpoint):
-    """torch.utils.checkpoint in a layer works beside the pipeline's own checkpointing."""
-    from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
-    model = nn.Sequential(
-        nn.Linear(3, 3).double(),
-        Fn(lambda s, x: torch_checkpoint(lambda t: (t * s.a).sin(), x, use_reentrant=False)),
-    )
-    assert_same(model, rand(5, 3, grad=True), [1, 1], chunks=2, checkpoint=checkpoint)
 
 
 @modes

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from pipesight.context import Where
 from pipesight.pipeline.gradients import GradientSum, silence_hooks
 from pipesight.pipeline.passes import Pass
 from pipesight.pipeline.randomness import begin_task, end_task
+from pipesight.pipeline.reentrant import CaughtGradients
 from pipesight.pipeline.relay import Packet
 from pipesight.pipeline.schedule import backward_tasks
 from pipesight.pipeline.task import Graph, Stage
@@ -65,10 +65,6 @@ class BackwardPass(Pass):
         total, *others = self._sums
         for other in others:
             total.merge(other)
-        for leaf in itertools.chain(*self.latecomers):
-            # Forward did not see that a layer uses it, so it is no input of ours in the caller's graph this time.
-            if (gradient := total.take(leaf)) is not None:
-                torch.autograd.backward([leaf], [gradient])
         return total
 
     def input_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
@@ -134,10 +130,6 @@ class BackwardPass(Pass):
             resume()
             self.end(where)
         graph.marks = where.marks
-        if stage.new or stage.j not in minibatch.surveyed:
-            minibatch.surveyed.add(stage.j)
-            self.latecomers[stage.j] += stage.meet_strangers(graph)
-            silence_hooks(self.latecomers[stage.j])
         if not self._keep:
             graph.checkpoint = None
 
@@ -154,7 +146,8 @@ class BackwardPass(Pass):
     def _task(self, stage: Stage, i: int, graph: Graph, gradients: list[Tensor | None], where: Where) -> None:
         # A graph that is built again need not be retained. What a stranger comes from is part of all micro-batches.
         retain = (self._keep and graph.checkpoint is None) or stage.has_strangers
-        of_ins, of_skips, of_parameters = graph.backward(gradients, retain=retain)
+        with CaughtGradients(self.stages[j].partition for j in range(graph.first, stage.j + 1)) as caught:
+            of_ins, of_skips, of_parameters = graph.backward(gradients, retain=retain)
         where.end_layer()  # what is left to do, above all to add gradients up, is no layer's
         shared = graph.first != stage.j  # then the gradients may come from another device's stream
         if any(edge is not None for edge in graph.ins):
@@ -167,3 +160,5 @@ class BackwardPass(Pass):
             packet = Packet([gradient], source, ready=ready(source, target, always=shared))
             self.relay.put((i, key), packet, stage.j)
         self._sums[stage.j].add(graph.parameters, of_parameters)
+        if caught.parameters:
+            self._sums[stage.j].add(caught.parameters, caught.gradients)

@@ -108,23 +108,20 @@ class ForwardPass(Pass):
         outputs, form = self.call(stage, i, inputs, graph)
         if graph is not None and graph.first == stage.j and True not in inputs.needed and not any(graph.outs):
             graph = None  # nothing here gets a gradient
-        if graph is not None and (stage.new or stage.j not in minibatch.surveyed):
-            minibatch.surveyed.add(stage.j)
-            self.parameters[stage.j] += stage.meet_strangers(graph)
-        wanted = [graph is not None and t is not None and t.requires_grad for t in outputs]
         if graph is not None and self.tokens[i].asked and stage.j < self.n - 1:
-            return self._pack(stage, outputs, wanted, form, graph)
-        if graph is not None:
-            graph.promised = wanted
-            minibatch.graphs[i, stage.j] = graph
-        return self._pack(stage, [None if t is None else t.detach() for t in outputs], wanted, form)
+            return self._pack(stage, outputs, [_wants(t) for t in outputs], form, graph)
+        return self._hand_on(stage, i, outputs, form, graph)
 
     def _run_checkpointed(self, stage: Stage, i: int, inputs: Inputs) -> list[Packet]:
-        """Run a task without a graph, and keep what it takes to run it again."""
+        """Run a task, and keep what it takes to run it again.
+
+        It has a graph like any other, which tells what leads where, and goes when the task ends. No more memory is
+        needed for it than backward needs: then, too, one micro-batch has its activations and all have their inputs.
+        """
         checkpoint = Checkpoint(inputs, inputs.versions(), stage.buffers.save(), {})
+        graph = Graph(stage.j)
         try:
-            with torch.no_grad():
-                outputs, form = self.call(stage, i, inputs.safe_from(stage), saves=checkpoint)
+            outputs, form = self.call(stage, i, inputs.safe_from(stage), graph, saves=checkpoint)
         except Unrepeatable:
             stage.buffers.restore(checkpoint.buffers)
             raise
@@ -135,10 +132,26 @@ class ForwardPass(Pass):
                 "recomputed; give the first layer an attribute inplace = True to have the input copied, or use "
                 "checkpoint='never'"
             )
-        # Without a graph, any output that could get a gradient may get one.
-        wanted = [t is not None and (t.is_floating_point() or t.is_complex()) and not inputs.passes(t) for t in outputs]
-        self.minibatch.graphs[i, stage.j] = Graph(stage.j, promised=wanted, checkpoint=checkpoint)
-        return self._pack(stage, outputs, wanted, form)
+        return self._hand_on(stage, i, outputs, form, graph, checkpoint)
+
+    def _hand_on(
+        self,
+        stage: Stage,
+        i: int,
+        outputs: list[Tensor | None],
+        form: Form,
+        graph: Graph | None,
+        checkpoint: Checkpoint | None = None,
+    ) -> list[Packet]:
+        """Keep the graph of a task, or what it takes to make it again; pack the outputs."""
+        wanted = [graph is not None and _wants(t) for t in outputs]
+        if graph is not None:
+            self.parameters[stage.j] += self.minibatch.reach.note(i, stage, graph)
+            if checkpoint is not None and True in wanted:
+                graph = Graph(stage.j, checkpoint=checkpoint)
+            graph.promised = wanted
+            self.minibatch.graphs[i, stage.j] = graph
+        return self._pack(stage, [None if t is None else t.detach() for t in outputs], wanted, form)
 
     def _pack(
         self, stage: Stage, outputs: list[Tensor | None], wanted: list[bool], form: Form, graph: Graph | None = None
@@ -152,3 +165,7 @@ class ForwardPass(Pass):
             event = ready(stage.device, self.stages[self.routes.target[key]].device)
             packets.append(Packet([tensor], stage.device, [want], lone, event, graph))
         return packets
+
+
+def _wants(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
-__all__ = ["GradientSum", "OutputGradients", "find_leaves", "run_graph", "silence_hooks"]
+__all__ = ["GradientSum", "OutputGradients", "expect_no_gradient", "run_graph", "silence_hooks"]
 
 
 @dataclass(slots=True)
@@ -68,6 +68,21 @@ class GradientSum:
             total = total.clone()
         return total
 
+    def accumulate(self) -> None:
+        """Add what has not been taken to the ``.grad`` of its parameters, and call their hooks.
+
+        Forward did not see that these are used, so they are no inputs of ours in the caller's graph.
+        """
+        late = [self._parameters[key] for key in self._sums]
+        if not late:
+            return
+        if not Variable._execution_engine.is_checkpoint_valid():
+            raise RuntimeError(
+                "a parameter that is used only inside torch.utils.checkpoint(use_reentrant=True) gets a gradient from "
+                ".backward() without inputs= alone, not from torch.autograd.grad; set use_reentrant=False"
+            )
+        torch.autograd.backward(late, [self.take(parameter) for parameter in late])
+
 
 class _PerThread(threading.local):
     inside = False  # of a partition's backward
@@ -96,42 +111,65 @@ def run_graph(
 
 
 def silence_hooks(parameters: Iterable[Tensor]) -> None:
-    """Let the hooks of ``Tensor.register_hook`` wait for the gradient of the whole mini-batch.
+    """Let the hooks of parameters wait for the gradient of the whole mini-batch, and keep still if there is none.
 
-    Autograd calls them wherever a gradient reaches the parameter, also for one micro-batch inside a partition.
+    Autograd calls those of ``Tensor.register_hook`` wherever a gradient reaches the parameter, also for one micro-batch
+    inside a partition. And it calls all of them for every parameter that some output depends on, also if the caller's
+    loss leaves that output out.
     """
     for parameter in parameters:
-        hooks = parameter._backward_hooks
-        if hooks:
-            for key, hook in list(hooks.items()):
-                if not isinstance(hook, _WaitingHook):
-                    hooks[key] = _WaitingHook(hook)
+        for hooks, kind in ((parameter._backward_hooks, _WaitingHook), (_hooks_after(parameter), _AfterHook)):
+            if hooks:
+                for key, hook in list(hooks.items()):
+                    if not isinstance(hook, kind):
+                        hooks[key] = kind(hook)
+
+
+def expect_no_gradient(parameters: Iterable[Tensor]) -> None:
+    """Let hooks know that these parameters get nothing from the pipeline, though perhaps from elsewhere."""
+    for parameter in parameters:
+        for hook in (_hooks_after(parameter) or {}).values():
+            if isinstance(hook, _AfterHook):
+                hook.before = _state_of(parameter.grad)
 
 
 class _WaitingHook:
-    """A parameter hook that keeps still inside of partitions."""
+    """A hook of ``Tensor.register_hook`` that keeps still inside of partitions, but notes that it was called."""
 
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(self, hook: Callable[[Tensor | None], Tensor | None]) -> None:
         functools.update_wrapper(self, hook, updated=())
         self._hook = hook
+        # This one counts the calls of its siblings, and expects one for each parameter that autograd comes to.
+        self._counts = str(getattr(hook, "__qualname__", "")).startswith("register_multi_grad_hook.")
+        self._reached = False
 
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        return None if _here.inside else self._hook(gradient)
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        if _here.inside:
+            self._reached = True
+            return None
+        reached, self._reached = self._reached, False
+        return self._hook(gradient) if reached or self._counts or gradient is not None else None
 
 
-def find_leaves(ends: Iterable[GradientEdge | None], roots: Iterable[GradientEdge | None]) -> set[Tensor]:
-    """Return the tensors that a local graph, from its ends down to its roots, has gradients for."""
-    seen: set[Node] = {root.node for root in roots if root is not None}
-    stack: list[Any] = [end.node for end in ends if end is not None]
-    leaves: set[Tensor] = set()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        parents = node.next_functions
-        if parents:
-            stack += [parent for parent, _ in parents if parent is not None]
-        elif (leaf := getattr(node, "variable", None)) is not None:
-            leaves.add(leaf)
-    return leaves
+class _AfterHook:
+    """A hook of ``register_post_accumulate_grad_hook`` that keeps still if nothing was accumulated."""
+
+    def __init__(self, hook: Callable[[Tensor], None]) -> None:
+        functools.update_wrapper(self, hook, updated=())
+        self._hook = hook
+        self.before: tuple[Tensor | None, int] | None = None
+
+    def __call__(self, parameter: Tensor) -> None:
+        before, self.before = self.before, None
+        grad, version = _state_of(parameter.grad)
+        if before is None or grad is not before[0] or version != before[1]:
+            self._hook(parameter)
+
+
+def _hooks_after(parameter: Tensor) -> dict[int, Any] | None:
+    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+    return hooks
+
+
+def _state_of(grad: Tensor | None) -> tuple[Tensor | None, int]:
+    return grad, 0 if grad is None else grad._version

@@ -23,10 +23,11 @@ from torch import Tensor
 from pipesight.context import MicrobatchToken
 from pipesight.pipeline.backward import BackwardPass
 from pipesight.pipeline.forward import ForwardPass
-from pipesight.pipeline.gradients import OutputGradients
+from pipesight.pipeline.gradients import OutputGradients, expect_no_gradient
 from pipesight.pipeline.microbatch import Form
 from pipesight.pipeline.partition import SkipRoutes
 from pipesight.pipeline.randomness import PassRandomness
+from pipesight.pipeline.reach import Reach
 from pipesight.pipeline.relay import Packet
 from pipesight.pipeline.surroundings import Surroundings
 from pipesight.pipeline.task import Graph, Stage
@@ -73,10 +74,7 @@ class MiniBatch:
         self.randomness = PassRandomness()
         self.streams = Streams([stage.device for stage in stages])
         self.graphs: dict[tuple[int, int], Graph] = {}
-        self.surveyed: set[int] = set()
-        """The partitions of which one graph has been looked over."""
-        self.latecomers: list[list[Tensor]] = [[] for _ in stages]
-        """What gets gradients too, as backward found."""
+        self.reach = Reach(routes)
         self.parameters: list[list[Tensor]] = [[] for _ in stages]
         """The tensors of each partition that get gradients; `forward` finds them."""
         self.versions: list[list[int]] = [[] for _ in stages]
@@ -105,7 +103,16 @@ class MiniBatch:
             backward = BackwardPass(self, keep=keep)
             total = backward.run(self._cut(outputs))
             needed = [a and b for a, b in zip(inputs_needed, self.inputs_needed, strict=True)]
-            return [*backward.input_gradients(needed), *map(total.take, parameters)]
+            gradients = [total.take(parameter) for parameter in parameters]
+            expect_no_gradient(p for p, gradient in zip(parameters, gradients, strict=True) if gradient is None)
+            total.accumulate()
+            return [*backward.input_gradients(needed), *gradients]
+
+    def used_parameters(self) -> list[Tensor]:
+        """Return the tensors that the outputs depend on, inputs aside, after `forward`."""
+        used = self.reach.parameters(self.m, self.n, len(self._output_sizes[0]))
+        found = {id(p): p for parameters in self.parameters for p in parameters if id(p) in used}
+        return list(found.values())
 
     def _cut(self, outputs: OutputGradients) -> list[Packet]:
         """Cut the gradients of the gathered outputs into those of the micro-batches, which alone remain."""

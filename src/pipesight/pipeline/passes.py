@@ -35,7 +35,7 @@ class Pass:
     def __init__(self, minibatch: MiniBatch, tasks: int, pace: Pace) -> None:
         self.minibatch = minibatch
         self.stages, self.routes = minibatch.stages, minibatch.routes
-        self.parameters, self.latecomers = minibatch.parameters, minibatch.latecomers
+        self.parameters = minibatch.parameters
         self.tokens, self.randomness, self.surroundings = minibatch.tokens, minibatch.randomness, minibatch.surroundings
         self.m, self.n = minibatch.m, minibatch.n
         boxes: list[Hashable] = [(i, j) for i in range(self.m) for j in range(self.n + 1)]
@@ -100,7 +100,7 @@ class Pass:
         """
         tensors = inputs.tensors
         if graph is not None:
-            tensors = graph.begin(stage, inputs, self.parameters[stage.j] + self.latecomers[stage.j])
+            tensors = graph.begin(stage, inputs, self.parameters[stage.j])
         value = inputs.form(tensors[: inputs.count])
         leaving: list[Tensor | None] = []
         begin_task(self.randomness, (i, stage.j, "forward"), None if replays is None else replays.generators)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from pipesight.pipeline.checkpoint import Buffers, SavedBuffers
-from pipesight.pipeline.gradients import find_leaves, run_graph
+from pipesight.pipeline.gradients import run_graph
 from pipesight.pipeline.microbatch import Form
 from pipesight.pipeline.partition import Partition, SkipRoutes
 from pipesight.pipeline.randomness import SavedGenerators
@@ -65,12 +66,9 @@ class Stage:
         """Whether `meet_strangers` ever found any."""
         return bool(self._strangers)
 
-    def meet_strangers(self, graph: Graph) -> list[Tensor]:
-        """Find the leaves that a layer uses although they are no parameters of its partition, and remember them."""
+    def meet_strangers(self, graph: Graph, leaves: Iterable[Tensor]) -> list[Tensor]:
+        """Remember the leaves that a layer uses although they are no parameters of its partition; return new ones."""
         known = {*graph.parameters, *self.partition.parameters()}
-        # A parameter can have a graph of its own, as in `torch.func.functional_call`: the caller's, not ours.
-        derived = [edge_of(p) for p in graph.parameters if p.grad_fn is not None]
-        leaves = find_leaves(graph.outs, (*graph.ins, *(edge for _, edge in graph.arriving), *derived))
         strangers = [leaf for leaf in leaves if leaf not in known]
         self._strangers += [weakref.ref(leaf) for leaf in strangers]
         graph.parameters += strangers
@@ -102,10 +100,6 @@ class Inputs:
             for t in self.tensors
         ]
         return Inputs(copies, self.needed, self.count, self.form)
-
-    def passes(self, tensor: Tensor) -> bool:
-        """Tell whether an output is just an input that wants no gradient."""
-        return any(tensor is t and not need for t, need in zip(self.tensors, self.needed, strict=True))
 
 
 @dataclass(slots=True)

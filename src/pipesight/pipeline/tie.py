@@ -38,7 +38,7 @@ together has autograd's number of the run."""
 
 def tie(minibatch: MiniBatch, inputs: Sequence[Tensor], outputs: Sequence[Tensor], differentiable: list[bool]) -> Any:
     """Return ``outputs`` as results of the caller's graph: those marked ``differentiable`` lead to ``minibatch``."""
-    parameters = [parameter for stage in minibatch.parameters for parameter in stage]
+    parameters = minibatch.used_parameters()
     returned: Returned = {}
     phony = _Inlet.apply(minibatch, returned, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     device = minibatch.stages[-1].device

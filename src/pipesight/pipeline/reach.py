@@ -1,0 +1,118 @@
+"""Which parameters the output of a mini-batch depends on, as the graph of the plain model would show it.
+
+The graphs of the tasks are not part of the caller's graph, in which the whole pipeline is one node. A parameter that
+this node has an edge to gets a gradient, or `None`; then its hooks are called, and `DistributedDataParallel` takes it
+for used. So the node must have no edge to a parameter that no output depends on, because no layer used it or because a
+later partition dropped or detached what it was used for.
+
+Each task notes what each of its outputs leads to in its own graph: inputs, skips that arrived, leaves. Those notes,
+from the outputs of the last partition backward, give the parameters.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from pipesight.pipeline.partition import SkipRoutes
+from pipesight.pipeline.tie import edge_of
+
+if TYPE_CHECKING:
+    from pipesight.pipeline.task import Graph, Stage
+
+__all__ = ["Reach"]
+
+Place: TypeAlias = Hashable
+"""A tensor on its way: where it enters, ``(partition, position)``, or the key of a skip."""
+
+Notes: TypeAlias = list[tuple[Place, set[Place], set[int]]]
+"""For each output of a task that wants a gradient, what it leads to: tensors that came in, and the ids of leaves."""
+
+_NOTHING: Notes = []
+
+
+class Reach:
+    """The notes of one mini-batch."""
+
+    def __init__(self, routes: SkipRoutes) -> None:
+        self._leaving = routes.leaving
+        self._notes: dict[tuple[int, int], Notes] = {}
+        self._known: dict[int, int] = {}  # for a partition, a micro-batch in which every output led to everything
+
+    def note(self, i: int, stage: Stage, graph: Graph) -> list[Tensor]:
+        """Note what the outputs of a task lead to; return leaves that are new to its partition.
+
+        Graphs look alike: once a mini-batch has shown that every output leads to everything there is, the rest of it is
+        not looked at. A partition that is new may still have something to show.
+        """
+        if not stage.new and stage.j in self._known:
+            self._notes[i, stage.j] = self._notes[self._known[stage.j], stage.j]
+            return []
+        stops: dict[tuple[Any, int], Place] = {}
+        for k, edge in enumerate(graph.ins):
+            if edge is not None:
+                stops[edge.node, edge.output_nr] = (graph.first, k)
+        stops.update({(edge.node, edge.output_nr): key for key, edge in graph.arriving})
+        everything: set[Place] = set(stops.values())
+        # A parameter can have a graph of its own, as in `torch.func.functional_call`: the caller's, not ours.
+        derived = {id(p): p for p in graph.parameters if p.grad_fn is not None}
+        edges = {key: edge_of(p) for key, p in derived.items()}
+        stops.update({(edge.node, edge.output_nr): key for key, edge in edges.items() if edge is not None})
+        count = len(graph.outs) - len(self._leaving[stage.j])
+        places: list[Place] = [*((stage.j + 1, k) for k in range(count)), *self._leaving[stage.j]]
+        notes: Notes = []
+        leaves: set[Tensor] = set()
+        for place, out in zip(places, graph.outs, strict=True):
+            if out is not None:
+                stopped, found = _follow(out, stops)
+                leaves |= found
+                inner = {key for key in derived if key in stopped}
+                notes.append((place, stopped - inner, inner | {id(leaf) for leaf in found}))
+        self._notes[i, stage.j] = notes
+        everything_used = {id(p) for p in graph.parameters}
+        if notes and all(stopped == everything and used >= everything_used for _, stopped, used in notes):
+            self._known.setdefault(stage.j, i)
+        return stage.meet_strangers(graph, leaves)
+
+    def parameters(self, m: int, n: int, outputs: int) -> set[int]:
+        """Return the ids of what the outputs of any micro-batch depend on."""
+        used: set[int] = set()
+        last: list[Any] = []
+        for i in range(m):
+            notes = [self._notes.get((i, j), _NOTHING) for j in reversed(range(n))]
+            if len(last) == n and all(map(operator.is_, notes, last)):
+                continue
+            last = notes
+            live: set[Place] = {(n, k) for k in range(outputs)}
+            for place, stopped, ids in (note for of_task in notes for note in of_task):
+                if place in live:
+                    live |= stopped
+                    used |= ids
+        return used
+
+
+def _follow(start: GradientEdge, stops: Mapping[tuple[Any, int], Place]) -> tuple[set[Place], set[Tensor]]:
+    """Go down a graph as backward would; return the stops and the leaves that it leads to."""
+    ends = {node for node, _ in stops}
+    stopped: set[Place] = set()
+    leaves: set[Tensor] = set()
+    seen: set[Any] = set()
+    stack: list[Any] = [(start.node, start.output_nr)]
+    while stack:
+        edge = stack.pop()
+        node = edge[0]
+        if node in ends:
+            if edge in stops:
+                stopped.add(stops[edge])
+        elif node is not None and node not in seen:
+            seen.add(node)
+            parents: Sequence[Any] = node.next_functions
+            if parents:
+                stack += parents
+            elif (leaf := getattr(node, "variable", None)) is not None:
+                leaves.add(leaf)
+    return stopped, leaves
