@@ -223,3 +223,15 @@ def test_no_bubble_is_no_success(tmp_path):
     ended = report(made.write(), "--fail-over", "0.3")
     assert ended.returncode == 2
     assert "there is no bubble to hold against --fail-over" in ended.stderr
+
+
+def test_pages_of_what_was_asked_for(run, tmp_path):
+    """With --steps, the page is of these steps; of two runs, it compares them, and the page of neither is replaced."""
+    ended = report(run, "--steps", "2:3", "--html", tmp_path / "some.html")
+    assert ended.stdout.endswith(f"the page is {tmp_path / 'some.html'}\n")
+    other = make(tmp_path / "other", slow=2)
+    ended = report(run, other, "--html")
+    assert ended.stdout.endswith(f"the page is {other / 'comparison.html'}\n")
+    assert not [*run.glob("*.html")]
+    ended = report(run, "--html", "--step", 99)
+    assert (ended.returncode, ended.stdout) == (2, "")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
 import browser
 from pipesight.report.analysis.analysing import analyse
-from pipesight.report.html import write_page
+from pipesight.report.compare import compare, part_rows, quantity_rows
+from pipesight.report.findings import links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
+from pipesight.report.html import write_comparison, write_page
 from pipesight.report.reading.run import open_run
 from synthetic import Made
 
@@ -354,10 +358,123 @@ def test_the_slider_and_its_buttons_change_the_step(page):
     assert page.inspect()["step"] == 7
 
 
-def test_the_page_begins_with_a_usual_step(window, run):
-    """Not with the first, which is not like the others, nor with the slowest."""
+def test_the_page_opens_at_the_step_that_matters(window, run, tmp_path):
+    """That is the first in which a tensor is not finite; or the one that is asked for; or else a usual one."""
     window.open(run / "report.html")
-    assert window.inspect()["view"]["end"] == PERIOD
+    assert window.inspect()["step"] == BAD_STEP
+    window.open(write_page(run, output=tmp_path / "seven.html", first=7))
+    assert window.inspect()["step"] == 7
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("stats", "report.html"))
+    window.open(write_page(tmp_path / "run"))
+    assert not window.seen("#alarm")
+    assert window.inspect()["view"]["end"] == PERIOD  # neither the slowest nor the last
+
+
+def test_what_is_not_finite_comes_first(window, run):
+    """The page begins with the terminal's sentence on it, and leads to the step, the layer and the block."""
+    window.resize(1280, 800)
+    window.open(run / "report.html")
+    said = " ".join(window.text("#alarm").split())
+    assert window.run("document.querySelector('.words').firstElementChild.id") == "alarm"
+    with open_run(run) as opened:
+        assert said.startswith(nonfinite_in(analyse(opened)).text)
+    step, layer, block = (f"#alarm button:nth-of-type({k})" for k in (1, 2, 3))
+    go(window, 2)
+    window.click(step)
+    assert window.inspect()["step"] == BAD_STEP
+    go(window, 2)
+    window.click(block)
+    facts = window.inspect()
+    assert facts["step"] == BAD_STEP
+    assert facts["selected"]["key"].split("/")[:3] == [str(BAD_STEP), "0", "2"]
+    assert "Backward of micro-batch" in window.text("#block")
+    window.click(layer)
+    facts = window.inspect()["statistics"]
+    assert facts["layer"] == "block3"
+    assert facts["lineCrosses"] == 1
+    assert window.complaints() == []
+
+
+def test_the_page_says_what_the_terminal_says(window, tmp_path):
+    """Stragglers, slow links and what was left out are on the page, in the terminal's words, with ways to the steps."""
+    made = Made(tmp_path / "run", balance=[1, 1], chunks=2, left_out={"log_lines": 3})
+    at = 0
+    for step in range(10):
+        slow = 8 if step == 0 else 1
+        at = made.gpipe(step, lambda phase, i, j, k=slow, s=step: 1000 * k * (3 if (s, j) == (6, 1) else 1), at=at)
+    folder = made.write()
+    with open_run(folder) as opened:
+        report = analyse(opened)
+    window.open(write_page(folder))
+    shown = " ".join(window.text("#findings").split())
+    found = [*stragglers_in(report), *links_in(report), *remarks_in(report), warm_up_in(report)]
+    assert len(found) >= 3
+    for finding in found:
+        assert finding.text in shown
+    window.run("[...document.querySelectorAll('#findings button')].find(b => b.textContent === '6').click()")
+    assert window.inspect()["step"] == 6
+
+
+def test_a_page_of_some_steps_is_of_these(window, run, tmp_path):
+    """Steps, figures, statistics and log lines are those of the steps that were asked for, and the page says so."""
+    window.open(write_page(run, output=tmp_path / "some.html", steps=range(2, 5)))
+    facts = window.inspect()
+    assert facts["steps"] == [2, 3, 4]
+    assert window.text("#scope") == "steps 2 to 4"
+    assert "mean of 3 training steps" in window.text("#time-facts")
+    assert "3 steps" in window.text("#statistics-facts")
+    window.run("[...document.querySelectorAll('#log-scope button')].find(b => b.textContent === 'all').click()")
+    assert "step 3" in window.text("#log")
+    assert "step 6" not in window.text("#log")
+    assert "iteration 9" in window.text("#alarm")  # of the run, wherever it is
+    assert "step 9" not in window.text("#alarm")
+
+
+@pytest.mark.parametrize("share", [0.03, 0.3, 0.7, 0.999])
+def test_a_page_that_is_cut_off_says_so(window, run, tmp_path, share):
+    """Wherever the file ends too early, what is seen begins with that; a whole page does not have the sentence."""
+    text = (run / "report.html").read_bytes()
+    (tmp_path / "cut.html").write_bytes(text[: int(len(text) * share)])
+    window.driver.get((tmp_path / "cut.html").as_uri())
+    window.wait("(e => e && getComputedStyle(e).opacity === '1')(document.getElementById('incomplete'))")
+    assert window.text("body").startswith("This page is incomplete: the end of the file is missing.")
+    window.complaints()
+    window.open(run / "report.html")
+    assert not window.seen("#incomplete")
+
+
+def test_a_comparison_has_a_page(window, tmp_path):
+    """Headline, quantities, parts and layers are those of the terminal; the names of a run are text there, too."""
+    reports = []
+    for name, slow in (("a", 1), (EVIL.replace("/", ""), 2)):
+        made = Made(tmp_path / name, balance=[2] * N, chunks=M)
+        for step in range(3):
+            made.gpipe(
+                step,
+                lambda phase, i, j, slow=slow: 100 * (slow if j == 2 else 1),
+                at=step * 10_000,
+                layers=LAYERS.__getitem__,
+            )
+        with open_run(made.write()) as opened:
+            reports.append(analyse(opened))
+    comparison = compare(*reports)
+    path = write_comparison(comparison)
+    assert path == Path(reports[1].path) / "comparison.html"
+    window.driver.get(path.as_uri())
+    window.wait("!document.getElementById('main').classList.contains('waiting')")
+    assert f"{window.text('#headline')} {window.text('#headline-more')}".strip() == comparison.text
+    for table, rows in (("quantities", quantity_rows(comparison)), ("parts", part_rows(comparison))):
+        shown = window.run("[...document.querySelectorAll(arguments[0])].map(r => r.innerText)", f"#{table} tbody tr")
+        assert [row.split("\t") for row in shown] == rows
+    changed = [layer.name for layer in comparison.layers if layer.changed]
+    assert sorted(changed) == sorted(["block3", EVIL])
+    assert [name for name in changed if name in window.text("#layers")] == changed
+    assert window.run("document.querySelectorAll('.stack-bar').length") == 2
+    assert window.run("window.hit === undefined && document.images.length === 0")
+    for size in ((1280, 800), (400, 800)):
+        window.resize(*size)
+        assert window.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert window.complaints() == []
 
 
 def test_the_step_as_a_table(page):

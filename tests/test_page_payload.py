@@ -138,7 +138,8 @@ def test_how_it_ended_and_what_one_step_is(tmp_path):
         run.task(0, partition=j, microbatch=i, phase="backward", begin=9500 + 100 * (i + j), dur=100, minibatch=2)
     payload = payload_of(run.write())
     assert payload["verdict"]["text"].endswith("The run ended with SIGTERM.")
-    assert [note for note in payload["notes"] if note.startswith("no optimizer stepped, so all 2 mini-batches")]
+    (left_out,) = payload["findings"]
+    assert [text for text, _ in left_out["entries"] if text.startswith("no optimizer stepped, so all 2 mini-batches")]
 
 
 def test_phases_that_never_ran_have_no_time(tmp_path):

@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import os
 import re
+import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -175,9 +176,9 @@ def _opened(output: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
             yield file
     else:
         final = output.resolve()
-        partial = final.with_name(f".{final.name}.{os.getpid()}")
+        partial = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}")
         try:
-            raw = partial.open("wb")
+            raw = partial.open("xb")  # follows no link that somebody put there
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(output)) from None
         try:

@@ -37,7 +37,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--partition", type=int, metavar="J", help="only this partition, and its layers")
     add("--layer", metavar="NAME", help="only layers of this name; * stands for any part of one")
     add("--attempt", type=int, metavar="N", help="this attempt of a run that was restarted, from 0 (the last)")
-    add("--step", type=int, metavar="N", help="draw this step (a typical one)")
+    add("--step", type=int, metavar="N", help="draw this step, and open the page at it (a typical one)")
     add("--width", type=_width, metavar="W", help="columns to write in, at least 60 (those of the terminal)")
     add(
         "--html",
@@ -45,7 +45,8 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=Path,
         const=True,
         metavar="FILE",
-        help="also write the page, to FILE or to report.html in RUN, or beside RUN where that is a file",
+        help="also write the page of what is asked for, to FILE or to report.html in RUN, or beside RUN where that is "
+        "a file; of two runs, to comparison.html in RUN_B",
     )
     add("--fail-over", type=_share, metavar="SHARE", help="end with exit code 3 if the bubble is larger: 0.3, or 30%%")
     parser.set_defaults(run=run)
@@ -71,6 +72,7 @@ def _report(options: argparse.Namespace) -> int:
     first = _analyse(options.run_path, options)
     if options.other_path is not None:
         from pipesight.report.compare import compare, comparison_as_json, render_comparison
+        from pipesight.report.html import write_comparison
 
         second = _analyse(options.other_path, options)
         comparison = compare(first, second)
@@ -84,7 +86,11 @@ def _report(options: argparse.Namespace) -> int:
 
         _print(render(first, step=options.step, **_look(options)))
     if options.html is not None:
-        _write_page(options)
+        output = None if options.html is True else options.html
+        page = (
+            _write_page(options, output) if options.other_path is None else write_comparison(comparison, output=output)
+        )
+        print(f"the page is {page}", file=sys.stderr if options.json else sys.stdout)
     latest = first if options.other_path is None else second
     if options.fail_over is not None and latest.overall is None:
         return _fail("there is no bubble to hold against --fail-over: no step of a pipeline is complete", WRONG)
@@ -102,12 +108,11 @@ def _analyse(path: Path, options: argparse.Namespace) -> Report:
         return analyse(opened, steps=options.steps, partition=options.partition, layer=options.layer)
 
 
-def _write_page(options: argparse.Namespace) -> None:
+def _write_page(options: argparse.Namespace, output: Path | None) -> Path:
     from pipesight.report.html import write_page
 
-    output = None if options.html is True else options.html
-    page = write_page(options.run_path, output=output, attempt=options.attempt)
-    print(f"the page is {page}", file=sys.stderr if options.json else sys.stdout)
+    chosen = {name: getattr(options, name) for name in ("attempt", "steps", "partition", "layer")}
+    return write_page(options.run_path, output=output, first=options.step, **chosen)
 
 
 def _look(options: argparse.Namespace) -> dict[str, Any]:

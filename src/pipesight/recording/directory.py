@@ -32,7 +32,7 @@ __all__ = ["RunDirectory"]
 
 _RANK = re.compile(r"rank-(\d{5,})|globalrank-(\d+)")
 _FOLDERS = ("trace", "stats", "logs", "ranks", "nvdlfw_inspect_logs")
-_OF_THE_RUN = ("run.json", "report.html")
+_OF_THE_RUN = ("run.json", "report.html", "comparison.html")
 
 
 class RunDirectory:

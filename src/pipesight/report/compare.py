@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipesight.report._text import Style, columns, percent, time
 from pipesight.report.analysis.analysing import Report
+from pipesight.report.analysis.changed_layers import CHANGED, LayerChange, layer_changes
 from pipesight.report.analysis.same_layers import same_layers
 from pipesight.report.analysis.verdict import TITLES
 from pipesight.report.json_report import as_json
 
-__all__ = ["Comparison", "Difference", "compare", "comparison_as_json", "render_comparison"]
+__all__ = [
+    "Comparison",
+    "Difference",
+    "compare",
+    "comparison_as_json",
+    "layer_rows",
+    "part_rows",
+    "quantity_rows",
+    "render_comparison",
+]
 
 ALIKE = 0.01
 """Of the first run's step, what two runs may differ and still be called alike."""
+LAYERS = 8
+"""How many layers that changed are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,8 @@ class Comparison:
     text: str
     quantities: Mapping[str, Difference]
     parts: Mapping[str, Difference]
+    layers: Sequence[LayerChange]
+    """Of both runs, those that differ most first."""
 
 
 def compare(first: Report, second: Report) -> Comparison:
@@ -70,7 +84,7 @@ def compare(first: Report, second: Report) -> Comparison:
         quantities["same_layers"] = Difference(same.first, same.second)
         if (machine := same.sentence()) is not None:
             text = f"{text} {machine}"
-    return Comparison(first, second, text, quantities, parts)
+    return Comparison(first, second, text, quantities, parts, layer_changes(first, second))
 
 
 def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> str:
@@ -119,6 +133,7 @@ def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
         "text": comparison.text,
         "quantities": {name: _difference(entry) for name, entry in comparison.quantities.items()},
         "parts": {name: _difference(entry) for name, entry in comparison.parts.items()},
+        "layers": [{**asdict(layer), "change": layer.change} for layer in comparison.layers],
         "first": as_json(comparison.first),
         "second": as_json(comparison.second),
     }
@@ -136,22 +151,47 @@ def render_comparison(comparison: Comparison, *, width: int = 80, colour: bool =
     lines.append("")
     for mark, report in zip("AB", runs, strict=True):
         lines.append(f"{mark}  {style.cut(report.path, style.width - 3)}")
-    rows = [["", "A", "B", "difference"]]
-    for name, title, write in _QUANTITIES:
-        if name in comparison.quantities:
-            rows.append([title, *_cells(comparison.quantities[name], write, style)])
-    rows.append(["", "", "", ""])
-    parts = comparison.parts.values()
-    whole = Difference(sum(part.first for part in parts), sum(part.second for part in parts))
-    rows.append(["step time, mean", *_cells(whole, time, style)])
-    total = max(whole.first, 1e-9)
-    for name, part in comparison.parts.items():
-        if max(part.first, part.second) >= total * 0.0005:
-            rows.append([TITLES[name], *_cells(part, time, style)])
+    rows = [["", "A", "B", "difference"], *quantity_rows(comparison), [""] * 4, *part_rows(comparison)]
+    changed = [layer for layer in comparison.layers if layer.changed]
+    if changed:
+        rows += [[""] * 4, ["layers that changed, in a step", "", "", ""]]
+        rows += [[f"  {style.cut(name, 32)}", *cells] for name, *cells in layer_rows(changed[:LAYERS])]
     rows[0] = [style.paint(cell, "dim") for cell in rows[0]]
     lines += ["", *columns(rows, align="lrrr", gap=4)]
+    if comparison.layers:
+        lines += [style.paint(line, "dim") for line in style.wrapped(_others(comparison, len(changed)), indent="  ")]
     text = "\n".join(map(style.fit, lines)) + "\n"
     return text.replace("µs", "us") if ascii else text
+
+
+def quantity_rows(comparison: Comparison) -> list[list[str]]:
+    """Write each quantity: its name, in the first run, in the second, and what differs."""
+    known = comparison.quantities
+    return [[title, *_cells(known[name], write)] for name, title, write in _QUANTITIES if name in known]
+
+
+def part_rows(comparison: Comparison) -> list[list[str]]:
+    """Write the mean step in the same way, then its parts, those that matter."""
+    parts = comparison.parts.values()
+    whole = Difference(sum(part.first for part in parts), sum(part.second for part in parts))
+    least = max(whole.first, 1e-9) * 0.0005
+    shown = {name: part for name, part in comparison.parts.items() if max(part.first, part.second) >= least}
+    own = [[TITLES[name], *_cells(part, time)] for name, part in shown.items()]
+    return [["step time, mean", *_cells(whole, time)], *own]
+
+
+def layer_rows(layers: Sequence[LayerChange]) -> list[list[str]]:
+    """Write layers in the same way."""
+    return [[layer.name, *_cells(Difference(layer.first or 0.0, layer.second or 0.0), time)] for layer in layers]
+
+
+def _others(comparison: Comparison, changed: int) -> str:
+    """Say how many layers are not listed, and why."""
+    same, more = len(comparison.layers) - changed, max(changed - LAYERS, 0)
+    words = [f"{more:,} more layers changed"] if more else []
+    if same:
+        words.append(f"{same:,} {'layer takes' if same == 1 else 'layers take'} the same time, to within {CHANGED:.0%}")
+    return f"{'; '.join(words)}." if words else ""
 
 
 def _rate(value: float) -> str:
@@ -170,7 +210,7 @@ _QUANTITIES = (
 )
 
 
-def _cells(difference: Difference, write: Any, style: Style) -> list[str]:
+def _cells(difference: Difference, write: Any) -> list[str]:
     if write is percent:
         change = f"{difference.change * 100:+.1f} points" if abs(difference.change) >= 0.0005 else "-"
     else:

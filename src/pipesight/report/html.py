@@ -13,16 +13,29 @@ import html
 import json
 import os
 import re
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipesight.report.payload import LIMITS, Limits, page_payload
 
-__all__ = ["LIMITS", "MOST_BYTES", "Limits", "Served", "page_html", "page_payload", "write_page"]
+if TYPE_CHECKING:
+    from pipesight.report.compare import Comparison
+
+__all__ = [
+    "LIMITS",
+    "MOST_BYTES",
+    "Limits",
+    "Served",
+    "page_html",
+    "page_payload",
+    "write_comparison",
+    "write_page",
+]
 
 MOST_BYTES = 2_000_000
 """Of a page on disk: long runs show fewer steps."""
@@ -46,6 +59,10 @@ def write_page(
     *,
     output: str | os.PathLike[str] | None = None,
     attempt: int | None = None,
+    steps: range | None = None,
+    partition: int | None = None,
+    layer: str | None = None,
+    first: int | None = None,
 ) -> Path:
     """Write the page of a run to ``RUN/report.html``, or to ``output``; return where it is.
 
@@ -54,39 +71,77 @@ def write_page(
         >>> write_page("RUN")
         PosixPath('RUN/report.html')
 
+    Args:
+        run_path: The run.
+        output: Where to write it.
+        attempt: Which one of a run that was restarted; without, it is the last.
+        steps: Only these; so are ``partition`` and ``layer``, as in `analyse`.
+        partition: Only this one's losses and layers.
+        layer: Only layers of this name.
+        first: The step that the page opens at.
+
     Raises:
-        NotARunError: there is nothing to show.
-        ValueError: there is no such attempt of a run that was restarted; without, it is the last.
+        NotARunError: There is nothing to show.
+        ValueError: There is no such attempt, step, partition or layer.
     """
     from pipesight.report.analysis.analysing import analyse
     from pipesight.report.reading.run import open_run
 
     run_path = Path(run_path)
     with open_run(run_path, attempt=attempt) as run:
-        report = analyse(run)
-        limits, page = LIMITS, page_html(page_payload(run, report))
+        report = analyse(run, steps=steps, partition=partition, layer=layer)
+        if first is not None and first not in run.steps():
+            raise ValueError(f"there is no step {first} to open the page at (steps: {_ends(run.steps())})")
+        limits, page = LIMITS, page_html(page_payload(run, report, steps=steps, first=first))
         while len(page.encode()) > MOST_BYTES and limits.blocks > 1_000:
             limits = limits.halved()
-            page = page_html(page_payload(run, report, limits=limits))
-    folder = run_path if run_path.is_dir() else run_path.parent
-    path = folder / "report.html" if output is None else Path(output)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+            page = page_html(page_payload(run, report, limits=limits, steps=steps, first=first))
+    return _write(page, _beside(run_path, "report.html") if output is None else Path(output))
+
+
+def write_comparison(comparison: Comparison, *, output: str | os.PathLike[str] | None = None) -> Path:
+    """Write a page that compares two runs to ``comparison.html`` in the second, or to ``output``; return where it is.
+
+    Example::
+
+        >>> write_comparison(compare(first, second))
+        PosixPath('RUN_B/comparison.html')
+    """
+    from pipesight.report.payload.comparison import comparison_payload
+
+    page = page_html(comparison_payload(comparison), name="comparison")
+    return _write(page, _beside(Path(comparison.second.path), "comparison.html") if output is None else Path(output))
+
+
+def _ends(steps: Sequence[int]) -> str:
+    return f"{steps[0]} to {steps[-1]}" if steps else "none"
+
+
+def _beside(run_path: Path, name: str) -> Path:
+    return (run_path if run_path.is_dir() else run_path.parent) / name
+
+
+def _write(page: str, path: Path) -> Path:
+    """Write a file that is there when all of it is."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        unfinished.write_text(page, encoding="utf-8")
+        with unfinished.open("x", encoding="utf-8") as file:  # follows no link that somebody put there
+            file.write(page)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
     return path
 
 
-def page_html(payload: Mapping[str, Any] | None = None, *, served: Served | None = None) -> str:
+def page_html(payload: Mapping[str, Any] | None = None, *, served: Served | None = None, name: str = "page") -> str:
     """Return the page with a payload in it, or, if a server has it, with nothing.
 
     Args:
         payload: What to draw, from `page_payload`.
         served: Where a server has more. Without, the page is a file, and asks nobody for anything.
+        name: Which page: that of a run, or ``comparison``.
     """
-    style, script = _style(), _script("main.js")
+    style, script = _style(), _script(_MAIN[name])
     title = "" if payload is None else str(payload["title"])
     values = {
         "policy": _policy(style, script, served),
@@ -96,7 +151,7 @@ def page_html(payload: Mapping[str, Any] | None = None, *, served: Served | None
         "payload": "" if payload is None else _packed(payload),
         "script": script,
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset(f"{name}.html"))
 
 
 def _packed(payload: Mapping[str, Any]) -> str:
@@ -132,6 +187,7 @@ def _hash(text: str) -> str:
 
 # Scripts and style.
 
+_MAIN = {"page": "main.js", "comparison": "comparison.js"}
 _IMPORT = re.compile(r'^import (?:\{(?P<names>[^}]*)\} from )?"\./(?P<file>[\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:const|let|class|function|async function) (?P<name>\w+))", re.MULTILINE)
 

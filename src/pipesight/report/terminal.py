@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipesight.report._text import Style, bar, beside, columns, percent, shown_width, size, spark, time
+from pipesight.report._text import Style, bar, beside, columns, percent, shown_width, spark, time
 from pipesight.report.analysis.analysing import Overall, Report
 from pipesight.report.analysis.breakdown import OUTSIDE, PARTS
 from pipesight.report.analysis.bubble import LOSSES
 from pipesight.report.analysis.pipelines import PartitionReport, PipelineReport
 from pipesight.report.analysis.verdict import TITLES
+from pipesight.report.findings import Finding, links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
 from pipesight.report.reading.tables import RECOMPUTE, WEIGHT
 from pipesight.report.timeline import DRAWN, Glyphs, coloured, draw_step
 
@@ -23,10 +24,8 @@ LAYERS = 8
 """How many of the slowest layers are listed."""
 PARTITIONS = 16
 """How many partitions are listed; of more, those that stand still most and least."""
-LINKS = 8
-"""How many links between ranks are named."""
-STEPS = 12
-"""How many steps a remark names."""
+STRAGGLERS, LINKS, REMARKS = 5, 8, 10
+"""How many of each are named."""
 
 _SHORT = {**TITLES, "fill_and_drain": "fill", "sharing": "sharing", "transfers": "transfer", "host_gaps": "host gap"}
 _SHORTEST = {"fill_and_drain": "fill", "sharing": "share", "imbalance": "imbal."}
@@ -50,8 +49,8 @@ def render(
     """
     style = Style(max(width, 60), colour, ascii)
     blocks = [_head(report, style), _verdict(report, style)]
-    if report.nonfinite is not None:
-        blocks.append(_nonfinite(report, style))
+    if (bad := nonfinite_in(report)) is not None:
+        blocks.append([style.paint(line, "red", "bold") for line in style.wrapped(bad.text)])
     if report.overall is not None:
         blocks.append(_speed(report, report.overall, style))
     drawn = report.typical if step is None else step
@@ -66,14 +65,14 @@ def render(
         blocks += [_partitions(pipeline, report, style) for pipeline in report.pipelines]
     elif report.layers:
         blocks.append(_layers(report, style))
-    if report.stragglers:
-        blocks.append(_stragglers(report, style))
-    if any(link.notable for link in report.links):
-        blocks.append(_links(report, style))
+    if stragglers := stragglers_in(report):
+        blocks.append(_findings("Stragglers", stragglers, STRAGGLERS, style))
+    if links := links_in(report):
+        blocks.append(_findings("Links", links, LINKS, style))
     if report.names:
         blocks.append(_names(report, style))
-    if report.remarks:
-        blocks.append(_remarks(report, style))
+    if remarks := remarks_in(report):
+        blocks.append(_findings("Remarks", remarks, REMARKS, style))
     text = "\n\n".join("\n".join(map(style.fit, block)) for block in blocks if block) + "\n"
     return text.replace("µs", "us") if ascii else text
 
@@ -127,18 +126,6 @@ def _minus(style: Style) -> str:
     return "-" if style.ascii else "\N{MINUS SIGN}"
 
 
-def _nonfinite(report: Report, style: Style) -> list[str]:
-    found = report.nonfinite
-    assert found is not None
-    counts = [f"{count:,} {what}" for count, what in ((found.nans, "NaN"), (found.infs, "Inf")) if count]
-    text = f"Not finite: {found.tensor} of layer {found.layer} is the first, in {found.where}"
-    text += f" ({', '.join(counts)})" if counts else ""
-    text += f", on rank {found.rank}" if len(report.ranks) > 1 else ""
-    if found.layers > 1 or found.iterations > 1:
-        text += f"; {_count(found.layers, 'layer')} then, {_count(found.iterations, 'iteration')} in all"
-    return [style.paint(line, "red", "bold") for line in style.wrapped(text + ".")]
-
-
 def _speed(report: Report, overall: Overall, style: Style) -> list[str]:
     dash = "-" if style.ascii else "\N{EN DASH}"
     spread = f", {time(overall.time.low)} {dash} {time(overall.time.high)} for 8 in 10" if overall.steps > 1 else ""
@@ -153,10 +140,8 @@ def _speed(report: Report, overall: Overall, style: Style) -> list[str]:
     lines = columns(rows, align="lrl")
     if overall.steps >= FEW:
         lines += _each_step(report, style)
-    left = report.left
-    if left.warm_up:
-        text = f"Left out: {_numbers(left.warm_up)}, warm-up, which took much longer than the others."
-        lines += [style.paint(line, "dim") for line in style.wrapped(text, indent="  ", first="")]
+    if (left := warm_up_in(report)) is not None:
+        lines += [style.paint(line, "dim") for line in style.wrapped(left.text, indent="  ", first="")]
     return lines
 
 
@@ -331,43 +316,13 @@ def _parts_of(report: Report, step: int, style: Style) -> list[str]:
     return style.wrapped(text, indent="  ")
 
 
-def _stragglers(report: Report, style: Style) -> list[str]:
-    stragglers = report.stragglers
-    lines = [style.paint("Stragglers", "bold")]
-    for straggler in stragglers[:5]:
-        who = f"partition {straggler.partition}"
-        who = f"rank {straggler.rank}, {who}" if len(report.ranks) > 1 else who
-        words = []
-        if straggler.slower is not None:
-            words.append(f"takes {straggler.slower:.2f} times as long as the same on other ranks, at the median")
-        if straggler.bursts:
-            steps = f"{straggler.burst:.1f} times its own median in {_numbers(straggler.bursts)}"
-            words.append(f"takes {steps}")
-        lines += style.wrapped(f"{who} {'; '.join(words)}", indent="    ", first="  ")
-    if len(stragglers) > 5:
-        lines.append(style.paint(f"  and {len(stragglers) - 5} more", "dim"))
+def _findings(title: str, findings: Sequence[Finding], most: int, style: Style) -> list[str]:
+    lines = [style.paint(title, "bold")]
+    for finding in findings[:most]:
+        lines += style.wrapped(finding.text, indent="    ", first="  ")
+    if len(findings) > most:
+        lines.append(style.paint(f"  and {len(findings) - most} more", "dim"))
     return lines
-
-
-def _links(report: Report, style: Style) -> list[str]:
-    """Name the links that are slow, or that much is lost to."""
-    notable = [link for link in report.links if link.notable]
-    lines = [style.paint("Links", "bold")]
-    for link in notable[:LINKS]:
-        ends = [(link.source, link.source_host), (link.target, link.target_host)]
-        way = " -> ".join(f"rank {rank}" + (f" on {host}" if host is not None else "") for rank, host in ends)
-        others = f", others {time(link.others)}" if link.others is not None else ""
-        took = f"{time(link.time or 0.0)} for {size(link.size)}{others}"
-        lines += style.wrapped(f"{way}: {took}; costs {percent(link.share)} of the step", indent="    ", first="  ")
-    if len(notable) > LINKS:
-        lines.append(style.paint(f"  and {len(notable) - LINKS} more", "dim"))
-    return lines
-
-
-def _numbers(steps: Sequence[int]) -> str:
-    shown = ", ".join(str(step) for step in steps[:STEPS])
-    more = f" and {len(steps) - STEPS} more" if len(steps) > STEPS else ""
-    return f"step{'s' * (len(steps) != 1)} {shown}{more}"
 
 
 def _names(report: Report, style: Style) -> list[str]:
@@ -378,16 +333,6 @@ def _names(report: Report, style: Style) -> list[str]:
         table.append([*cells, f"{name.count:,}", time(name.total), percent(name.total / total)])
     title = "Where the time went; spans inside of others count twice"
     return [style.paint(title, "bold"), *(f"  {line}" for line in columns(table, align="llrrr"))]
-
-
-def _remarks(report: Report, style: Style) -> list[str]:
-    lines = [style.paint("Remarks", "bold")]
-    for remark in report.remarks[:10]:
-        text = remark.text if remark.path is None else f"{remark.path}: {remark.text}"
-        lines += style.wrapped(text, indent="    ", first="  ")
-    if len(report.remarks) > 10:
-        lines.append(f"  and {len(report.remarks) - 10} more")
-    return lines
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:

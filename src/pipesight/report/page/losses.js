@@ -53,7 +53,7 @@ function inReplicas() {
 
 function scopes() {
   const names = [
-    ["run", "whole run"],
+    ["run", state.run.payload.scope ?? "whole run"],
     ["step", "this step"],
   ];
   return choices("time", names, scope, (name) => {

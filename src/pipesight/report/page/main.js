@@ -2,6 +2,7 @@
 
 import { startBlock } from "./block.js";
 import { byId } from "./dom.js";
+import { startFindings } from "./findings.js";
 import { startKeys } from "./keys.js";
 import { startLabels } from "./labels.js";
 import { startLayers } from "./layers.js";
@@ -23,6 +24,8 @@ import { startTheme } from "./theme.js";
 import { startTimeline, timeline } from "./timeline.js";
 import { unpackPayload } from "./unpack.js";
 import { isWhole, startZooming, wholeView } from "./view.js";
+
+byId("incomplete").remove(); // as all of this is here
 
 /** Show a payload; what the reader looks at stays, if it is there still. */
 function update(payload) {
@@ -89,6 +92,7 @@ for (const start of [
   startLabels,
   startStepping,
   startSummary,
+  startFindings,
   startNames,
   startSearching,
   startBlock,

@@ -30,7 +30,7 @@ export function blockColours(microbatch, phase) {
 
 /** Read the colours again, as the page may have become dark. */
 function readPalette() {
-  const probe = byId("stage");
+  const probe = byId("main");
   const style = getComputedStyle(probe);
   for (const name of NAMES) {
     probe.style.color = `var(--${name})`;

@@ -1,14 +1,16 @@
 // The first lines: the verdict, what to change, the figures; and the last: what the run was, and what is left out.
 
 import { byId, make, put } from "./dom.js";
-import { formatRate, formatShare, formatTime, plural } from "./format.js";
+import { formatRate, formatShare, formatTime, listed, plural } from "./format.js";
 import { listen, state } from "./state.js";
 
 export function startSummary() {
   listen("run", () => {
     const { payload } = state.run;
-    document.title = `${payload.title} \u2013 pipesight`;
+    document.title = `${listed(payload.title, payload.scope)} \u2013 pipesight`;
     byId("title").textContent = payload.title;
+    byId("scope").textContent = payload.scope ?? "";
+    byId("scope").hidden = !payload.scope;
     const [first, ...rest] = payload.verdict.text.split(/(?<=[.!?]) /);
     byId("verdict").textContent = first;
     byId("verdict-more").textContent = rest.join(" ");
@@ -63,8 +65,8 @@ function showFigures(known) {
     [
       "throughput",
       ...(known.samples_per_second === null
-        ? [formatRate(known.steps_per_second), "steps/s, pauses included"]
-        : [formatRate(known.samples_per_second), "samples/s, pauses included"]),
+        ? [formatRate(known.steps_per_second), "steps/s with pauses"]
+        : [formatRate(known.samples_per_second), "samples/s with pauses"]),
       `What ${plural(known.steps, "step")} did in ${formatTime(known.elapsed)}, all pauses between them included.`,
     ],
     recompute > 0 && [

@@ -12,11 +12,16 @@ __all__ = ["choose_steps"]
 
 
 def choose_steps(
-    times: Sequence[int] | Column, sizes: Sequence[int] | Column, *, most: int, typical: int | None = None
+    times: Sequence[int] | Column,
+    sizes: Sequence[int] | Column,
+    *,
+    most: int,
+    typical: int | None = None,
+    first: int | None = None,
 ) -> list[int]:
     """Return the places of steps to show, those that matter most first; the first of them always is one.
 
-    They are the typical step, the last, the slowest, the first, and others evenly between them.
+    They are the one that is asked for, the typical one, the last, the slowest, the first, and others evenly between.
 
     Example::
 
@@ -28,12 +33,13 @@ def choose_steps(
         sizes: How many blocks each has.
         most: How many blocks there is room for.
         typical: The place of the typical step; by default, the one of median length.
+        first: The place of a step that comes before all others.
     """
     if not len(times):
         return []
     chosen: dict[int, None] = {}
     room = most
-    for place in _by_importance(np.asarray(times), typical):
+    for place in (*([] if first is None else [first]), *_by_importance(np.asarray(times), typical)):
         if place in chosen or (chosen and sizes[place] > room):
             continue
         chosen[place] = None

@@ -13,7 +13,7 @@ from pipesight.report.analysis.bubble import LOSSES
 from pipesight.report.analysis.verdict import TITLES
 from pipesight.report.reading.tables import PHASES
 
-__all__ = ["losses_of", "losses_of_step"]
+__all__ = ["MEANINGS", "losses_of", "losses_of_step"]
 
 MEANINGS = {
     "forward": "The partition computes.",

@@ -35,7 +35,9 @@ class Timelines:
         transfers: Of the same run.
         limits: How much there is room for.
         replicas: That of each rank, if it is known.
-        typical: The number of the step to begin with, if one was chosen.
+        typical: The number of a step like most, if one was chosen.
+        first: The number of the step to begin with; by default, the typical one.
+        only: The steps to show; by default, all.
         taking_turns: Ranks that compute for one of their partitions at a time.
 
     Attributes:
@@ -55,6 +57,8 @@ class Timelines:
         limits: Limits,
         replicas: Mapping[int, int] | None = None,
         typical: int | None = None,
+        first: int | None = None,
+        only: range | None = None,
         taking_turns: Collection[int] = (),
     ) -> None:
         self._limits, self._taking_turns = limits, taking_turns
@@ -65,13 +69,14 @@ class Timelines:
         self.all_lanes = _lanes(tasks, replicas)
         self.lanes = self.all_lanes[: limits.lanes]
         self._place = {(lane.rank, lane.partition): k for k, lane in enumerate(self.lanes)}
-        self.numbers, self._rows = _by_number(self._steps)
+        self.numbers, self._rows = _by_number(self._steps, only)
         self._begin = np.array([self._steps.begin[rows].min() for rows in self._rows], np.int64)
         self._end = np.array([self._steps.end[rows].max() for rows in self._rows], np.int64)
         self.times = self._end - self._begin
         sizes = [int(self._own.count[self._members(rows)].sum()) for rows in self._rows]
-        place = self.numbers.index(typical) if typical in self.numbers else None
-        self.chosen = [self.numbers[k] for k in choose_steps(self.times, sizes, most=limits.blocks, typical=place)]
+        places = [self.numbers.index(number) if number in self.numbers else None for number in (typical, first)]
+        chosen = choose_steps(self.times, sizes, most=limits.blocks, typical=places[0], first=places[1])
+        self.chosen = [self.numbers[k] for k in chosen]
         self.start = self.chosen[0] if self.chosen else None
 
     @property
@@ -216,12 +221,14 @@ def _lanes(tasks: Tasks, replicas: Mapping[int, int]) -> list[Lane]:
     return [Lane(rank, partition, replicas[rank]) for rank, partition in pairs.tolist()]
 
 
-def _by_number(steps: Steps) -> tuple[list[int], list[Column]]:
-    """Return the numbers of steps, and for each the rows of its replicas."""
+def _by_number(steps: Steps, only: range | None) -> tuple[list[int], list[Column]]:
+    """Return the numbers of steps, all or some, and for each the rows of its replicas."""
     numbers, which = np.unique(steps.step, return_inverse=True)
     order = np.argsort(which, kind="stable")
     edges = np.searchsorted(which[order], np.arange(1, len(numbers)))
-    return numbers.tolist(), np.split(order, edges) if len(numbers) else []
+    rows = np.split(order, edges) if len(numbers) else []
+    kept = [(int(n), own) for n, own in zip(numbers, rows, strict=True) if only is None or int(n) in only]
+    return [number for number, _ in kept], [own for _, own in kept]
 
 
 def _keys(table: Tasks | LayerRuns) -> list[tuple[int, ...]]:

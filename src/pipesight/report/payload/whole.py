@@ -10,50 +10,66 @@ import numpy as np
 
 from pipesight.report.analysis.analysing import Report
 from pipesight.report.analysis.facts import hosts_of
+from pipesight.report.findings import links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
 from pipesight.report.payload.limits import LIMITS, Limits
 from pipesight.report.payload.logs import logs_of
 from pipesight.report.payload.losses import losses_of, losses_of_step
-from pipesight.report.payload.marks import marks_of_step
+from pipesight.report.payload.marks import lanes_of_tensor, marks_of_step
 from pipesight.report.payload.statistics import Marks, statistics_of
 from pipesight.report.payload.timeline import Timelines
 from pipesight.report.reading.run import Run
 from pipesight.report.reading.tables import LayerRuns
 from pipesight.report.reading.traces import find_traces
 
-__all__ = ["page_payload"]
+__all__ = ["facts_of", "findings_of", "page_payload", "title_of"]
 
 VERSION = 1
+FINDINGS = 100
+"""How many there are of a kind."""
 
 
-def page_payload(run: Run, report: Report, *, limits: Limits = LIMITS) -> dict[str, Any]:
+def page_payload(
+    run: Run, report: Report, *, limits: Limits = LIMITS, steps: range | None = None, first: int | None = None
+) -> dict[str, Any]:
     """Return what the page draws of a run, as JSON has it.
 
     Args:
         run: The run.
         report: Its analysis.
         limits: How much there is room for.
+        steps: Only these; the report is of the same.
+        first: The step that the page opens at. By default, it is the one that matters: the first in which a tensor was
+            not finite or, if there is none, a typical one.
     """
+    bad = None if report.nonfinite is None else report.nonfinite.iteration
     found = (report.minibatches, report.tasks, run.spans(), run.transfers())
     timelines = Timelines(
         *found,
         limits=limits,
         replicas=report.replicas,
         typical=report.typical,
+        first=bad if first is None else first,
+        only=steps,
         taking_turns=report.taking_turns,
     )
     names = [layer.name for layer in report.layers]
-    statistics, marks = statistics_of(run.statistics(), most=limits.values, layers=names)
+    lines = (line for line in run.statistics() if steps is None or line.get("iteration") in steps)
+    statistics, marks = statistics_of(lines, most=limits.values, layers=names)
     shown, layered = _shown(run, report, timelines, marks, limits)
     numbers = [step["number"] for step in shown]
-    logs = logs_of(run.log_lines(), steps=numbers, begin=timelines.begin, most=limits.log_lines)
+    said = (line for line in run.log_lines() if steps is None or line.step is None or line.step in steps)
+    logs = logs_of(said, steps=numbers, begin=timelines.begin, most=limits.log_lines)
     return {
         "version": VERSION,
         "revision": 0,
         "live": False,
         "path": str(run.path),
-        "title": _title(run.path),
-        "facts": _facts(report),
+        "title": title_of(run.path),
+        "scope": None if steps is None else _scope(steps, timelines.numbers),
+        "facts": facts_of(report),
+        "alarm": _alarm(report, timelines, numbers),
         "verdict": _verdict(report),
+        "findings": findings_of(report),
         "figures": _figures(report),
         "losses": losses_of(report),
         "ranks": len({lane.rank for lane in timelines.all_lanes}),
@@ -68,7 +84,7 @@ def page_payload(run: Run, report: Report, *, limits: Limits = LIMITS) -> dict[s
         "statistics": statistics,
         "logs": logs,
         "names": [[name.category, name.name, name.count, name.total] for name in report.names],
-        "notes": [*_notes(timelines, shown, layered), *_remarks(report)],
+        "notes": _notes(timelines, shown, layered),
         "traces": _traces(run.path),
     }
 
@@ -196,7 +212,7 @@ def _figures(report: Report) -> dict[str, Any] | None:
     }
 
 
-def _facts(report: Report) -> list[list[str]]:
+def facts_of(report: Report) -> list[list[str]]:
     """Return what the run was, in pairs of words."""
     known = report.description
     facts: list[list[str]] = []
@@ -237,11 +253,46 @@ def _notes(timelines: Timelines, shown: Sequence[Mapping[str, Any]], layered: in
     return notes
 
 
-def _remarks(report: Report) -> list[str]:
-    return [remark.text if remark.path is None else f"{remark.path}: {remark.text}" for remark in report.remarks]
+def _scope(steps: range, numbers: Sequence[int]) -> str:
+    """Say which steps the page is of, as far as they are there."""
+    first, last = (numbers[0], numbers[-1]) if numbers else (steps.start, steps.stop - 1)
+    return f"step {first} alone" if first == last else f"steps {first} to {last}"
 
 
-def _title(path: Path) -> str:
+def _alarm(report: Report, timelines: Timelines, shown: Sequence[int]) -> dict[str, Any] | None:
+    """Return what comes before all else: the first tensor that was not finite, and where it is in the page."""
+    said, found = nonfinite_in(report), report.nonfinite
+    if said is None or found is None:
+        return None
+    partitions = {layer.name: layer.partition for layer in reversed(report.layers)}
+    lanes, phase = lanes_of_tensor(found.layer, found.tensor, found.rank, lanes=timelines.lanes, partitions=partitions)
+    return {
+        "text": said.text,
+        "step": found.iteration if found.iteration in shown else None,
+        "layer": found.layer,
+        "tensor": found.tensor,
+        "lane": lanes[0] if lanes else None,
+        "phase": phase,
+    }
+
+
+def findings_of(report: Report) -> list[dict[str, Any]]:
+    """Return what stands out, under the terminal's headings."""
+    left_out = [*filter(None, [warm_up_in(report)]), *remarks_in(report)]
+    groups = (("Stragglers", stragglers_in(report)), ("Links", links_in(report)), ("Left out, and remarks", left_out))
+    return [
+        {
+            "title": title,
+            "entries": [[finding.text, list(finding.steps)] for finding in findings[:FINDINGS]],
+            "more": max(len(findings) - FINDINGS, 0),
+        }
+        for title, findings in groups
+        if findings
+    ]
+
+
+def title_of(path: Path) -> str:
+    """Return what to call a run."""
     return path.name or path.absolute().name
 
 
