@@ -53,6 +53,7 @@ def run(tmp_path_factory):
             made.log(_log(step, f"partition 2 micro-batch {i} forward", f"hello {i}"))
         made.log(_log(step, "", "the loss went down", level="WARNING"))
     bad = {"iteration": BAD_STEP, "layer": "block3", "tensor": "wgrad", "statistic": "mean"}
+    bad |= {"partition": 2, "microbatch": 1, "phase": "backward"}
     made.stats[0].append({**bad, "value": None, "nonfinite": "nan", "nans": 17})
     made.stats[0].append({**bad, "iteration": BAD_STEP - 1, "value": 1.0})
     made.log(_log(3, "partition 0 micro-batch 0 forward", EVIL))
@@ -386,8 +387,8 @@ def test_what_is_not_finite_comes_first(window, run):
     window.click(block)
     facts = window.inspect()
     assert facts["step"] == BAD_STEP
-    assert facts["selected"]["key"].split("/")[:3] == [str(BAD_STEP), "0", "2"]
-    assert "Backward of micro-batch" in window.text("#block")
+    assert facts["selected"]["key"].split("/")[:4] == [str(BAD_STEP), "0", "2", "1"]
+    assert "Backward of micro-batch 1 in partition 2" in window.text("#block")
     window.click(layer)
     facts = window.inspect()["statistics"]
     assert facts["layer"] == "block3"

@@ -55,13 +55,18 @@ function showLayer({ layer, tensor }) {
   byId("layers-section").scrollIntoView({ block: "nearest" });
 }
 
-const nameOfBlock = ({ phase, lane }) => `${PHASES[phase]} in ${state.run.laneName(lane)}`;
+function nameOfBlock({ phase, lane, microbatch }) {
+  const which = microbatch === null ? "" : ` of micro-batch ${microbatch}`;
+  return `${PHASES[phase]}${which} in ${state.run.laneName(lane)}`;
+}
 
 /** The first block that computed it. */
-function showBlock({ step: number, lane, phase }) {
+function showBlock({ step: number, lane, phase, microbatch }) {
   showStep(number);
   const step = shownStep();
-  const block = step.lanes[lane].blocks.find((of) => step.phase[of] === phase);
+  const block = step.lanes[lane].blocks.find(
+    (of) => step.phase[of] === phase && (microbatch === null || step.microbatch[of] === microbatch),
+  );
   if (block === undefined) return;
   choose(block);
   reveal(block);

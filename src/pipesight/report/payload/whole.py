@@ -18,7 +18,7 @@ from pipesight.report.payload.marks import lanes_of_tensor, marks_of_step
 from pipesight.report.payload.statistics import Marks, statistics_of
 from pipesight.report.payload.timeline import Timelines
 from pipesight.report.reading.run import Run
-from pipesight.report.reading.tables import LayerRuns
+from pipesight.report.reading.tables import PHASES, LayerRuns
 from pipesight.report.reading.traces import find_traces
 
 __all__ = ["facts_of", "findings_of", "page_payload", "title_of"]
@@ -265,6 +265,8 @@ def _alarm(report: Report, timelines: Timelines, shown: Sequence[int]) -> dict[s
     if said is None or found is None:
         return None
     partitions = {layer.name: layer.partition for layer in reversed(report.layers)}
+    if found.partition is not None:
+        partitions[found.layer] = found.partition
     lanes, phase = lanes_of_tensor(found.layer, found.tensor, found.rank, lanes=timelines.lanes, partitions=partitions)
     return {
         "text": said.text,
@@ -272,7 +274,8 @@ def _alarm(report: Report, timelines: Timelines, shown: Sequence[int]) -> dict[s
         "layer": found.layer,
         "tensor": found.tensor,
         "lane": lanes[0] if lanes else None,
-        "phase": phase,
+        "phase": PHASES.index(found.phase) if found.phase in PHASES else phase,
+        "microbatch": found.microbatch,
     }
 
 
