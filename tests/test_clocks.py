@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import socket
+import threading
+import time
 from fractions import Fraction
 
 import pytest
@@ -11,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesight.cli import main
+from pipesight.recording import comparing_clocks
+from pipesight.recording.clock_server import ClockServer
 from pipesight.recording.clocks import UNKNOWN_DRIFT, Measurement, correction_from, measure
 from pipesight.report.reading.run import open_run
 from synthetic import START, Made
@@ -146,3 +151,55 @@ def test_a_clock_that_makes_no_sense(clock, tmp_path):
     (tmp_path / "run/ranks/rank-00001.json").write_text(json.dumps(facts))
     with open_run(tmp_path / "run") as run:
         assert (run.spans().begin - START).tolist() == [3000]
+
+
+def test_many_ranks_at_once():
+    """512 ranks that ask at the same moment are all answered, though others say nothing, or nonsense."""
+    server = ClockServer(time.time_ns)
+    rude = [socket.create_connection(("localhost", server.port)) for _ in range(3)]
+    rude[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    rude[2].sendall(b"?" * 10_000)
+    address, ranks = ("localhost", server.port), 512
+    together = threading.Barrier(ranks)
+    failed = []
+
+    def ask(rank):
+        together.wait()
+        try:
+            with comparing_clocks._connected(address) as (asked, tell):
+                found = measure(asked, time.time_ns, rounds=3)
+                tell({"rank": rank, "last": True, "clock": {"error_ns": found.error}})
+        except OSError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(1, ranks + 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    known = server.known()
+    server.stop(patience=0)
+    for connection in rude:
+        connection.close()
+    assert not failed
+    assert sorted(map(int, known)) == list(range(1, ranks + 1))
+
+
+def test_a_clock_that_cannot_be_reached_at_first(monkeypatch):
+    """A rank tries again when the first connections fail."""
+    server = ClockServer(time.time_ns)
+    connect, left = socket.create_connection, [3]
+
+    def refused_at_first(*args, **kwargs):
+        if left[0]:
+            left[0] -= 1
+            raise ConnectionResetError("no")
+        return connect(*args, **kwargs)
+
+    monkeypatch.setattr(socket, "create_connection", refused_at_first)
+    clocks = comparing_clocks.RankClocks(1, 2, 0, time.time_ns)
+    clocks._address = ("localhost", server.port)
+    clocks._measure(last=True)
+    assert clocks.as_json()["error_ns"] is not None
+    assert list(server.known()) == ["1"]
+    server.stop(patience=0)

@@ -11,16 +11,17 @@ import contextlib
 import json
 import logging
 import os
+import random
 import socket
-import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from pipesight.recording.clocks import UNKNOWN_DRIFT, Correction, Measurement, correction_from, measure
+from pipesight.recording.clock_server import ASK, ClockServer
+from pipesight.recording.clocks import Correction, Measurement, correction_from, measure
 
 __all__ = ["RankClocks"]
 
@@ -30,7 +31,6 @@ INTERVAL = 10.0
 """Seconds from one measurement to the next, so that a rank that is killed has a recent one."""
 _PATIENCE = 3.0  # seconds that ranks wait for each other at the end
 _POLL = 0.05
-_ASK = b"?\n"
 
 
 class RankClocks:
@@ -48,7 +48,7 @@ class RankClocks:
         self._start = clock()
         self._measurements: list[Measurement] = []
         self._failure: str | None = None
-        self._server: _Server | None = None
+        self._server: ClockServer | None = None
         self._thread: threading.Thread | None = None
         self._address: tuple[str, int] | None = None
         self._ended = threading.Event()
@@ -65,8 +65,8 @@ class RankClocks:
         name = f"pipesight/clock/{self._attempt}"
         key = f"{name}/{store.add(f'{name}/of rank {self._rank}', 1)}"  # there may be one observation after the other
         if self._rank == 0:
-            self._server = _Server(self._clock)
-            store.set(key, str(self._server.server_address[1]))
+            self._server = ClockServer(self._clock)
+            store.set(key, str(self._server.port))
         else:
             self._thread = threading.Thread(target=self._follow, args=(store, key), daemon=True)
             self._thread.name = "pipesight-clock"
@@ -116,21 +116,32 @@ class RankClocks:
             return
         while not self._ended.is_set():
             self._measure()
-            self._ended.wait(INTERVAL)
+            self._ended.wait(INTERVAL * random.uniform(0.8, 1.0))  # not all at once
 
     def _measure(self, *, last: bool = False) -> None:
         assert self._address is not None
-        try:
-            with self._measuring, _connected(self._address) as (ask, tell):
-                found = measure(ask, self._clock)
-                self._measurements.append(found)
-                if len(self._measurements) > 100:  # of a long run, every second will do
-                    del self._measurements[1::2]
-                correction = self.correction()
-                assert correction is not None
-                tell({"rank": self._rank, "last": last, "clock": correction.as_json()})
-        except (OSError, ValueError) as error:
-            self._complain(error)
+        until = time.monotonic() + _PATIENCE
+        with self._measuring:
+            while True:
+                try:
+                    self._measure_once(self._address, last)
+                    return
+                except (OSError, ValueError) as error:
+                    if time.monotonic() > until or (self._ended.is_set() and not last):
+                        self._complain(error)
+                        return
+                # Ranks that came all at once come back one after the other.
+                time.sleep(random.uniform(_POLL, 10 * _POLL))
+
+    def _measure_once(self, address: tuple[str, int], last: bool) -> None:
+        with _connected(address) as (ask, tell):
+            found = measure(ask, self._clock)
+            self._measurements.append(found)
+            if len(self._measurements) > 100:  # of a long run, every second will do
+                del self._measurements[1::2]
+            correction = self.correction()
+            assert correction is not None
+            tell({"rank": self._rank, "last": last, "clock": correction.as_json()})
 
     def _complain(self, error: Exception) -> None:
         if self._failure is None:
@@ -152,84 +163,16 @@ def _connected(address: tuple[str, int]) -> Iterator[tuple[Callable[[], int], Ca
         answers = connection.makefile("rb")
 
         def ask() -> int:
-            connection.sendall(_ASK)
-            return int(answers.readline())
+            connection.sendall(ASK)
+            return int(answers.readline() or _hung_up())
 
         def tell(facts: dict[str, Any]) -> None:
             connection.sendall(json.dumps(facts).encode() + b"\n")
-            answers.readline()  # so that it is there
+            answers.readline() or _hung_up()  # so that it is there
 
         with answers:
             yield ask, tell
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    """Answers ranks that ask for the time of this one."""
-
-    daemon_threads = True
-    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-
-    def __init__(self, clock: Callable[[], int]) -> None:
-        self.clock = clock
-        self.told: dict[int, tuple[int, dict[str, Any]]] = {}
-        """When the other ranks told of their clocks, and what."""
-        self.waiting: set[int] = set()
-        """Ranks that will measure once more."""
-        self.news = threading.Condition()
-        try:
-            super().__init__(("", 0), _Answers)
-        except OSError:  # a machine that knows the new kind of addresses, but has none
-            self.address_family = socket.AF_INET
-            super().__init__(("", 0), _Answers)
-        self._thread = threading.Thread(target=self.serve_forever, args=(_POLL,), daemon=True)
-        self._thread.name = "pipesight-clock"
-        self._thread.start()
-
-    def server_bind(self) -> None:
-        """Take connections of either kind."""
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Let those go who say something else, or nothing any more."""
-
-    def known(self) -> dict[str, dict[str, Any]]:
-        """Return what is known of the clocks of other ranks; those that will measure again may have drifted since."""
-        found = {}
-        with self.news:
-            for rank, (moment, facts) in sorted(self.told.items()):
-                since = self.clock() - moment if rank in self.waiting else 0
-                found[str(rank)] = {**facts, "error_ns": facts["error_ns"] + round(UNKNOWN_DRIFT * since)}
-        return found
-
-    def stop(self, *, patience: float) -> None:
-        """End, once the ranks that have been here were here a last time."""
-        until = time.monotonic() + patience
-        with self.news:
-            while self.waiting and (left := until - time.monotonic()) > 0:
-                self.news.wait(left)
-        self.shutdown()
-        self.server_close()
-
-
-class _Answers(socketserver.StreamRequestHandler):
-    """One connection."""
-
-    disable_nagle_algorithm = True
-    timeout = 60.0
-
-    def handle(self) -> None:
-        """Answer until the other side has enough."""
-        server = self.server
-        assert isinstance(server, _Server)
-        while line := self.rfile.readline(4096):
-            if line == _ASK:
-                self.wfile.write(b"%d\n" % server.clock())
-                continue
-            facts = json.loads(line)
-            with server.news:
-                server.told[int(facts["rank"])] = server.clock(), facts["clock"]
-                (server.waiting.discard if facts["last"] else server.waiting.add)(int(facts["rank"]))
-                server.news.notify_all()
-            self.wfile.write(b"\n")
+def _hung_up() -> NoReturn:
+    raise ConnectionError("rank 0 hung up")
