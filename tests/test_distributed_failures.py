@@ -4,12 +4,15 @@ import os
 import random
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import faults
+from pipesight.distributed.symptoms import collective_of, is_symptom
 from torchrun import RANK, batches, ended, start, tanhs, torchrun, train_plainly
 
 BEGIN = (
@@ -158,6 +161,65 @@ def test_a_rank_that_ends_without_an_exception(end, begins, ends, tmp_path):
         assert kind == "RankFailedError"
         assert text.startswith(begins)
         assert re.sub(r"; rank \d makes", "; rank 0 makes", text).endswith(ends)
+
+
+FSDP = {"pp": 2, "dp": 2, "data_parallel": "fsdp"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {**FSDP, "what": "kill", "rank": 3},
+        {**FSDP, "what": "raise", "rank": 3, "point": "backward"},
+        {**FSDP, "what": "sleep", "rank": 3},
+        {**FSDP, "what": "sleep", "rank": 2, "point": "loss", "collective": "async", "data_parallel": "ddp"},
+        {"pp": 1, "dp": 3, "what": "kill", "rank": 0, "point": "between", "collective": "sync", "agent": False},
+    ],
+    ids=["killed, FSDP", "raises, FSDP", "hangs, FSDP", "hangs, all_reduce of a layer", "killed, all_reduce of a loop"],
+)
+def test_a_collective_that_fails_is_a_symptom(case, tmp_path):
+    """Where others wait for a rank in a collective, of a layer or their own, they name it, and not each other."""
+    faults.verify(case, faults.strike(case, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("error", "symptom"),
+    [
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation"), True),
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"), False),
+        (RuntimeError("the connection to the database timed out"), False),
+    ],
+)
+def test_symptoms(error, symptom):
+    """Broken connections between ranks are symptoms, also of errors that were made of them; other errors are not."""
+    assert is_symptom(error) is symptom
+    wrapped = KeyError("lost")
+    wrapped.__cause__ = error
+    assert is_symptom(wrapped) is symptom
+
+
+def test_waits_of_threads():
+    """A wait for a work, which is a call of C++ without a frame, is told from other calls."""
+    found = {}
+
+    class Asked:
+        """Looks at the stack from inside of a call that has no frame."""
+
+        def __init__(self, name):
+            self.name = name
+
+        def __index__(self):
+            found[self.name] = collective_of(sys._getframe(1))
+            return 0
+
+    class Work(list):
+        wait = list.pop
+
+    work = Work("abc")
+    work.wait(Asked("wait"))
+    [work.pop(Asked("pop")), work.wait()]
+    assert found == {"wait": "wait", "pop": None}
 
 
 STEPS = 40

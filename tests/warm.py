@@ -79,17 +79,23 @@ def torchrun(
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
     stuck: Collection[int] = (),
+    agent: bool = True,
     **options: Any,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Start as many ranks, with the variables that torchrun has for them, and wait until all have ended.
 
-    Those that get stuck are killed when the others have ended.
+    Those that get stuck are killed when the others have ended. Without an agent, the first rank keeps the store, as
+    where other launchers start the ranks.
     """
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared = {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    if agent:
+        shared |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    else:
+        del store  # for the first rank to take its port
     shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     ranks = [
         start(*arguments, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **options)

@@ -16,6 +16,7 @@ from pipesight.distributed.failures import RankFailedError
 from pipesight.distributed.minibatch import Minibatch
 from pipesight.distributed.schedules import Kind
 from pipesight.distributed.stage import Stage
+from pipesight.distributed.symptoms import is_symptom
 from pipesight.pipeline.randomness import isolated
 
 __all__ = ["Execution"]
@@ -54,8 +55,11 @@ class Execution:
                         stage.averaging.finish()
         except BaseException as error:
             self._schedules.clear()  # they hold what is left of this step
-            if not isinstance(error, RankFailedError):
-                batch.watch.fail(error)
+            if isinstance(error, RankFailedError):
+                raise
+            if is_symptom(error):  # of a collective in a layer, a hook or the loss
+                raise batch.watch.explain(error) from None
+            batch.watch.fail(error)
             raise
         finally:
             batch.where.phase = None

@@ -3,17 +3,19 @@
 The store of the process group is the notice board::
 
     failure          what the first rank that failed wrote: everyone raises that
-    question         a rank has waited too long and asks where all of them are
+    told/RANK        this rank has read it
+    question         how often ranks asked where all of them are, since they waited too long, or a connection broke
     state/RANK       the answer of each
     left/RANK        how many calls a rank made that has ended since, as Python ends
+    address/RANK     where to see whether the process is still there
 
-A rank that fails writes its note and closes its connections. Those who wait for it get an error at once, look at the
-board, and raise `RankFailedError` with the cause.
+A rank that fails writes its note and closes its connections. Those who wait for it get an error at once, wherever they
+wait: in the pipeline, in a collective of a layer, or in one of the user's between steps. They look at the board, and
+raise `RankFailedError` with the cause.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import json
@@ -32,16 +34,19 @@ import torch
 import torch.distributed as dist
 
 from pipesight.context import Where
+from pipesight.distributed import diagnosis
+from pipesight.distributed.diagnosis import Answers
 from pipesight.distributed.ending import wait_at_exit
+from pipesight.distributed.presence import Presence, is_gone
+from pipesight.distributed.symptoms import collective_of, is_late, is_symptom, seconds_waited
 
 __all__ = ["RankFailedError", "Watch"]
 
 _PATIENCE = 1.0  # seconds for a note to appear, after a connection broke
+_ANSWERS = 5.0  # seconds for ranks to answer that are there
+_LINGERS = 5.0  # seconds that the rank with the store waits for others to read the note
 _NO_TAG = 1_000_003  # of nothing that is ever sent: a real message must not meet a receiver of another size
 _COURTESY = 0.3  # seconds in which the rank with the cause prints it first
-
-
-_RULE = "every rank must call step, eval_step and predict as often as the others; give each the same number of batches"
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,6 +55,16 @@ class Calls:
 
     begun: int = 0
     last: str = ""
+    inside: bool = False
+
+    @contextlib.contextmanager
+    def running(self, call: str, number: int) -> Iterator[None]:
+        """Count a call, which is under way in this block."""
+        self.begun, self.last, self.inside = number, call, True
+        try:
+            yield
+        finally:
+            self.inside = False
 
 
 class RankFailedError(RuntimeError):
@@ -66,15 +81,16 @@ class Watch:
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], where: Where, timeout: float | None) -> None:
-        self._groups, self._where, self._timeout = groups, where, timeout
-        self._ranks = dist.get_process_group_ranks(groups[0])
-        self._store: Any = dist.distributed_c10d.PrefixStore(
-            f"pipesight/{groups[0].group_name}", dist.distributed_c10d._get_default_store()
-        )
+        self._groups, self._where = groups, where
+        self._ranks, self._rank = dist.get_process_group_ranks(groups[0]), dist.get_rank()
+        self._store: Any = dist.distributed_c10d.PrefixStore(f"pipesight/{groups[0].group_name}", _own_client())
         self._main = threading.get_ident()
         self.calls = Calls()
         self.waits_for: str | None = None
-        """What this rank waits for, if it does."""
+        """What this rank waits for, if it waits in a collective."""
+        self._symptom: str | None = None  # what it waited for until a connection broke
+        self._presence = Presence()
+        self._store.set(f"address/{self._rank}", json.dumps(self._presence.address()))
         self._ended = threading.Event()
         self._interval = 0.5 if timeout is None else min(0.5, max(0.1, timeout / 10))
         _tell_uncaught(self)
@@ -82,8 +98,8 @@ class Watch:
         thread.name = "pipesight-watch"
         thread.start()
         wait_at_exit()
-        # A thread at work while Python ends could crash it.
-        atexit.register(_end, self._ended, thread, self._store, f"left/{dist.get_rank()}", self.calls)
+        kept = (self._ended, thread, self._presence, self._store, self._rank, self._ranks, self.calls)
+        weakref.finalize(self, _leave, *kept)  # at exit at the latest
 
     def fail(self, error: BaseException) -> None:
         """Let the others know that this rank fails, and do not let them wait."""
@@ -92,11 +108,11 @@ class Watch:
 
     def _note(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception_only(error)).rstrip()
-        self._post(f"rank {dist.get_rank()} failed: {text}", error)
+        self._post(f"rank {self._rank} failed: {text}", error)
 
     def _post(self, text: str, error: BaseException | None = None) -> None:
         lines = traceback.format_exception(error) if error is not None else []
-        note = json.dumps({"rank": dist.get_rank(), "text": text, "traceback": "".join(lines)[-20_000:]})
+        note = json.dumps({"rank": self._rank, "text": text, "traceback": "".join(lines)[-20_000:]})
         with contextlib.suppress(Exception):  # the store may be gone
             self._store.compare_set("failure", "", note)
 
@@ -120,94 +136,122 @@ class Watch:
         self.waits_for = waited_for
         try:
             yield
-        except RuntimeError as error:
-            if isinstance(error, RankFailedError) or "gloo" not in str(error):
+        except Exception as error:
+            if isinstance(error, RankFailedError) or not is_symptom(error):
                 raise
             raise self.explain(error, waited_for) from None
-        self.waits_for = None
+        finally:
+            self.waits_for = None
 
-    def explain(self, error: Exception, waited_for: str) -> RankFailedError:
+    def explain(self, error: BaseException, waited_for: str | None = None) -> RankFailedError:
         """Return what an error of the transport is really about."""
-        self.waits_for = waited_for
-        late = "imed out" in str(error)
-        note = self._read(0.0 if late else _PATIENCE)
+        notes = getattr(error, "__notes__", [])
+        waited_for = waited_for or f"other ranks {notes[0] if notes else self._place()}"
+        self._symptom = waited_for
+        hurry = is_late(error)
+        note = self._read(0.0 if hurry else _PATIENCE)
         if note is None:
-            self._post(self._diagnose(waited_for, late))
+            self._diagnose(error, waited_for, hurry)
             note = self._read(_PATIENCE)
         self._break()
         if note is None:
-            host = os.environ.get("MASTER_ADDR", "?")
-            return RankFailedError(
-                f"waited for {waited_for}, but the store on {host} is gone, with what kept it; the cause is told there"
-            )
-        if note["rank"] != dist.get_rank() and note["traceback"]:
+            return RankFailedError(_store_gone(waited_for))
+        with contextlib.suppress(Exception):
+            self._store.set(f"told/{self._rank}", "")
+        if note["rank"] != self._rank and note["traceback"]:
             time.sleep(_COURTESY)
         return RankFailedError(note["text"])
 
     def _read(self, patience: float) -> dict[str, Any] | None:
         """Return the note on the board; wait a while for it, and longer if a rank is about to write one."""
-        until = time.monotonic() + patience
+        until = latest = time.monotonic() + patience
         with contextlib.suppress(Exception):
+            asked = self._store.add("question", 0) if patience else 0
             while True:
                 if self._store.check(["failure"]):
                     note: dict[str, Any] = json.loads(self._store.get("failure"))
                     return note
                 if time.monotonic() > until:
                     return None
-                if self._store.check(["question"]):
-                    until = max(until, time.monotonic() + _PATIENCE)
+                if patience and self._store.add("question", 0) > asked:
+                    until = latest + _ANSWERS
                 time.sleep(0.02)
         return None
 
-    def _ask(self) -> dict[int, dict[str, Any]]:
-        """Ask all ranks where they are; return what those say that answer, or left word when they ended."""
-        states = {dist.get_rank(): self._state()}
+    def _diagnose(self, error: BaseException, waited_for: str, hurry: bool) -> None:
+        """Ask all ranks where they are, and post which of them is the cause, unless somebody else has."""
         with contextlib.suppress(Exception):
-            self._store.set("question", "?")
-            until = time.monotonic() + 1 + 2 * self._interval
-            while len(states) < len(self._ranks) and time.monotonic() < until:
-                for rank in self._ranks:
-                    for key in (f"left/{rank}", f"state/{rank}"):
-                        if rank not in states and self._store.check([key]):
-                            states[rank] = json.loads(self._store.get(key))
-                time.sleep(0.02)
-        return states
+            number = self._store.add("question", 1)
+            states: dict[int, Any] = {self._rank: self._state()}
+            silent, gone = [rank for rank in self._ranks if rank not in states], set[int]()
+            until = time.monotonic() + _ANSWERS
+            while not self._store.check(["failure"]) and time.monotonic() < until:
+                # First: one that left has left word before its process was gone.
+                gone = {rank for rank in silent if is_gone(json.loads(self._store.get(f"address/{rank}")))}
+                answers = {rank: answer for rank in silent if (answer := self._answer_of(rank, number)) is not None}
+                states |= answers
+                silent = [rank for rank in silent if rank not in answers]
+                gone &= set(silent)
+                if len(gone) == len(silent):
+                    break
+                time.sleep(0.05)
+            known = Answers(self._rank, waited_for, self.calls.begun, self.calls.last, states, silent, gone)
+            text = diagnosis.late(known, seconds_waited(error)) if hurry else diagnosis.broken(known, str(error))
+            self._post(text)
 
-    def _diagnose(self, waited_for: str, late: bool) -> str:
-        """Name the ranks that keep the others waiting, or are gone."""
-        me, mine, states = f"rank {dist.get_rank()}", self.calls, self._ask()
-        silent = [rank for rank in self._ranks if rank not in states]
-        idle = {rank: state for rank, state in states.items() if not state["waits"]}
-        behind = {rank: state["calls"] for rank, state in idle.items() if state["calls"] < mine.begun}
-        who = ", ".join(f"rank {rank} made {calls}" for rank, calls in behind.items())
-        rule = f"; {me} makes call {mine.begun} of the pipeline, {mine.last}, but {who}: {_RULE}" if behind else ""
-        if not late:
-            gone = [f"rank {rank} is gone, without an exception" for rank in silent]
-            gone += [f"rank {rank} has left" for rank, state in idle.items() if state["left"] or rank in behind]
-            told = "; its exit code or signal is what torchrun tells of it" if silent else rule
-            return f"{'; '.join(gone) or 'a rank is gone'}: {me} waited for {waited_for}{told}"
-        if idle or silent:
-            busy = [f"rank {rank} {'has left' if s['left'] else 'hangs ' + s['where']}" for rank, s in idle.items()]
-            busy += [f"rank {rank} does not answer" for rank in silent]
-            return f"{'; '.join(busy)} ({me} waited {self._timeout or 0:g} s for {waited_for}){rule}"
-        everyone = "; ".join(f"rank {rank} waits for {state['waits']}" for rank, state in states.items())
-        return f"all ranks wait for each other: {everyone}"
+    def _answer_of(self, rank: int, number: int) -> dict[str, Any] | None:
+        for key in (f"left/{rank}", f"state/{rank}"):
+            if self._store.check([key]):
+                state: dict[str, Any] = json.loads(self._store.get(key))
+                if state["left"] or state["question"] >= number:
+                    return state
+        return None
 
-    def _state(self) -> dict[str, Any]:
+    def _place(self) -> str:
+        """Return where this rank is, by partition and layer."""
         where = self._where
-        place = "outside of the pipeline"
-        if where.phase is not None:
-            layer = "" if where.layer is None else f", layer '{where.layer}'"
-            place = f"in partition {where.partition}{layer}, micro-batch {where.microbatch}, {where.phase}"
+        if where.phase is None:
+            return "outside of the pipeline" if not self.calls.inside else "between tasks of the pipeline"
+        layer = "" if where.layer is None else f", layer '{where.layer}'"
+        return f"in partition {where.partition}{layer}, micro-batch {where.microbatch}, {where.phase}"
+
+    def _state(self, question: int = 0) -> dict[str, Any]:
         frame = sys._current_frames().get(self._main)
+        collective = collective_of(frame)
+        place = self._place()
+        waits = self._symptom
+        if waits is None and collective is not None:
+            waits = self.waits_for or f"other ranks in {collective}, {place}"
         if frame is not None:
             code = frame.f_code
             place += f", at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-        return {"waits": self.waits_for, "where": place, "calls": self.calls.begun, "left": False}
+        calls = {"calls": self.calls.begun, "in_call": self.calls.inside}
+        return {"waits": waits, "where": place, **calls, "left": False, "question": question}
 
     def _answer_if_asked(self) -> None:
-        if self._store.check(["question"]):
-            self._store.set(f"state/{dist.get_rank()}", json.dumps(self._state()))
+        if (number := self._store.add("question", 0)) > 0:
+            self._store.set(f"state/{self._rank}", json.dumps(self._state(number)))
+
+
+def _own_client() -> Any:
+    """Return a client of the default store that answers while the main thread waits for something from it."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    try:
+        return store.clone()
+    except Exception:  # not before torch 2.8, nor for every kind
+        return store
+
+
+def _store_gone(waited_for: str) -> str:
+    if _outlives_ranks():
+        host = os.environ.get("MASTER_ADDR", "?")
+        return f"waited for {waited_for}, but the store on {host} is gone, with what kept it; the cause is told there"
+    return f"rank 0 is gone, and with it the store: rank {dist.get_rank()} waited for {waited_for}"
+
+
+def _outlives_ranks() -> bool:
+    """Tell whether the store is kept by torchrun, and not by the first rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _answer(watch: weakref.ref[Watch], ended: threading.Event) -> None:
@@ -224,27 +268,55 @@ def _answer(watch: weakref.ref[Watch], ended: threading.Event) -> None:
         ended.wait(interval)
 
 
-def _end(ended: threading.Event, thread: threading.Thread, store: Any, key: str, calls: Calls) -> None:
-    """Let the thread end, and leave word for those who go on, if the store outlives the ranks."""
+def _leave(
+    ended: threading.Event,
+    thread: threading.Thread,
+    presence: Presence,
+    store: Any,
+    rank: int,
+    ranks: Sequence[int],
+    calls: Calls,
+) -> None:
+    """Leave word for those who go on; if the store ends with this rank, let them read what is there first."""
     ended.set()
-    thread.join(timeout=1)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        with contextlib.suppress(Exception):
-            store.set(key, json.dumps({"waits": None, "calls": calls.begun, "left": True}))
+    if thread is not threading.current_thread():
+        thread.join(timeout=1)  # at work while Python ends, it could crash it
+    with contextlib.suppress(Exception):
+        if _outlives_ranks():
+            left = {"waits": None, "calls": calls.begun, "in_call": False, "left": True, "question": 0}
+            store.set(f"left/{rank}", json.dumps(left))
+        elif rank == 0 and store.check(["failure"]):
+            _wait_for_readers(store, [other for other in ranks if other != rank])
+    presence.close()
+
+
+def _wait_for_readers(store: Any, ranks: Sequence[int]) -> None:
+    until = time.monotonic() + _LINGERS
+    while ranks and time.monotonic() < until:
+        unread = [rank for rank in ranks if not store.check([f"told/{rank}"])]
+        ranks = [rank for rank in unread if not is_gone(json.loads(store.get(f"address/{rank}")))]
+        time.sleep(0.02)
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def _tell_uncaught(watch: Watch) -> None:
-    """Leave a note, too, if the program ends by an exception outside of the pipeline."""
+    """Leave a note, too, if the program ends by an exception outside of the pipeline, or say what it comes of."""
     before: Hook = sys.excepthook
     reference = weakref.ref(watch)
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
         mine = reference()
-        if mine is not None and not isinstance(error, RankFailedError):
+        if mine is None or isinstance(error, RankFailedError):
+            before(kind, error, trace)
+        elif is_symptom(error):
+            text = f"{RankFailedError.__name__}: {mine.explain(error)}"
+            if text not in getattr(error, "__notes__", []):
+                error.add_note(text)
+            before(kind, error, trace)
+        else:
+            before(kind, error, trace)
             sys.stderr.flush()
             mine._note(error)
 

@@ -106,24 +106,25 @@ class DistributedPipeline:
         self._balance = check_balance(balance, len(module))
         self.places = Places(mesh, timeout)
         self._kind.check(self._chunks, self.places.ranks, len(self._balance))
+        self._where = Where()
+        self._watch = Watch([self.places.control, self.places.pipeline, self.places.replicas], self._where, timeout)
         self._skeleton = Skeleton(module, self._balance, self.places.device)
-        self._stages = make_stages(
-            module,
-            recipe,
-            self._skeleton,
-            self._kind,
-            self.places,
-            deferred_batch_norm=deferred_batch_norm,
-            data_parallel=data_parallel,
-        )
+        with self._watch.explaining("other replicas to start"):
+            self._stages = make_stages(
+                module,
+                recipe,
+                self._skeleton,
+                self._kind,
+                self.places,
+                deferred_batch_norm=deferred_batch_norm,
+                data_parallel=data_parallel,
+            )
         self.module = nn.Sequential(
             OrderedDict(child for stage in self._stages for child in stage.submod.named_children())
         )
         """The layers of this rank, under the names that they have in the plain model."""
         self.module.training = module.training
         self._planner = Planner(self._skeleton, self.places, self._kind, self._chunks, loss_fn)
-        self._where = Where()
-        self._watch = Watch([self.places.control, self.places.pipeline, self.places.replicas], self._where, timeout)
         self._execution = Execution(self._kind, self._stages, self.places.ranks)
         self._agreement = Agreement(self.places.control, self._watch)
         arguments: Message = {"chunks": self._chunks, "schedule": self._kind.name, "checkpoint": checkpoint}
@@ -331,10 +332,13 @@ class DistributedPipeline:
     # One step.
 
     def _run(self, call: str, input: Any, target: Any, *, learns: bool, with_target: bool) -> Minibatch:
+        with self._watch.calls.running(call, self._calls + 1):
+            return self._run_counted(call, input, target, learns=learns, with_target=with_target)
+
+    def _run_counted(self, call: str, input: Any, target: Any, *, learns: bool, with_target: bool) -> Minibatch:
         step = context.step_of_call(self, self._steps)
         message: Message = {"call": f"{call} {self._calls}", "mode": self._skeleton.mode}
         message |= {"leaves": self._farewell.asked, "step": context.counted_step()}
-        self._watch.calls.begun, self._watch.calls.last = self._calls + 1, call
         error: Exception | None = None
         inputs: list[tuple[Tensor, ...]] = []
         targets: list[Any] = []

@@ -1,0 +1,70 @@
+"""Which rank keeps the others waiting, or broke its connections: what the answers of all ranks come to, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Answers", "broken", "late"]
+
+_RULE = "every rank must call step, eval_step and predict as often as the others; give each the same number of batches"
+
+
+@dataclass(slots=True)
+class Answers:
+    """What is known of the ranks, from one of them that asked."""
+
+    asker: int
+    waited_for: str
+    calls: int
+    """Of the pipeline that the asker has begun."""
+    call: str
+    """The last of them."""
+    states: Mapping[int, Mapping[str, Any]]
+    """Of those that answered, or left word when they ended: what they wait for, where they are, their calls."""
+    silent: Collection[int]
+    gone: Collection[int]
+    """Of the silent ones, those whose process has ended."""
+
+    def behind(self) -> dict[int, int]:
+        """Return the calls of those that have made fewer, and do not wait in another."""
+        return {rank: s["calls"] for rank, s in self.states.items() if s["calls"] < self.calls and not s["in_call"]}
+
+    def rule(self) -> str:
+        """Return what to say of those that made fewer calls."""
+        behind = self.behind()
+        if not behind:
+            return ""
+        who = ", ".join(f"rank {rank} made {calls}" for rank, calls in behind.items())
+        return f"; rank {self.asker} makes call {self.calls} of the pipeline, {self.call}, but {who}: {_RULE}"
+
+
+def broken(answers: Answers, error: str) -> str:
+    """Name the ranks that are gone, where a connection broke: those that ended by themselves, else those that left."""
+    me = f"rank {answers.asker} waited for {answers.waited_for}"
+    if answers.gone:
+        gone = "; ".join(f"rank {rank} is gone, without an exception" for rank in sorted(answers.gone))
+        return f"{gone}: {me}; its exit code or signal is what torchrun tells of it"
+    left = [rank for rank, state in answers.states.items() if state["left"]]
+    if left := left or [rank for rank in answers.behind() if not answers.states[rank]["waits"]]:
+        return f"{'; '.join(f'rank {rank} has left' for rank in sorted(left))}: {me}{answers.rule()}"
+    if answers.silent:
+        return f"{'; '.join(f'rank {rank} does not answer' for rank in sorted(answers.silent))}: {me}"
+    return f"a connection between ranks broke, but none of them is gone: {me}, and got: {error}"
+
+
+def late(answers: Answers, seconds: float | None) -> str:
+    """Name the ranks that keep the others waiting: those that do not wait themselves, nor answer."""
+    idle = {rank: state for rank, state in answers.states.items() if not state["waits"]}
+    if not idle and not answers.silent:  # one may wait for something else than the others, outside of the pipeline
+        idle = {rank: answers.states[rank] for rank in answers.behind()}
+    if not idle and not answers.silent:
+        everyone = "; ".join(f"rank {rank} waits for {state['waits']}" for rank, state in answers.states.items())
+        return f"all ranks wait for each other: {everyone}{answers.rule()}"
+    named = [f"rank {rank} is gone, without an exception" for rank in sorted(answers.gone)]
+    named += [f"rank {rank} {'has left' if s['left'] else 'hangs ' + s['where']}" for rank, s in idle.items()]
+    named += [f"rank {rank} does not answer" for rank in sorted(set(answers.silent) - set(answers.gone))]
+    long = "too long" if seconds is None else f"{seconds:g} s"
+    waited = f"rank {answers.asker} waited {long} for {answers.waited_for}"
+    return f"{'; '.join(named)} ({waited}){answers.rule()}"

@@ -1,0 +1,106 @@
+"""What a rank shows of the failure of another: an error of the transport, or a main thread that waits in a collective.
+
+Neither says which rank is to blame. ::
+
+    rank 3   killed, in a layer
+    rank 2   in a collective of the same layer: "Connection closed by peer"     a symptom
+    rank 0   waits for rank 2                                                   the same
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+from types import FrameType
+from typing import Any
+
+import torch._ops
+import torch.distributed as dist
+import torch.distributed._functional_collectives
+import torch.distributed.c10d_logger
+import torch.distributed.distributed_c10d
+
+__all__ = ["collective_of", "is_late", "is_symptom", "seconds_waited"]
+
+# What gloo says when a connection breaks, or nothing comes; sizes that do not fit, for one, are no symptoms.
+_BROKEN = re.compile(
+    r"(closed by peer|reset by peer|closed the connection|caused pair closure|[Bb]roken pipe|[Ss]ocket (unexpectedly )?"
+    r"closed|[Tt]imed? ?out|[Cc]onnection refused|[Nn]o route to host|wait timeout)"
+)
+_GLOO = re.compile(r"gloo|pair\.cc|monitoredBarrier", re.IGNORECASE)
+_NETWORK: tuple[type[BaseException], ...] = tuple(
+    kind for name in ("DistNetworkError", "DistBackendError") if (kind := getattr(dist, name, None)) is not None
+)
+
+_COLLECTIVES = (dist.distributed_c10d.__file__, dist._functional_collectives.__file__)
+_BETWEEN = (torch._ops.__file__, dist.c10d_logger.__file__)
+_WAITS = ("wait", "wait_tensor")
+
+
+def is_symptom(error: BaseException) -> bool:
+    """Tell whether an error comes of a connection to another rank that broke, or of one that was silent too long."""
+    return _transport_error(error) is not None
+
+
+def is_late(error: BaseException) -> bool:
+    """Tell whether a symptom is that nothing came in time."""
+    found = _transport_error(error)
+    return found is not None and re.search(r"imed? ?out", str(found)) is not None and "closure" not in str(found)
+
+
+def seconds_waited(error: BaseException) -> float | None:
+    """Return for how long gloo waited until it gave up, as far as it says so."""
+    found = re.search(r"(\d+) ?ms", str(_transport_error(error)))
+    return None if found is None else int(found[1]) / 1000
+
+
+def _transport_error(error: BaseException) -> BaseException | None:
+    """Return the error of the transport that this one is, or was made of, as by a layer that catches and raises."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, _NETWORK):
+            return current
+        if isinstance(current, RuntimeError) and _GLOO.search(str(current)) and _BROKEN.search(str(current)):
+            return current
+        current = current.__cause__ or current.__context__
+    return None
+
+
+def collective_of(frame: FrameType | None) -> str | None:
+    """Return the call of torch.distributed that a thread waits in, given where it is; ``None`` if it does not."""
+    if frame is None:
+        return None
+    inner: FrameType | None = frame
+    while inner is not None and inner.f_code.co_filename in _BETWEEN:
+        inner = inner.f_back
+    name = None
+    while inner is not None and inner.f_code.co_filename in (*_COLLECTIVES, *_BETWEEN):
+        if inner.f_code.co_filename in _COLLECTIVES:
+            name = inner.f_code.co_name
+        inner = inner.f_back
+    # A wait for a work is a call of C++, which has no frame.
+    return name or next((wait for wait in _WAITS if _is_calling(frame, wait)), None)
+
+
+def _is_calling(frame: FrameType, name: str) -> bool:
+    """Tell whether the innermost frame is in a call of a method of this name."""
+    code, last = frame.f_code, frame.f_lasti
+    if name not in code.co_names:
+        return False
+    instructions = list(dis.get_instructions(code))
+    now = next((entry.positions for entry in instructions if entry.offset == last), None)
+    if now is None:
+        return False
+    within = (e.positions for e in instructions if e.offset < last and e.argval == name and e.positions is not None)
+    return any(
+        _place(p.lineno, p.col_offset) >= _place(now.lineno, now.col_offset)
+        and p.end_lineno is not None
+        and _place(p.end_lineno, p.end_col_offset) <= _place(now.end_lineno, now.end_col_offset)
+        for p in within
+    )
+
+
+def _place(line: Any, column: Any) -> tuple[int, int]:
+    return line or 0, column or 0
