@@ -445,6 +445,62 @@ def test_moving_is_denied(move):
     assert pipe[0].weight.device.type == "cpu"
 
 
+def parent_of(pipe):
+    """Return a model as people wrap one, on the CPU."""
+    return nn.ModuleDict({"body": pipe, "head": nn.Linear(3, 3)})
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda m: m.to("meta"),
+        lambda m: m.to(device="meta", dtype=torch.float64),
+        lambda m: m.to(torch.rand(1, device="meta")),
+        lambda m: m.to_empty(device="meta"),
+    ],
+)
+def test_moving_by_a_parent_is_denied(move):
+    """A module around the pipeline cannot move the partitions either; nothing of them is changed."""
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), [1, 1])
+    with pytest.raises(TypeError, match=r"denied to move.*devices=\[\.\.\.\]"):
+        move(parent_of(pipe))
+    assert {t.device.type for t in pipe.state_dict().values()} == {"cpu"}
+    assert pipe[0].weight.dtype == torch.float32
+    assert pipe(torch.rand(2, 3)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.to("cpu"),
+        lambda m: m.cpu(),
+        lambda m: m.to(torch.rand(1)),
+        lambda m: m.to("cpu", torch.float32),
+        lambda m: m.share_memory(),
+        lambda m: copy.deepcopy(m),
+        lambda m: m.to(memory_format=torch.channels_last),
+    ],
+)
+def test_parent_that_moves_nothing(change):
+    """What trainers do to any model is fine where the partitions are at the place already."""
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), [1, 1], chunks=2)
+    model = parent_of(pipe)
+    pipe(torch.rand(4, 3)).sum().backward()
+    changed = change(model)
+    changed["body"](torch.rand(4, 3)).sum().backward()
+    assert changed["body"][0].weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_parent_that_changes_the_dtype(dtype):
+    """A module around the pipeline may change the dtype, with gradients in place."""
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], chunks=2)
+    pipe(torch.rand(4, 3)).sum().backward()
+    parent_of(pipe).to("cpu", dtype)
+    assert {t.dtype for p in pipe.parameters() for t in (p, p.grad)} == {dtype}
+    assert pipe(torch.rand(4, 3, dtype=dtype)).dtype == dtype
+
+
 # What it refuses.
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import warm
 from pipesight import GPipe, context, register_layer_logging_hooks
-from pipesight.logs import ContextFilter
+from pipesight.logs import ContextFilter, records
 
 
 def named_model(**options):
@@ -301,3 +301,78 @@ def test_level_can_change_between_passes(caplog):
         caplog.clear()
         train(model)
         assert len(caplog.records) == lines
+
+
+class Broken(logging.Handler):
+    """A handler whose own `emit` raises, as those that send lines over a network may."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def emit(self, record):
+        self.calls += 1
+        raise OSError("the log server is gone")
+
+
+@pytest.fixture
+def broken():
+    """A handler that raises, on the root logger, which gets every line."""
+    handler = Broken()
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)
+
+
+@pytest.mark.parametrize("kind", ["handler", "filter"])
+def test_handler_that_raises_does_not_break_a_pass(kind, broken, caplog, capfd, monkeypatch):
+    """The library's own lines may fail: a pass goes on, and the first error of a logger is shown."""
+    monkeypatch.setattr(records.lines, "_failed", False)
+    if kind == "filter":
+        broken.addFilter(lambda record: record.no_such_attribute)
+    caplog.set_level(logging.DEBUG, logger="pipesight")
+    expected, model = named_model(chunks=2), named_model(chunks=2)
+    register_layer_logging_hooks(model)
+    torch.manual_seed(1)
+    train(model)
+    logging.getLogger().removeHandler(broken)
+    torch.manual_seed(1)
+    train(expected)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert broken.calls > 1 or kind == "filter"
+    shown = capfd.readouterr().err
+    assert shown.count("a handler of the logger 'pipesight.pipeline' failed") == 1
+    assert ("the log server is gone" if kind == "handler" else "no_such_attribute") in shown
+
+
+def test_report_of_a_failing_observer_that_cannot_be_logged(broken, capfd, monkeypatch):
+    """An observer is detached, and training goes on, even if its failure cannot be logged."""
+    monkeypatch.setattr(context.logger, "_failed", False)
+
+    class Failing(context.Observer):
+        def task_started(self, where):
+            raise ValueError("broken observer")
+
+    observer = Failing()
+    context.attach(observer)
+    train(named_model(chunks=2))
+    assert not context.detach(observer)
+    shown = capfd.readouterr().err
+    assert "the log server is gone" in shown
+    assert "broken observer" in shown  # what was to be logged
+
+
+def test_lines_name_the_code_that_logged_them(caplog):
+    """Records name the line that logged them."""
+    caplog.set_level(logging.INFO, logger="pipesight.pipeline")
+    train(named_model(chunks=2))
+    assert {(r.filename, r.funcName) for r in caplog.records} == {("tasks.py", "task_started")}
+
+
+def test_your_own_lines_raise(broken):
+    """What a handler does with a program's own lines is not for the library to change."""
+    model = named_model(chunks=2)
+    model[0].register_forward_pre_hook(lambda *_: logging.getLogger("mine").warning("hello"))
+    with pytest.raises(OSError, match="the log server is gone"):
+        train(model)

@@ -8,13 +8,14 @@ spans, statistics) reads it. Nothing else carries such state.
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+from pipesight._logger import own_logger
 
 __all__ = [
     "Observer",
@@ -34,7 +35,7 @@ __all__ = [
 Phase = Literal["forward", "recompute", "backward", "weight"]
 """Schedules that split a backward run the gradients of weights by themselves."""
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 
 class Where:

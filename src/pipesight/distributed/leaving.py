@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipesight._logger import own_logger
+
 __all__ = ["Farewell"]
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 
 class Farewell:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
-from pipesight.logs.records import attributes, logger
+from pipesight.logs.records import attributes, lines
 from pipesight.pipeline.partition import Partition
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def register_layer_logging_hooks(partitions: GPipe | Iterable[nn.Module]) -> lis
 
 
 def _log(name: str, j: int, layer: nn.Module, _: object) -> None:
-    if logger.isEnabledFor(logging.DEBUG):
+    if lines.isEnabledFor(logging.DEBUG):
         where = context.current()
         extra = {**attributes(where), "partition": j, "layer": name}
-        logger.debug("Executing layer '%s' in partition %d: %s", name, j, type(layer).__name__, extra=extra)
+        lines.debug("Executing layer '%s' in partition %d: %s", name, j, type(layer).__name__, extra=extra)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 
 from pipesight import context
+from pipesight._logger import OwnLogger
 from pipesight.context import Where
 
-__all__ = ["ContextFilter", "attributes", "logger"]
+__all__ = ["ContextFilter", "attributes", "lines", "logger"]
 
 logger = logging.getLogger("pipesight.pipeline")
+lines = OwnLogger(logger)
 
 
 def attributes(where: Where | None) -> dict[str, object]:

@@ -6,7 +6,7 @@ import logging
 
 from pipesight import context
 from pipesight.context import Observer, Where
-from pipesight.logs.records import attributes, logger
+from pipesight.logs.records import attributes, lines
 
 __all__ = ["TaskLog"]
 
@@ -18,12 +18,12 @@ class TaskLog(Observer):
 
     def wanted(self) -> bool:
         """Tell whether anyone would see the lines."""
-        return logger.isEnabledFor(logging.INFO)
+        return lines.isEnabledFor(logging.INFO)
 
     def task_started(self, where: Where) -> None:
         """Log the start of a forward task."""
         if where.phase == "forward":
-            logger.info(
+            lines.info(
                 MESSAGE,
                 where.microbatch,
                 where.partition,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, Self, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
@@ -228,10 +228,22 @@ class GPipe(nn.Module):
         """Raise ``TypeError``: the devices are chosen when the model is made."""
         self._deny_move()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Let a module around this one change the dtype, but not the device: that of any tensor here is its own."""
+
+        def stay(tensor: Tensor) -> Tensor:
+            changed = fn(tensor)
+            if changed.device != tensor.device:
+                self._deny_move()
+            return changed
+
+        return super()._apply(stay, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
     def _deny_move(self) -> NoReturn:
         raise TypeError(
             "denied to move parameters and buffers, because GPipe manages the devices of its partitions "
-            f"(devices: {[str(d) for d in self._devices]}); choose them when it is made: GPipe(..., devices=[...])"
+            f"(devices: {[str(d) for d in self._devices]}); choose them when it is made: GPipe(..., devices=[...]), "
+            "and move the modules around it one by one"
         )
 
 

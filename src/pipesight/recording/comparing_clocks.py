@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import random
 import socket
@@ -20,12 +19,13 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from pipesight._logger import own_logger
 from pipesight.recording.clock_server import ASK, ClockServer
 from pipesight.recording.clocks import Correction, Measurement, correction_from, measure
 
 __all__ = ["RankClocks"]
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 INTERVAL = 10.0
 """Seconds from one measurement to the next, so that a rank that is killed has a recent one."""

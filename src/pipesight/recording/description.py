@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import logging
 import os
 import socket
 import sys
@@ -14,12 +13,13 @@ from typing import Any
 
 import torch
 
+from pipesight._logger import own_logger
 from pipesight._version import __version__
 from pipesight.recording.directory import RunDirectory
 
 __all__ = ["FORMAT", "FORMAT_VERSION", "Description", "outcome_of"]
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 FORMAT, FORMAT_VERSION = "pipesight-run", 1
 

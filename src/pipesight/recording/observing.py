@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pipesight import trace as tracing
+from pipesight._logger import own_logger
 from pipesight.recording.comparing_clocks import RankClocks
 from pipesight.recording.description import Description, outcome_of
 from pipesight.recording.directory import RunDirectory
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Observation", "observe"]
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 GIBIBYTE = 2**30
 _REFRESH = 10.0  # seconds from one look at the run's files to the next, at least

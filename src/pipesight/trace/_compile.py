@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
-import logging
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from pipesight._logger import own_logger
 from pipesight.trace import _span
 from pipesight.trace.node import Node, SilentNode, Use
 
@@ -24,7 +24,7 @@ else:
 
 __all__ = ["know", "prepare_for_compiler"]
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 _COMPILER = "torch._dynamo"
 _kinds: list[type] = [Node, SilentNode, Use]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import threading
 import zlib
@@ -13,12 +12,13 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
+from pipesight._logger import own_logger
 from pipesight.trace._attempt import restarts, with_attempt
 from pipesight.trace._encode import NAMING, Encoder, rank
 
 __all__ = ["TraceFile", "name_for"]
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 _MOST_WAITING = 64 * 2**20  # bytes
 _PATIENCE = 5.0  # seconds without a byte written, after which nobody waits any longer

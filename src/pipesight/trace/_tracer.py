@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Protocol
 
+from pipesight._logger import own_logger
 from pipesight.trace import _span
 from pipesight.trace._encode import THREAD, Encoder
 from pipesight.trace._span import EVENTS, FIELDS, NO_ARGS, thread_ids
@@ -27,7 +27,7 @@ from pipesight.trace.node import set_recording
 
 __all__ = ["Sink", "Tracer", "tracer"]
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 _BATCH = 50_000 * FIELDS
 _CROWDED = 200_000 * FIELDS

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from pipesight._logger import own_logger
 from pipesight.trace._encode import Encoder
 from pipesight.trace._file import TraceFile
 from pipesight.trace._forkserver import keep_up_to_date
@@ -26,7 +26,7 @@ __all__ = [
     "stop",
 ]
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 
 class Session:

@@ -7,9 +7,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipesight._logger import own_logger
+
 __all__ = ["Settings"]
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}

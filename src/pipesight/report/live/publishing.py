@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -12,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pipesight._logger import own_logger
 from pipesight.report.live.following import Follower, State
 
 __all__ = ["News", "Publisher"]
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 LEVEL = 4  # of gzip
 SHARE = 2

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
+from pipesight._logger import own_logger
 from pipesight.stats.sinks.record import Record, Sink
 
 __all__ = ["Sinks"]
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 
 class Sinks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any, ClassVar, Literal
 
+from pipesight._logger import own_logger
 from pipesight.trace import _span, session
 from pipesight.trace._args import plain, plain_args
 from pipesight.trace._span import EVENTS, METADATA, begin, begin_silently, remove
@@ -20,7 +20,7 @@ from pipesight.trace.settings import Settings
 
 __all__ = ["DFTRACER_ENABLE", "DFTRACER_LOG_LEVEL", "dftracer"]
 
-logger = logging.getLogger(__name__)
+logger = own_logger(__name__)
 
 DFTRACER_ENABLE = Settings.from_environment().enable is not False
 """Whether the environment lets `dftracer.initialize_log` begin a trace; of the moment of this import."""
