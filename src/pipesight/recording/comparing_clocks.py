@@ -120,7 +120,7 @@ class RankClocks:
 
     def _measure(self, *, last: bool = False) -> None:
         assert self._address is not None
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + (_PATIENCE if self._failure is None else 0.0)
         with self._measuring:
             while True:
                 try:
@@ -146,7 +146,7 @@ class RankClocks:
     def _complain(self, error: Exception) -> None:
         if self._failure is None:
             self._failure = str(error)
-            if not self._measurements and not self._ended.is_set():
+            if not self._measurements:
                 logger.warning(
                     "the clock of rank %d cannot be compared with that of rank 0 (%s); training goes on, but times of "
                     "different ranks may not fit together",
