@@ -4,6 +4,14 @@ from pipesight.distributed.agreement import DisagreementError
 from pipesight.distributed.failures import RankFailedError
 from pipesight.distributed.joining import init_process_group
 from pipesight.distributed.pipeline import DistributedPipeline
+from pipesight.distributed.scaling import GradScaler
 from pipesight.distributed.schedules import names as schedule_names
 
-__all__ = ["DisagreementError", "DistributedPipeline", "RankFailedError", "init_process_group", "schedule_names"]
+__all__ = [
+    "DisagreementError",
+    "DistributedPipeline",
+    "GradScaler",
+    "RankFailedError",
+    "init_process_group",
+    "schedule_names",
+]

@@ -35,6 +35,16 @@ class Execution:
         self._kind, self._stages, self._ranks = kind, stages, ranks
         self._schedules: dict[int, tuple[Any, dict[str, Any]]] = {}
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first partition."""
+        return bool(self._stages[0].is_first)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last partition."""
+        return bool(self._stages[-1].is_last)
+
     def run(self, batch: Minibatch) -> None:
         """Run all tasks of this rank, and merge the gradients of replicas."""
         m = len(batch.flows)
@@ -66,6 +76,8 @@ class Execution:
             batch.observers.tell("pass_ended")
             for stage in self._stages:
                 stage.clear_runtime_states()
+                if not batch.learns:
+                    stage.reshard()
 
     def _schedule(self, m: int) -> tuple[Any, dict[str, Any]]:
         """Return the schedule for so many micro-batches, and what its calls take."""

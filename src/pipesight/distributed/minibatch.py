@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +9,8 @@ from torch import Tensor
 
 from pipesight.context import MicrobatchToken, Observers, Where
 from pipesight.distributed.failures import Watch
+from pipesight.distributed.loss_check import Evidence
+from pipesight.distributed.losses import LossFunction
 from pipesight.distributed.shapes import Flow
 from pipesight.pipeline.checkpoint import SavedBuffers
 from pipesight.pipeline.microbatch import Form, gather
@@ -28,14 +29,20 @@ class Minibatch:
     """Of the first partition; empty elsewhere."""
     targets: list[Any]
     """Of the last partition; empty elsewhere, and where no loss is wanted."""
-    weights: list[float]
-    """What the loss of each micro-batch counts."""
-    loss_fn: Callable[[Any, Any], Tensor]
+    loss_fn: LossFunction
     learns: bool
     randomness: PassRandomness
     where: Where
     observers: Observers
     watch: Watch
+    weights: list[float] = field(default_factory=list)
+    """What the loss of each micro-batch counts, in the last partition."""
+    share: float = 0.0
+    """What a weight of 1 makes of a loss, in the whole batch of all replicas; 0 if all weights are 0."""
+    scale: float = 1.0
+    """What gradients are multiplied with, against underflow."""
+    evidence: Evidence | None = None
+    """What a check of the loss needs, in the last partition."""
     tokens: list[MicrobatchToken] = field(default_factory=list)
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, tuple[Form, list[Tensor]]] = field(default_factory=dict)

@@ -23,17 +23,16 @@ from pipesight.distributed.agreement import LAYERS, Agreement, Message
 from pipesight.distributed.building import make_stages
 from pipesight.distributed.execution import Execution
 from pipesight.distributed.failures import Watch
-from pipesight.distributed.leaving import Farewell
-from pipesight.distributed.minibatch import Minibatch
+from pipesight.distributed.losses import LossFunction, LossWeight, Weighing
 from pipesight.distributed.places import Places
 from pipesight.distributed.planning import Planner
 from pipesight.distributed.replicas import KINDS
-from pipesight.distributed.shapes import Flow, Skeleton
+from pipesight.distributed.running import Runner
+from pipesight.distributed.scaling import GradScaler, refuse_plain_scalers
+from pipesight.distributed.shapes import Skeleton
 from pipesight.distributed.weights import Recipe, build_on_meta
 from pipesight.pipeline.microbatch import TensorOrTensors
-from pipesight.pipeline.minibatch import next_serial
 from pipesight.pipeline.partition import Partition, verify_sequential
-from pipesight.pipeline.randomness import PassRandomness
 from pipesight.pipeline.settings import check_balance, check_checkpoint, check_chunks
 from pipesight.pipeline.skip import verify_skippables
 
@@ -60,8 +59,12 @@ class DistributedPipeline:
         balance: How many layers each partition takes.
         chunks: How many micro-batches a mini-batch is cut into.
         schedule: One of ``pipesight.distributed.schedule_names()``.
-        loss_fn: Takes output and target of a micro-batch, returns their loss. The losses of micro-batches are averaged,
-            each with the weight of its samples, or summed if ``loss_fn.reduction`` is ``"sum"``.
+        loss_fn: Takes output and target of a micro-batch, returns their loss. The losses of micro-batches are averaged
+            so that the loss is that of the whole batch, or summed if ``loss_fn.reduction`` is ``"sum"``.
+        loss_weight: What the loss of a micro-batch counts in that average, given its output and target; of the output,
+            only the shape is known. By default the number of samples, and for ``cross_entropy`` and ``nll_loss`` of
+            torch what their mean is over. ``"sum"`` sums losses; ``"samples"`` averages them by samples, and does not
+            check whether that gives the loss of the whole batch.
         mesh: The ranks to use: one dimension, or two, named ``pp`` and ``dp``. All ranks by default. With ``dp``,
             each replica of the pipeline takes its own part of the batch.
         checkpoint: Which micro-batches are run again before their backward instead of keeping activations:
@@ -81,7 +84,8 @@ class DistributedPipeline:
         *,
         chunks: int,
         schedule: str = "1f1b",
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: LossFunction,
+        loss_weight: LossWeight | None = None,
         mesh: DeviceMesh | None = None,
         checkpoint: str = "never",
         deferred_batch_norm: bool = False,
@@ -94,9 +98,7 @@ class DistributedPipeline:
         self._chunks = check_chunks(chunks)
         self._checkpoint = check_checkpoint(checkpoint)
         self._data_parallel = data_parallel
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn must be a function of output and target, but got {type(loss_fn).__name__}")
-        self._loss_fn = loss_fn
+        self._weighing = Weighing(loss_fn, loss_weight)
         recipe: Recipe | None = None
         if not isinstance(module, nn.Module):
             module, recipe = build_on_meta(module)
@@ -124,18 +126,27 @@ class DistributedPipeline:
         )
         """The layers of this rank, under the names that they have in the plain model."""
         self.module.training = module.training
-        self._planner = Planner(self._skeleton, self.places, self._kind, self._chunks, loss_fn)
-        self._execution = Execution(self._kind, self._stages, self.places.ranks)
         self._agreement = Agreement(self.places.control, self._watch)
+        self._runner = Runner(
+            self.module,
+            self._skeleton,
+            self.places,
+            Planner(self._skeleton, self.places, self._kind, self._chunks, self._weighing),
+            self._weighing,
+            Execution(self._kind, self._stages, self.places.ranks),
+            self._agreement,
+            self._watch,
+            self._where,
+            self._checkpoint,
+        )
         arguments: Message = {"chunks": self._chunks, "schedule": self._kind.name, "checkpoint": checkpoint}
+        arguments["loss_weight"] = "a function" if callable(loss_weight) else loss_weight
         arguments |= {"data_parallel": data_parallel, "balance": self._balance, LAYERS: self._skeleton.fingerprint()}
         message: Message = {"call": type(self).__name__, "arguments": arguments, "device": str(self.places.device)}
         messages = self._agreement.settle({**message, "pipe": secrets.randbelow(2**53 - 1) + 1})
         self._devices = {rank: str(answer["device"]) for rank, answer in messages.items()}
+        refuse_plain_scalers(self.parameters())
         self._where.pipe = messages[self.places.line[0]]["pipe"]
-        self._steps = self._calls = 0
-        self._since = 0  # other passes since the last training step
-        self._farewell = Farewell()
 
     @property
     def balance(self) -> list[int]:
@@ -223,7 +234,12 @@ class DistributedPipeline:
         return self.train(False)
 
     def step(
-        self, input: TensorOrTensors | None = None, target: Any = None, *, broadcast_loss: bool = False
+        self,
+        input: TensorOrTensors | None = None,
+        target: Any = None,
+        *,
+        broadcast_loss: bool = False,
+        scaler: GradScaler | None = None,
     ) -> Tensor | None:
         """Run forward and backward of one mini-batch; gradients are added to ``.grad``, as ``backward`` does.
 
@@ -231,26 +247,33 @@ class DistributedPipeline:
             input: Needed on the first rank, not looked at on others.
             target: Needed on the last rank, not looked at on others.
             broadcast_loss: Return the loss on every rank, not only on the last.
+            scaler: Scales gradients against underflow: a ``pipesight.distributed.GradScaler``, on every rank.
 
         Returns:
             The loss of the whole mini-batch, that of all data-parallel replicas; ``None`` on ranks that do not get it.
         """
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(
+                f"scaler must be a pipesight.distributed.GradScaler, but got {type(scaler).__module__}."
+                f"{type(scaler).__qualname__}, which sees overflows of this rank only"
+            )
+        scale = None if scaler is None else scaler.factor()
         with torch.enable_grad():
-            batch = self._run("step", input, target, learns=True, with_target=True)
-        return self._loss(batch, broadcast_loss)
+            batch = self._runner.run(self, "step", (input, target), learns=True, scale=scale)
+        return self._runner.loss(batch, everywhere=broadcast_loss)
 
     def eval_step(
         self, input: TensorOrTensors | None = None, target: Any = None, *, broadcast_loss: bool = False
     ) -> Tensor | None:
         """Return the loss of one mini-batch, as :meth:`step` does, without a backward."""
         with torch.no_grad():
-            batch = self._run("eval_step", input, target, learns=False, with_target=True)
-        return self._loss(batch, broadcast_loss)
+            batch = self._runner.run(self, "eval_step", (input, target), learns=False)
+        return self._runner.loss(batch, everywhere=broadcast_loss)
 
     def predict(self, input: TensorOrTensors | None = None) -> Any:
         """Return the output of the model for one mini-batch on the last rank, and ``None`` on others."""
         with torch.no_grad():
-            batch = self._run("predict", input, None, learns=False, with_target=False)
+            batch = self._runner.run(self, "predict", (input, None), learns=False, with_target=False)
         return batch.output() if self.is_last else None
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -285,8 +308,8 @@ class DistributedPipeline:
         if keep < 1:
             raise ValueError(f"keep must be a positive integer (keep: {keep})")
         self._agreement.settle({"call": f"save {folder}"})
-        number = self._steps if step is None else step
-        content = {"steps": self._steps, "extra": extra}
+        number = self._runner.steps if step is None else step
+        content = {"steps": self._runner.steps, "extra": extra}
         group = self.places.control
         with self._watch.explaining("all ranks to save"):
             return saving.save(folder, self.module, optimizer, content, step=number, keep=keep, group=group)
@@ -311,8 +334,8 @@ class DistributedPipeline:
             return None
         with self._watch.explaining("all ranks to load"):
             content = saving.load(Path(folder) / latest, self.module, optimizer, group=self.places.control)
-        self._steps = content["steps"]
-        context.catch_up(self._steps)
+        self._runner.steps = content["steps"]
+        context.catch_up(self._runner.steps)
         return content["extra"]
 
     def save_on_sigterm(
@@ -327,70 +350,4 @@ class DistributedPipeline:
             optimizer: As for :meth:`save`.
             extra: Returns what :meth:`save` takes as ``extra``.
         """
-        self._farewell.on_sigterm(lambda: self.save(folder, optimizer, extra=None if extra is None else extra()))
-
-    # One step.
-
-    def _run(self, call: str, input: Any, target: Any, *, learns: bool, with_target: bool) -> Minibatch:
-        with self._watch.calls.running(call, self._calls + 1):
-            return self._run_counted(call, input, target, learns=learns, with_target=with_target)
-
-    def _run_counted(self, call: str, input: Any, target: Any, *, learns: bool, with_target: bool) -> Minibatch:
-        step = context.step_of_call(self, self._steps)
-        message: Message = {"call": f"{call} {self._calls}", "mode": self._skeleton.mode}
-        message |= {"leaves": self._farewell.asked, "step": context.counted_step()}
-        error: Exception | None = None
-        inputs: list[tuple[Tensor, ...]] = []
-        targets: list[Any] = []
-        try:
-            if self.is_first:
-                inputs = self._planner.read_input(input, call, message)
-            if self.is_last and with_target:
-                targets = self._planner.read_target(target, call, message)
-        except Exception as found:
-            error = found
-        messages = self._agreement.settle(message, error)
-        if any(answer["leaves"] for answer in messages.values()):
-            self._farewell.leave()
-        self._calls += 1
-        flows, weights, seed = self._planner.plan(messages, with_target, (self._steps, self._since))
-        self._enter_step(step, [answer["step"] for answer in messages.values() if answer["step"] is not None])
-        batch = self._minibatch(flows, inputs, targets, weights, seed, learns)
-        self._steps, self._since = self._steps + learns, 0 if learns else self._since + 1
-        self._execution.run(batch)
-        return batch
-
-    def _enter_step(self, step: int, counted: list[int]) -> None:
-        """Be at the step that the ranks are at which count them: one without parameters has no optimizer to count."""
-        self._where.step = step
-        if counted and context.counted_step() is not None:
-            self._where.step = max(counted)
-            context.catch_up(max(counted))
-
-    def _minibatch(
-        self,
-        flows: list[Flow],
-        inputs: list[tuple[Tensor, ...]],
-        targets: list[Any],
-        weights: list[float],
-        seed: int,
-        learns: bool,
-    ) -> Minibatch:
-        m = len(flows)
-        stop = {"always": m, "except_last": m - 1, "never": 0}[self._checkpoint]
-        where = self._where
-        where.observers = context.observers()
-        where.serial = next_serial()
-        where.samples = sum(flow.cuts[0].output[0].shape[0] for flow in flows)
-        where.microbatches, where.partitions = m, len(self._balance)
-        where.stream = torch.cuda.current_stream(self.places.device) if self.places.device.type == "cuda" else None
-        where.checkpoint_stop = stop if learns and self.module.training else 0
-        random = PassRandomness(dict.fromkeys((torch.device("cpu"), self.places.device), seed + self.places.replica))
-        return Minibatch(
-            flows, inputs, targets, weights, self._loss_fn, learns, random, where, where.observers, self._watch
-        )
-
-    def _loss(self, batch: Minibatch, everywhere: bool) -> Tensor | None:
-        loss = torch.stack(list(batch.losses.values())).sum() if self.is_last else None
-        with self._watch.explaining("the loss"):
-            return self.places.share_loss(loss, everywhere=everywhere)
+        self._runner.farewell.on_sigterm(lambda: self.save(folder, optimizer, extra=None if extra is None else extra()))

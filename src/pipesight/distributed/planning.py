@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipesight.distributed.agreement import Message
+from pipesight.distributed.losses import Weighing
 from pipesight.distributed.places import Places
 from pipesight.distributed.schedules import Kind
 from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
@@ -27,14 +26,12 @@ class Planner:
         places: The ranks.
         kind: The schedule.
         chunks: How many micro-batches a mini-batch is cut into.
-        loss_fn: That of the user.
+        weighing: Says what micro-batches count.
     """
 
-    def __init__(
-        self, skeleton: Skeleton, places: Places, kind: Kind, chunks: int, loss_fn: Callable[[Any, Any], Tensor]
-    ) -> None:
+    def __init__(self, skeleton: Skeleton, places: Places, kind: Kind, chunks: int, weighing: Weighing) -> None:
         self._skeleton, self._places, self._kind = skeleton, places, kind
-        self._chunks, self._loss_fn = chunks, loss_fn
+        self._chunks, self._weighing = chunks, weighing
         self._partitions = len(skeleton.partitions)
 
     def read_input(self, input: Any, call: str, message: Message) -> list[tuple[Tensor, ...]]:
@@ -49,18 +46,36 @@ class Planner:
         message["seed"], message["draws"] = next_seed(), any(flow.random for flow in flows)
         return microbatches
 
-    def read_target(self, target: Any, call: str, message: Message) -> list[Any]:
-        """Return the micro-batches of the target, and put into ``message`` what the other ranks must know."""
+    def read_target(self, target: Any, call: str, message: Message) -> tuple[list[Any], list[float]]:
+        """Return the micro-batches of the target and what they count, and put into ``message`` what others must know.
+
+        Weights that a function of the user's gives come later, by :meth:`weigh`.
+        """
         if target is None:
             raise ValueError(f"the last rank needs the target: {call}(..., target)")
         tensors = tuple(t.detach().to(self._places.device) for t in as_tuple(target, "target"))
         message["target"] = tensors[0].size(0) if tensors and tensors[0].dim() else None
-        form = form_of(target)
-        return [form(microbatch) for microbatch in scatter(tensors, self._chunks)]
+        form, pieces = form_of(target), scatter(tensors, self._chunks)
+        targets = [form(piece) for piece in pieces]
+        weights = self._weighing.by_target(targets, [piece[0].size(0) for piece in pieces])
+        message["weight"] = sum(weights)
+        return targets, weights
 
-    def plan(
-        self, messages: dict[int, Message], with_target: bool, turn: tuple[int, int]
-    ) -> tuple[list[Flow], list[float], int]:
+    def weigh(self, targets: list[Any], flows: list[Flow], message: Message) -> list[float]:
+        """Return what micro-batches count by the user's function, and put into ``message`` what others must know."""
+        weights = self._weighing.by_function(targets, [flow.cuts[-1] for flow in flows])
+        message["weight"] = sum(weights)
+        return weights
+
+    def share(self, messages: dict[int, Message]) -> float:
+        """Return what a weight of 1 makes of the loss of a micro-batch; 0 if the whole batch weighs nothing."""
+        # Replicas are averaged by those who merge their gradients, so what they weigh makes up for that.
+        replicas, everything = len(self._places.lines), sum(m.get("weight", 0.0) for m in messages.values())
+        if self._weighing.sums:
+            return float(replicas)
+        return replicas / everything if everything else 0.0
+
+    def plan(self, messages: dict[int, Message], with_target: bool, turn: tuple[int, int]) -> tuple[list[Flow], int]:
         """Make of all messages what this rank has to do; on all ranks alike.
 
         Args:
@@ -92,13 +107,7 @@ class Planner:
             [[Meta((size, *meta.shape[1:]), meta.dtype) for meta in metas] for size in parts],
             lone if head["lone"] else tuple,
         )
-        # Replicas are averaged by those who merge their gradients, so what they weigh makes up for that.
-        replicas, everything = len(places.lines), sum(sizes.values())
-        if _reduction(self._loss_fn) == "sum":
-            weights = [float(replicas)] * len(parts)
-        else:
-            weights = [replicas * size / everything if everything else 1.0 for size in parts]
-        return flows, weights, self._seed(messages, head["seed"], turn)
+        return flows, self._seed(messages, head["seed"], turn)
 
     def _seed(self, messages: dict[int, Message], seed: int, turn: tuple[int, int]) -> int:
         """Return the seed of the pass, that of the first rank; the generators of all ranks go on alike.
@@ -125,12 +134,3 @@ def _chunk_sizes(size: int, chunks: int) -> list[int]:
     """
     piece = -(-size // chunks)
     return [min(piece, size - start) for start in range(0, size, piece)] if size else [0]
-
-
-def _reduction(loss_fn: Any) -> str:
-    """Tell whether a loss is a sum or a mean over samples."""
-    while isinstance(loss_fn, functools.partial):
-        if "reduction" in loss_fn.keywords:
-            return str(loss_fn.keywords["reduction"])
-        loss_fn = loss_fn.func
-    return str(getattr(loss_fn, "reduction", "mean"))

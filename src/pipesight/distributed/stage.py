@@ -174,10 +174,21 @@ class Stage(ConnectedStage):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_fn must return one number, as a tensor, but returned {what}")
-        # The mean of no samples, which a replica may have, is NaN, and weighs nothing.
-        batch.losses[i] = loss.detach() * batch.weights[i] if batch.weights[i] else torch.zeros_like(loss.detach())
-        task.loss = loss * batch.weights[i]
+        self._count(i, task, loss, form)
         batch.where.layer = layer
+
+    def _count(self, i: int, task: Task, loss: Tensor, form: Form) -> None:
+        """Weigh a loss. One of no weight may be NaN, as a mean of nothing is, and counts nothing."""
+        batch, own = self.batch, loss.detach()
+        weight = batch.weights[i] * batch.share
+        if batch.share:
+            batch.losses[i] = own * weight if weight else torch.zeros_like(own)
+        else:  # nothing in the whole batch counts: the loss is what the plain model's is
+            batch.losses[i] = own / len(batch.flows)
+        task.loss = loss * (weight * batch.scale) if weight else None
+        if batch.evidence is not None and i < batch.evidence.count:
+            batch.evidence.outputs[i] = form, [t.detach() for t in task.outputs]
+            batch.evidence.losses[i] = own
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -275,7 +286,12 @@ class Stage(ConnectedStage):
                     task.loss.backward()
                 finally:
                     end_task()
+            elif task.loss is None:
+                for end in task.ends:
+                    end.grad = torch.zeros_like(end) if end.requires_grad else None
             received = [t.grad for t in task.ends]
+            if self.batch.evidence is not None and i < self.batch.evidence.count:
+                self.batch.evidence.gradients[i] = received
             task.loss, task.ends = None, []
         else:
             received, passed = self._wiring.sort_gradients(self._gradients_received.pop(i), self._cut(i))
@@ -301,6 +317,12 @@ class Stage(ConnectedStage):
             super().perform_reduce_grad(1)
         if self.averaging is not None:
             self.averaging.start()
+
+    def reshard(self) -> None:
+        """Give up what FSDP has gathered: without a backward, it would keep weights that an optimizer has changed."""
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     # The context.
 

@@ -1,0 +1,217 @@
+"""Whether micro-batches add up: the loss of many of them at once is the weighted mean of theirs, and so are gradients.
+
+No other error is as quiet as weights that do not fit a loss: training goes on, with gradients that are off. So at the
+first step, the second, the fourth and so on, the last rank keeps the outputs of micro-batches and evaluates the loss on
+all of them together. That takes memory, so it keeps a gibibyte of outputs at the most, but two micro-batches at least.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesight.distributed.losses import Weighing
+from pipesight.distributed.shapes import Flow
+from pipesight.pipeline.microbatch import Form, as_tuple, form_of, gather
+
+__all__ = ["Evidence", "LossCheck", "collect"]
+
+_MEMORY = 2**30  # bytes of outputs
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What a step keeps for the check, of its first micro-batches."""
+
+    count: int
+    """Of how many."""
+    outputs: dict[int, tuple[Form, list[Tensor]]] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """As ``loss_fn`` returned them."""
+    gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    """Of the outputs, with the weight and the scale of a step in them."""
+
+
+def collect(flows: Sequence[Flow]) -> Evidence:
+    """Return what to fill during a step."""
+    size = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in flows[0].cuts[-1].output)
+    return Evidence(min(len(flows), max(2, _MEMORY // max(1, size))))
+
+
+class LossCheck:
+    """Says when to check, and checks.
+
+    Args:
+        weighing: The loss, and how its micro-batches are weighed.
+        replicas: How many pipelines share a batch.
+    """
+
+    def __init__(self, weighing: Weighing, replicas: int) -> None:
+        self._weighing, self._replicas = weighing, replicas
+        self._passed: dict[str, int] = {}  # calls since the last change of the loss
+        self._identity: Any = None
+        self._impossible = False
+
+    def due(self, call: str, microbatches: int) -> bool:
+        """Tell whether to check this call, on the last rank."""
+        weighing = self._weighing
+        if self._impossible or weighing.given == "samples":
+            return False
+        if microbatches == 1 and (self._replicas == 1 or weighing.takes_output):
+            return False  # there is nothing to compare
+        if self._identity != weighing.identity:
+            self._identity = weighing.identity
+            self._passed.clear()
+        number = self._passed.get(call, 0)
+        if number and weighing.exact:  # what torch does does not depend on the batch
+            return False
+        return (number + 1) & number == 0
+
+    def passed(self, call: str) -> None:
+        """Note that a call was right, or was not checked."""
+        self._passed[call] = self._passed.get(call, 0) + 1
+
+    def verify(self, evidence: Evidence, targets: Sequence[Any], weights: Sequence[float], factor: float) -> bool:
+        """Raise ``ValueError`` if micro-batches do not add up; tell whether that could be seen.
+
+        Args:
+            evidence: What the step kept.
+            targets: Of its micro-batches.
+            weights: Of its micro-batches.
+            factor: What a step multiplies the loss with, apart from the weight.
+        """
+        try:
+            with _kept_buffers(self._weighing.loss_fn):
+                return self._verify(evidence, targets[: evidence.count], weights[: evidence.count], factor)
+        except _SumError as error:
+            raise ValueError(str(error)) from None
+        except Exception as error:  # the loss may not take so many samples, and so much memory may not be there
+            self._give_up(f"could not be called on several micro-batches at once ({type(error).__name__}: {error})")
+            return True
+
+    def _verify(self, evidence: Evidence, targets: Sequence[Any], weights: Sequence[float], factor: float) -> bool:
+        count, weighing = len(targets), self._weighing
+        form = evidence.outputs[0][0]
+        outputs = [evidence.outputs[i][1] for i in range(count)]
+        target = form_of(targets[0])(gather([as_tuple(t, "target") for t in targets]))
+        losses = [evidence.losses[i].double().item() for i in range(count)]
+        if count == 1:  # halves of it stand for the micro-batches of replicas
+            outputs, targets, losses, weights = self._halves(form, outputs[0], target)
+        total = sum(weights)
+        if not total and not weighing.sums:
+            return False
+        learns = bool(evidence.gradients) and count > 1
+        together = [t.requires_grad_() if learns and t.is_floating_point() else t for t in gather(outputs)]
+        with torch.set_grad_enabled(learns):
+            loss = weighing.loss_fn(form(together), target)
+        found = loss.double().item()
+        if not math.isfinite(found):
+            return False
+        pairs = list(zip(losses, weights, strict=True))
+        mean = sum(losses) if weighing.sums else sum(loss * weight for loss, weight in pairs if weight) / total
+        off = 0.0
+        if learns and loss.requires_grad:
+            places = [k for k, t in enumerate(together) if t.requires_grad]
+            whole = loss * (factor if weighing.sums else factor * total)
+            expected = torch.autograd.grad(whole, [together[k] for k in places], allow_unused=True)
+            parts = [[evidence.gradients[i][k] for i in range(count)] for k in places]
+            off = _difference(expected, parts, [[output[k] for output in outputs] for k in places])
+        eps, tolerance = _rounding(loss, together, [found, *losses])
+        if abs(found - mean) <= tolerance and off <= max(1e-3, 3 * eps):
+            return True
+        with torch.no_grad():
+            again = weighing.loss_fn(form(outputs[0]), targets[0]).double().item()
+        if abs(again - losses[0]) > tolerance:
+            self._give_up("returns another number each time")
+            return True
+        raise _SumError(self._explanation(found, mean, off, losses, tolerance))
+
+    def _halves(
+        self, form: Form, output: list[Tensor], target: Any
+    ) -> tuple[list[list[Tensor]], list[Any], list[float], list[float]]:
+        tensors = as_tuple(target, "target")
+        size = tensors[0].size(0)
+        parts = [slice(0, size // 2), slice(size // 2, None)]
+        outputs = [[t[part] for t in output] for part in parts]
+        targets = [form_of(target)([t[part] for t in tensors]) for part in parts]
+        weights = self._weighing.by_target(targets, [size // 2, size - size // 2])
+        with torch.no_grad():
+            losses = [
+                self._weighing.loss_fn(form(mine), theirs).double().item()
+                for mine, theirs in zip(outputs, targets, strict=True)
+            ]
+        return outputs, targets, losses, weights
+
+    def _give_up(self, why: str) -> None:
+        self._impossible = True
+        warnings.warn(
+            f"loss_fn {why}, so whether the losses of micro-batches add up to that of the batch cannot be checked; to "
+            "average them by samples without a check: loss_weight='samples'",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _explanation(self, found: float, mean: float, off: float, losses: list[float], tolerance: float) -> str:
+        weighing = self._weighing
+        which = "the sum" if weighing.sums else "the weighted mean" if weighing.takes_output else "the mean"
+        text = (
+            f"loss_fn on {len(losses)} micro-batches together is {found:.6g}, but {which} of their losses is {mean:.6g}"
+        )
+        if off:
+            text += f", and the gradients differ by {off:.1%}"
+        if not weighing.sums and abs(found - sum(losses)) <= tolerance * len(losses):
+            return f"{text}; it is a sum over samples, so give DistributedPipeline loss_weight='sum'"
+        return (
+            f"{text}; give DistributedPipeline the argument loss_weight, what a mean of loss_fn is over: for one that "
+            "leaves out targets of -100, loss_weight=lambda output, target: (target != -100).sum(); or, to average by "
+            "samples nevertheless, loss_weight='samples'"
+        )
+
+
+class _SumError(Exception):
+    pass
+
+
+def _rounding(loss: Tensor, outputs: Sequence[Tensor], losses: Sequence[float]) -> tuple[float, float]:
+    """Return the precision of the numbers, and how far from each other losses may be that should be equal."""
+    floats = [t.detach() for t in (loss, *outputs) if t.is_floating_point()]
+    eps = max([torch.finfo(t.dtype).eps for t in floats], default=1e-12)
+    size = max(abs(x) for x in losses if math.isfinite(x))
+    size += max([t.abs().mean().item() / 8 for t in floats[1:]], default=0.0)  # a sum of these may cancel out
+    return eps, (64 if eps < 1e-4 else 4) * eps * size
+
+
+def _difference(
+    expected: Sequence[Tensor | None], parts: Sequence[Sequence[Tensor | None]], outputs: Sequence[Sequence[Tensor]]
+) -> float:
+    """Return how far the gradients of micro-batches are from those of all at once, as a share of these."""
+    apart = size = 0.0
+    for whole, mine, places in zip(expected, parts, outputs, strict=True):
+        start = 0
+        for part, place in zip(mine, places, strict=True):
+            stop = start + place.size(0)
+            right = torch.zeros_like(place).double() if whole is None else whole[start:stop].double()
+            apart += (right if part is None else right - part.double()).square().sum().item()
+            size += right.square().sum().item()
+            start = stop
+    return math.sqrt(apart / size) if size and math.isfinite(apart) and math.isfinite(size) else 0.0
+
+
+@contextlib.contextmanager
+def _kept_buffers(loss_fn: Any) -> Iterator[None]:
+    """Leave the buffers of a loss as they were."""
+    buffers = list(loss_fn.buffers()) if isinstance(loss_fn, nn.Module) else []
+    saved = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in zip(buffers, saved, strict=True):
+                buffer.copy_(before)

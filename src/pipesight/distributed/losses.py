@@ -1,0 +1,143 @@
+"""What the loss of each micro-batch counts, so that a step is one on the whole batch.
+
+Most losses are a mean. Their micro-batches are weighed by what the mean is over::
+
+    loss of the batch = sum(weight[i] * loss[i]) / sum(weight)
+
+which is samples, unless the loss leaves some out (``ignore_index``), or counts some more than others (``weight``). All
+weights, those of other replicas too, must be known before the first backward, so they come from the target; of the
+output, only the shape is known by then.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipesight.distributed.shapes import Cut
+
+__all__ = ["LossFunction", "LossWeight", "Weighing"]
+
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+
+LossWeight: TypeAlias = Callable[[Any, Any], Any] | Literal["samples", "sum"]
+
+_F = nn.functional
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What a loss of torch's was told."""
+
+    function: Callable[..., Tensor] | None = None
+    """``cross_entropy`` or ``nll_loss``, the ones whose mean is over other than samples."""
+    reduction: str = "mean"
+    ignore_index: int = -100
+    weight: Tensor | None = None
+
+
+class Weighing:
+    """Weighs the micro-batches of a batch.
+
+    Args:
+        loss_fn: That of the user.
+        loss_weight: How, if the user said so: by a function of output and target, or by name.
+    """
+
+    def __init__(self, loss_fn: LossFunction, loss_weight: LossWeight | None) -> None:
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function of output and target, but got {type(loss_fn).__name__}")
+        if not (loss_weight is None or callable(loss_weight) or loss_weight in ("samples", "sum")):
+            raise ValueError(
+                f"loss_weight must be 'samples', 'sum' or a function of output and target, but got {loss_weight!r}"
+            )
+        self.loss_fn = loss_fn
+        self.given = loss_weight
+
+    @property
+    def takes_output(self) -> bool:
+        """Whether it asks a function of the user's."""
+        return callable(self.given)
+
+    @property
+    def sums(self) -> bool:
+        """Whether losses are summed, not averaged."""
+        return self.given == "sum" or (self.given is None and _settings_of(self.loss_fn).reduction == "sum")
+
+    @property
+    def exact(self) -> bool:
+        """Whether this is a loss of torch's, whose mean is known."""
+        return self.given is None and _settings_of(self.loss_fn).function is not None
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Something that is another after a change of the loss."""
+        now = _settings_of(self.loss_fn)
+        return id(self.loss_fn), now.function, now.reduction, now.ignore_index, now.weight is None
+
+    def by_target(self, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+        """Return the weights of micro-batches that follow from targets and numbers of samples."""
+        settings = _settings_of(self.loss_fn)
+        if self.sums:
+            return [1.0] * len(targets)
+        if self.given is None and settings.function is not None and all(isinstance(t, Tensor) for t in targets):
+            counted = [_counted(settings, target) for target in targets]
+            return [float(number) for number in torch.stack(counted).tolist()]
+        return [float(size) for size in sizes]
+
+    def by_function(self, targets: Sequence[Any], cuts: Sequence[Cut]) -> list[float]:
+        """Return the weights of micro-batches that the user's function gives."""
+        weights = []
+        for target, cut in zip(targets, cuts, strict=True):
+            output = cut.form([meta.empty(torch.device("meta")) for meta in cut.output])
+            try:
+                assert callable(self.given)
+                found = self.given(output, target)
+                if isinstance(found, Tensor) and found.is_meta:
+                    raise TypeError("loss_weight returned what depends on the values of the output")
+                weight = float(found)
+            except Exception as error:
+                error.add_note(
+                    "in loss_weight, which is called before the step, with an output that has a shape but no values: "
+                    "weights must be known before the first backward; they may depend on the target"
+                )
+                raise
+            if not (weight >= 0 and math.isfinite(weight)):
+                raise ValueError(f"loss_weight must return a finite number that is not negative, but returned {weight}")
+            weights.append(weight)
+        return weights
+
+
+def _counted(settings: _Settings, target: Tensor) -> Tensor:
+    """Return what torch divides by, for a mean of ``cross_entropy`` or ``nll_loss``."""
+    if target.is_floating_point():  # probabilities of classes; these are the second dimension
+        return torch.tensor(target.numel() / max(1, target.size(1) if target.dim() > 1 else 1), dtype=torch.float64)
+    kept = target[target != settings.ignore_index]
+    if settings.weight is None:
+        return torch.tensor(kept.numel(), dtype=torch.float64)
+    return settings.weight.detach().to(target.device, torch.float64)[kept].sum().cpu()
+
+
+def _settings_of(loss_fn: Any) -> _Settings:
+    """Read a loss: a function of torch's, a module, or a partial; anything else is a mean over samples, or a sum."""
+    given: dict[str, Any] = {}
+    positional = False
+    while isinstance(loss_fn, functools.partial):
+        given, positional, loss_fn = {**loss_fn.keywords, **given}, positional or bool(loss_fn.args), loss_fn.func
+    loss_fn = getattr(loss_fn, "_orig_mod", getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn))
+    reduction = str(given.get("reduction", getattr(loss_fn, "reduction", "mean")))
+    if isinstance(loss_fn, nn.Module):
+        for kind, function in ((nn.CrossEntropyLoss, _F.cross_entropy), (nn.NLLLoss, _F.nll_loss)):
+            if isinstance(loss_fn, kind) and type(loss_fn).forward is kind.forward and reduction == "mean":
+                return _Settings(function, reduction, loss_fn.ignore_index, loss_fn.weight)
+    elif loss_fn is _F.cross_entropy or loss_fn is _F.nll_loss:
+        outdated = given.get("size_average") is not None or given.get("reduce") is not None
+        if reduction == "mean" and not outdated and not positional:
+            return _Settings(loss_fn, reduction, given.get("ignore_index", -100), given.get("weight"))
+    return _Settings(reduction=reduction)
