@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipesight.report.reading._duckdb import DuckEvents
 from pipesight.report.reading.run import NotARunError, Run, open_run
 from pipesight.report.reading.tables import (
     BACKWARD,
@@ -245,6 +246,16 @@ def test_clock_of_a_rank(tmp_path):
 
 
 # Runs that are not whole.
+
+
+@pytest.mark.parametrize(("lost", "said"), [(0, []), (1, ["without 1 event that"]), (2345, ["without 2,345 events"])])
+def test_lost_events(lost, said, tmp_path):
+    """Events that a file says could not be written are a note, of the file."""
+    span = {"name": "step", "cat": "compute", "pid": 1, "tid": 1, "ts": 1, "dur": 1, "ph": "X", "args": {"size": 9}}
+    end = {**span, "name": "end", "cat": "dftracer", "args": {"num_events": 1, "lost_events": lost}}
+    (tmp_path / "run.pfw").write_text(f"[\n{json.dumps(span)}\n{json.dumps(end)}\n]\n")
+    with open_run(tmp_path) as run:
+        assert [text[: len(start)] for text, start in zip(texts(run), said, strict=True)] == said
 
 
 def test_missing_end(tmp_path):
@@ -641,6 +652,15 @@ def test_run_that_is_being_written_and_then_killed(tmp_path):
             with open_run(path) as run:
                 assert run.tasks().step.tolist() == list(range(100))
                 assert texts(run) == ["without an end: its process was killed, or is still writing"]
+
+
+def test_nothing_is_printed(capfd):
+    """A query that takes seconds prints nothing: what is on stdout is the report's alone."""
+    events = DuckEvents()
+    events._database.execute("SET progress_bar_time = 0")
+    events._database.execute("SELECT count(DISTINCT range * 7 % 1000003) FROM range(3000000)").fetchall()
+    events.close()
+    assert capfd.readouterr() == ("", "")
 
 
 MEASURE = """

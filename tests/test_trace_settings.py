@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -85,6 +86,13 @@ def test_ours_before_dftracers(monkeypatch):
         ("DFTRACER_TRACE_INTERVAL", "-1"),
         ("PIPESIGHT_TRACE_MAX_BYTES", "inf"),
         ("PIPESIGHT_TRACE_MAX_BYTES", "nan"),
+        ("PIPESIGHT_TRACE_MAX_BYTES", "1e300"),
+        ("DFTRACER_TRACE_MAX_PARTS", "0.5"),
+        ("DFTRACER_TRACE_INTERVAL", "1e300"),
+        ("PIPESIGHT_TRACE_INTERVAL", "nan"),
+        ("PIPESIGHT_TRACE_INTERVAL", "inf"),
+        ("PIPESIGHT_TRACE_INTERVAL", "1e-300"),
+        ("PIPESIGHT_TRACE_INTERVAL", "0"),
     ],
 )
 def test_wrong_value(monkeypatch, caplog, name, value):
@@ -94,6 +102,35 @@ def test_wrong_value(monkeypatch, caplog, name, value):
     (record,) = caplog.records
     assert name in record.getMessage()
     assert repr(value) in record.getMessage()
+
+
+@pytest.mark.parametrize("value", ["1e300", "nan", "-1", "", "9" * 400, "1e-300", "1_0"])
+def test_no_number_of_the_environment_ends_a_thread(tmp_path, value):
+    """Whatever the numbers of the environment are, there is a trace, and nothing worse than a warning."""
+    code = """if True:
+        import threading, time
+        from pipesight.trace import ai
+        with ai.compute.forward: pass
+        time.sleep(0.1)
+        print("pipesight-trace" in {thread.name for thread in threading.enumerate()})
+    """
+    names_of = ("INTERVAL", "MAX_BYTES", "MAX_PARTS")
+    wrong = {f"{make}_TRACE_{name}": value for name in names_of for make in ("PIPESIGHT", "DFTRACER")}
+    clock = {"PIPESIGHT_PARENT": 1, "PIPESIGHT_CLOCK": f"{value}@{os.uname().nodename}", "RANK": value}
+    result = run(code, PIPESIGHT_ENABLE=1, PIPESIGHT_LOG_FILE=tmp_path / "run", **wrong, **clock)
+    assert result.stdout == "True\n"
+    assert "Traceback" not in result.stderr
+    (path,) = tmp_path.iterdir()
+    assert names(path) == ["forward"]
+
+
+def test_limits_of_the_environment(monkeypatch):
+    """Numbers may be written as floating-point numbers are."""
+    monkeypatch.setenv("PIPESIGHT_TRACE_MAX_BYTES", "1e6")
+    monkeypatch.setenv("DFTRACER_TRACE_MAX_PARTS", "3")
+    monkeypatch.setenv("PIPESIGHT_TRACE_INTERVAL", "2")
+    settings = Settings.from_environment()
+    assert (settings.max_bytes, settings.max_parts, settings.interval) == (1_000_000, 3, 2.0)
 
 
 def test_environment_traces(tmp_path):
@@ -146,7 +183,7 @@ def test_environment_cannot_break_import():
     """What cannot be is a warning, not an exception."""
     wrong = {"PIPESIGHT_PARENT": 1, "PIPESIGHT_CLOCK": f"noon@{os.uname().nodename}"}
     result = run("import pipesight.trace", PIPESIGHT_ENABLE=1, PIPESIGHT_LOG_FILE="trace", **wrong)
-    assert "no trace is written to 'trace'" in result.stderr
+    assert f"PIPESIGHT_CLOCK must be nanoseconds and a host, but is 'noon@{os.uname().nodename}'" in result.stderr
 
 
 def test_program_before_environment(tmp_path):
@@ -221,12 +258,78 @@ def test_stop_twice(tmp_path):
     assert names(tmp_path / "two.pfw.gz") == ["step"]
 
 
-@pytest.mark.parametrize("wrong", [{"interval": 0}, {"interval": -1.0}, {"max_bytes": 0}, {"max_bytes": -5}])
-def test_wrong_options(tmp_path, wrong):
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        *(("interval", value, "0.001 to 86400 seconds") for value in (0, -1.0, 1e300, float("nan"), float("inf"))),
+        *(("max_bytes", value, "more than 0, or None for no limit") for value in (0, -5, 1e300)),
+        ("max_parts", float("nan"), "more than 0, or None for all"),
+    ],
+)
+def test_wrong_options(tmp_path, name, value, rule):
     """Options that make no sense are refused with their value."""
-    ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=rf"{name} must be more than 0.*\({name}: {value}\)"):
-        trace.start(tmp_path / "run", **wrong)
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be {rule} ({name}: {value})")):
+        trace.start(tmp_path / "run", **{name: value})
+
+
+# Devices.
+
+
+@pytest.mark.parametrize("begin", ["environment", "start", "dftracer"])
+def test_device(tmp_path, begin):
+    """A device is written to as it is, by this process and those that it starts, and nothing is left beside it."""
+    code = {
+        "environment": "",
+        "start": "from pipesight.trace import start; start('/dev/null', max_bytes=1000)",
+        "dftracer": "from dftracer.logger import dftracer; dftracer.initialize_log('/dev/null', None, 7)",
+    }[begin]
+    code = f"""if True:
+        {code}
+        import os
+        from pipesight.trace import ai, session
+        for _ in range(1000):
+            with ai.compute.step: pass
+        if os.fork() == 0:
+            with ai.compute.step: pass
+            os._exit(0)
+        os.wait()
+        session.flush()
+        print(session.running().path, session.running().lost)
+    """
+    before = sorted(os.listdir("/dev"))
+    given = {"PIPESIGHT_ENABLE": 1, "PIPESIGHT_LOG_FILE": "/dev/null"} if begin == "environment" else {}
+    result = run(code, cwd=tmp_path, **given)
+    assert (result.stdout, result.stderr) == ("/dev/null 0\n", "")
+    assert sorted(os.listdir("/dev")) == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_device_that_takes_nothing(caplog):
+    """What a device does not take is counted."""
+    with trace.start("/dev/full") as session:
+        for _ in range(5):
+            with ai.compute.step:
+                pass
+    assert (session.path, session.lost) == (Path("/dev/full"), 5)
+    assert [record.getMessage() for record in caplog.records][-1] == "lost 5 events of the trace /dev/full"
+
+
+def test_device_that_keeps_what_it_gets(tmp_path):
+    """Written to a pipe, a trace is the same as in a file."""
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+    got: list[bytes] = []
+    reader = threading.Thread(target=lambda: got.append(fifo.read_bytes()))
+    reader.start()
+    with trace.start(fifo):
+        for _ in range(5):
+            with ai.compute.step:
+                pass
+            trace.flush()
+    reader.join()
+    lines = gzip.decompress(got[0]).decode().splitlines()
+    assert (lines[0], lines[-1]) == ("[", "]")
+    assert sum('"step"' in line for line in lines) == 5
 
 
 def test_environment_is_restored(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ def restarts() -> int:
     The torchrun of a node counts those restarts only that its own ranks made necessary.
     """
     given = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return int(given) if given.isdecimal() and given.isascii() else 0
+    return int(given) if given.isdecimal() and given.isascii() and len(given) < 10 else 0
 
 
 def launch() -> str | None:

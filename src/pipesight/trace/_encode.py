@@ -126,7 +126,21 @@ class Encoder:
     # The events.
 
     def lines(self, events: Sequence[Any]) -> tuple[bytes, int]:
-        """Return the lines of events as `EVENTS` holds them, one after the other, and how many events they are."""
+        """Return the lines of events as `EVENTS` holds them, one after the other, and how many events they are.
+
+        Raises:
+            Exception: one of them is in no state to be written; then it is as if none had been tried.
+        """
+        names = dict(self._names)
+        try:
+            return self._lines(events)
+        except Exception:
+            self._names = names
+            self._heads.clear()
+            self._places = PlaceLines(self._template, self._arrow)
+            raise
+
+    def _lines(self, events: Sequence[Any]) -> tuple[bytes, int]:
         lines: list[bytes] = []
         add = lines.append
         micro, rest = divmod(self.offset, 1000)  # apart, for small numbers are faster
@@ -241,7 +255,7 @@ class Encoder:
 def rank() -> int | None:
     """Return the rank that a launcher gave to this process."""
     given = os.environ.get("RANK", "")
-    return int(given) if given.isdecimal() else None
+    return int(given) if given.isdecimal() and len(given) < 10 else None
 
 
 def _apart(args: Args) -> Args:

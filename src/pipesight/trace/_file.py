@@ -15,13 +15,15 @@ from typing import TypeAlias
 from pipesight._logger import own_logger
 from pipesight.trace._attempt import restarts, with_attempt
 from pipesight.trace._encode import NAMING, Encoder, rank
+from pipesight.trace._patience import wait
 
-__all__ = ["TraceFile", "name_for"]
+__all__ = ["TraceFile", "is_device", "name_for"]
 
 logger = own_logger(__name__)
 
 _MOST_WAITING = 64 * 2**20  # bytes
-_PATIENCE = 5.0  # seconds without a byte written, after which nobody waits any longer
+_PIECE = 2**17  # bytes that are written at once: each is progress
+_PATIENCE = 10.0  # seconds without such a piece, after which nobody waits any longer
 _FRAME = 1024  # bytes that the frame of a part takes, about
 _LEVEL = 4  # the first that finds matches lazily: a seventh smaller than 3, and faster than 6
 _MEMORY = 7  # of 9: smaller tables, that stay in cache
@@ -34,6 +36,8 @@ def name_for(given: Path, *, child: bool, compress: bool) -> Path:
     >>> name_for(Path("run.pfw"), child=False, compress=True)
     PosixPath('run.pfw.gz')
     """
+    if is_device(given):
+        return given
     name = given.name
     for suffix in (".gz", ".pfw"):
         name = name.removesuffix(suffix)
@@ -43,6 +47,11 @@ def name_for(given: Path, *, child: bool, compress: bool) -> Path:
     if child:
         name += f"-{os.getpid()}"
     return given.with_name(f"{name}.pfw.gz" if compress else f"{name}.pfw")
+
+
+def is_device(path: Path) -> bool:
+    """Tell whether there is something that is neither a file nor a folder, as ``/dev/null``."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _is_of_rank(name: str) -> bool:
@@ -61,9 +70,12 @@ _Job: TypeAlias = tuple[bytes, int] | threading.Event
 class TraceFile:
     """A trace on disk. It is made when the first event comes.
 
-    One thread puts blocks in, another writes them; each has counters of its own, and no lock is held by anyone. If the
-    disk cannot follow, the oldest blocks are dropped; if it fails, those that could not be written. Either is said
-    once and counted. What was written before stays whole.
+    One thread puts blocks in, another writes them; each has counters of its own, and nobody waits for a lock. If the
+    disk cannot follow, the oldest blocks are dropped; if it fails, those that could not be written; if it does not
+    answer at the end, those that wait. It is said at once, and how many there were at the end. What was written before
+    stays whole.
+
+    A device, such as ``/dev/null``, is written to as it is, by each process.
     """
 
     def __init__(
@@ -86,16 +98,23 @@ class TraceFile:
     def _begin(self, encoder: Encoder, child: bool) -> None:
         self.path = name_for(self._given, child=child, compress=self._compress)
         self._encoder = encoder
+        self._is_device = is_device(self.path)
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._bytes_put = self._bytes_dropped = self._events_dropped = 0  # by who puts
-        self._bytes_done = self._events_failed = 0  # by who writes
+        self._starting = threading.RLock()
+        self._writing = threading.Lock()
+        self._closing = False
+        self._closed = threading.Event()
+        self._events_put = self._bytes_put = self._bytes_dropped = self._events_dropped = 0  # by who puts
+        self._events_done = self._bytes_done = self._events_failed = self._pieces = 0  # by who writes
+        self._given_up = 0  # events, by who closes
+        self._lost_before = 0  # in the counts of the parts before
         self._identity: tuple[int, int] | None = None
         self._size = 0
         self._written = 0  # events in the part that is open
         self._part = 1
-        self._full: deque[tuple[Path, int]] = deque()  # parts before that one, and their events
-        self._warned = False
+        self._full: deque[tuple[Path, int, int]] = deque()  # parts before that one, their events, the lost ones
+        self._warned = self._is_said = False
         self.removed = 0
         """How many events were in parts that had to go."""
         self.written = 0
@@ -117,12 +136,15 @@ class TraceFile:
     @property
     def lost(self) -> int:
         """How many events could not be written."""
-        return self._events_dropped + self._events_failed + self._encoder.lost
+        return self._events_dropped + self._events_failed + self._given_up + self._encoder.lost
 
     # For one thread that puts.
 
     def put(self, text: bytes, events: int) -> None:
         """Take a block of lines to write. Never waits for the disk."""
+        if self._closing:  # of a thread that records on while the process ends
+            self._events_dropped += events
+            return
         block = self._pack(text)
         if self._max_bytes and events > 1 and len(block) + _FRAME > self._max_bytes:
             lines = text.splitlines(keepends=True)
@@ -130,6 +152,7 @@ class TraceFile:
                 self.put(b"".join(some), sum(not line.startswith(NAMING) for line in some))
             return
         self._bytes_put += len(block)
+        self._events_put += events
         self._jobs.put((block, events))
         while self._waiting() > _MOST_WAITING and self._drop_oldest():
             pass
@@ -148,7 +171,7 @@ class TraceFile:
             return self._jobs.qsize() > 1
         self._bytes_dropped += len(job[0])
         self._events_dropped += job[1]
-        self._warn("the disk cannot follow")
+        self._say("the disk cannot follow")
         return True
 
     def _pack(self, text: bytes) -> bytes:
@@ -161,66 +184,91 @@ class TraceFile:
 
     def flush(self) -> None:
         """Wait until what was put is written, or the disk is given up."""
-        self._wait(threading.Event())
+        if not self._closing:
+            self._wait(threading.Event())
 
     def close(self) -> None:
-        """Write what is waiting, and the end of the frame."""
-        self._wait(_Last())
-
-    def _wait(self, done: threading.Event) -> None:
-        self._jobs.put(done)
-        self._ensure_thread()
-        seen = -1
-        while not done.wait(_PATIENCE):
-            if seen == self._bytes_done:
-                self._warn("the disk does not answer")
-                return
-            seen = self._bytes_done
-
-    def _ensure_thread(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            return
-        self._thread = threading.Thread(target=self._work, name="pipesight-trace-file", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # the interpreter is shutting down
+        """Write what is waiting, and the end of the frame; say how many events were lost."""
+        if not self._closing:
+            self._closing = True
             self._jobs.put(_Last())
-            self._work()
+        if not self._wait(self._closed):
+            self._given_up = self._events_put - self._events_dropped - self._events_done
+        if self.lost and not self._is_said:
+            self._is_said = True
+            _warn("lost %s of the trace %s", f"{self.lost:,} event{'s' * (self.lost != 1)}", self.path)
 
-    def _warn(self, why: str) -> None:
+    def _wait(self, done: threading.Event) -> bool:
+        if self._thread is None and not self._events_put and not self.lost:
+            return True  # there is no file, and none to be made
+        if done is not self._closed:
+            self._jobs.put(done)
+
+        def is_done(seconds: float) -> bool:
+            if not self._ensure_thread():
+                self._work(until=done)
+            return done.wait(seconds)
+
+        if wait(is_done, lambda: (self._events_done, self._pieces), _PATIENCE):
+            return True
+        self._say("the disk does not answer")
+        return False
+
+    def _ensure_thread(self) -> bool:
+        """Start the thread that writes, unless it runs, or is being started; return false if it cannot be."""
+        if self._thread is not None and self._thread.is_alive():
+            return True
+        if not self._starting.acquire(blocking=False):
+            return True
+        try:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._work, name="pipesight-trace-file", daemon=True)
+                self._thread.start()
+        except RuntimeError:  # the interpreter is shutting down
+            return False
+        finally:
+            self._starting.release()
+        return True
+
+    def _say(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("events of the trace %s are being lost: %s; training goes on", self.path, why)
+            _warn("events of the trace %s are being lost: %s; training goes on", self.path, why)
 
     # For the thread that writes.
 
-    def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if isinstance(job, threading.Event):
-                if isinstance(job, _Last):
-                    self._close_part()
-                job.set()
-                if isinstance(job, _Last):
-                    return
-            else:
-                self._write_block(*job)
-                self._bytes_done += len(job[0])
+    def _work(self, until: threading.Event | None = None) -> None:
+        while not self._closed.is_set() and not (until is not None and until.is_set()):
+            with self._writing:
+                if not self._closed.is_set():
+                    self._do(self._jobs.get())
+
+    def _do(self, job: _Job) -> None:
+        if isinstance(job, _Last):
+            self._close_part()
+            self._closed.set()
+        elif isinstance(job, threading.Event):
+            job.set()
+        elif not self._given_up:
+            self._write_block(*job)
+            self._bytes_done += len(job[0])
+            self._events_done += job[1]
 
     def _write_block(self, block: bytes, events: int) -> None:
         try:
             self._look_after_file()
             full = self._max_bytes and self._size + len(block) + _FRAME // 2 > self._max_bytes
-            if full and self._descriptor is not None and self._written:
-                self._full.append((self._part_path(), self._written))
+            if full and self._descriptor is not None and self._written and not self._is_device:
+                path, written, lost_before = self._part_path(), self._written, self._lost_before
                 self._close_part()
+                self._full.append((path, written, self._lost_before - lost_before))
                 self._part += 1
                 self._make_room()
             if self._descriptor is None:
                 self._open()
             self._append(block)
-        except OSError as error:
-            self._fail(events, str(error))
+        except Exception as error:  # the disk's, or of ours: training goes on
+            self._fail(events, str(error) or type(error).__name__)
             self._abandon()
         else:
             self._written += events
@@ -229,17 +277,24 @@ class TraceFile:
     def _make_room(self) -> None:
         """Remove the oldest parts, if there are to be no more than so many."""
         while self._max_parts is not None and len(self._full) >= self._max_parts:
-            path, events = self._full.popleft()
+            path, events, lost = self._full.popleft()
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
+            self._lost_before -= lost  # the next part counts them
             self.removed += events
             self.written -= events
 
     def _fail(self, events: int, why: str) -> None:
         self._events_failed += events
-        self._warn(why)
+        self._say(why)
 
     def _open(self) -> None:
+        if self._is_device:
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+            self._identity = _identity(self._descriptor)
+            if not self._size:
+                self._append(self._pack(self._encoder.header()))
+            return
         path = self._part_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -248,11 +303,11 @@ class TraceFile:
             self.path = name_for(self._given, child=True, compress=self._compress)
             self._descriptor = os.open(self._part_path(), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             _lock(self._descriptor)
-        found = os.fstat(self._descriptor)
-        again = self._size > 0 and self._identity == (found.st_dev, found.st_ino)  # after a failure
+        found = _identity(self._descriptor)
+        again = self._size > 0 and self._identity == found  # after a failure
         if not again:
             self._forget_file()
-        self._identity = (found.st_dev, found.st_ino)
+        self._identity = found
         os.ftruncate(self._descriptor, self._size)
         if not again:
             self._append(self._pack(self._encoder.header()))
@@ -268,8 +323,10 @@ class TraceFile:
         view = memoryview(block)
         at = self._size
         while view:
-            done = os.pwrite(self._descriptor, view, at)
+            piece = view[:_PIECE]
+            done = os.write(self._descriptor, piece) if self._is_device else os.pwrite(self._descriptor, piece, at)
             view, at = view[done:], at + done
+            self._pieces += 1
         self._size = at
 
     def _look_after_file(self) -> None:
@@ -278,17 +335,16 @@ class TraceFile:
             return
         if not self._is_open():
             self._descriptor = None
-        elif os.fstat(self._descriptor).st_nlink == 0:
+        elif not self._is_device and os.fstat(self._descriptor).st_nlink == 0:
             self._abandon()
             self._forget_file()
 
     def _is_open(self) -> bool:
         assert self._descriptor is not None
         try:
-            found = os.fstat(self._descriptor)
+            return _identity(self._descriptor) == self._identity
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == self._identity
 
     def _forget_file(self) -> None:
         if self._written:
@@ -302,20 +358,33 @@ class TraceFile:
             if self._descriptor is None and (self._size or self.lost):
                 self._open()
             if self._descriptor is not None:
-                self._append(self._pack(self._encoder.footer(self._written, self.lost)))
-        except OSError as error:
-            self._warn(str(error))
+                lost = self.lost
+                self._append(self._pack(self._encoder.footer(self._written, lost - self._lost_before)))
+                self._lost_before = lost
+        except Exception as error:
+            self._say(str(error) or type(error).__name__)
         self._abandon()
         self._size = self._written = 0
 
     def _abandon(self) -> None:
         """Close the file; cut off what a failed write may have left."""
         if self._descriptor is not None and self._is_open():
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self._size)
+            if not self._is_device:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, self._size)
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
         self._descriptor = None
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
+def _warn(message: str, *args: object) -> None:
+    with contextlib.suppress(Exception):  # of a handler of the program's
+        logger.warning(message, *args)
 
 
 def _lock(descriptor: int) -> bool:

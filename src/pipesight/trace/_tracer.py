@@ -3,25 +3,26 @@
     code that records --> EVENTS --> this thread: lines --> TraceFile's thread: disk
 
 Only that thread makes lines. Others ask it to and wait, so an exception in one of them (Ctrl-C), or a signal handler on
-top of it that ends the process, leaves no event half-way and no lock held.
+top of it that ends the process, leaves no event half-way and no lock held. Whoever waits does so as long as it gets on.
+What it leaves behind if it does not is counted as lost: an event that has ended is on disk, or in that count.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any, Protocol
 
 from pipesight._logger import own_logger
 from pipesight.trace import _span
 from pipesight.trace._encode import THREAD, Encoder
+from pipesight.trace._ends import Ends
+from pipesight.trace._patience import wait
 from pipesight.trace._span import EVENTS, FIELDS, NO_ARGS, thread_ids
 from pipesight.trace.node import set_recording
 
@@ -29,12 +30,11 @@ __all__ = ["Sink", "Tracer", "tracer"]
 
 logger = own_logger(__name__)
 
-_BATCH = 50_000 * FIELDS
+_BATCH = 10_000 * FIELDS
 _CROWDED = 200_000 * FIELDS
 _OVERCROWDED = 2 * _CROWDED
-_PATIENCE = 3.0  # seconds that code which records waits for the thread that drains to get on
-_LAST_WAIT = 5.0  # seconds that the end of a process waits for it
-_ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # of which Python would let a process die with nothing done
+_PATIENCE = 3.0  # seconds without a batch, after which code that records does not wait for the thread that drains
+_LAST_PATIENCE = 10.0  # and after which the end of a trace does not
 
 
 class Sink(Protocol):
@@ -47,7 +47,7 @@ class Sink(Protocol):
         """Bring them to where they belong."""
 
     def close(self) -> None:
-        """There will be no more."""
+        """There will be no more. May be called again, while it is being done, too."""
 
     def after_fork(self, encoder: Encoder) -> Sink | None:
         """Return the sink of a forked process."""
@@ -59,18 +59,27 @@ class Tracer:
     def __init__(self) -> None:
         self.interval = 0.5
         self._sinks: tuple[Sink, ...] = ()
-        self._thread: threading.Thread | None = None
-        self._requests: SimpleQueue[threading.Event] = SimpleQueue()
-        self._changing = threading.RLock()
-        self._met: dict[int, tuple[int, str]] = {}
-        self._drained = 0  # batches
-        self._complained = False
-        self._real_exit: Callable[[int], Any] = os._exit
-        self._watching_exit = False
+        self._ends = Ends(self.finish, self.flush)
+        self._begin()
         self.on_finish: list[Callable[[], None]] = []
         """Called when the process ends with a trace being written, after the last event is."""
         self.ending: str | None = None
         """By what it ends, if not by coming to its end."""
+
+    def _begin(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._requests: SimpleQueue[threading.Event] = SimpleQueue()
+        # A signal handler that ends the process may come on top of whoever holds one of these: all are reentrant.
+        self._changing = threading.RLock()
+        self._finishing = threading.RLock()
+        self._starting = threading.RLock()
+        self._draining = threading.RLock()
+        self._taking = threading.RLock()
+        self._met: dict[int, tuple[int, str]] = {}
+        self._in_hand: list[list[Any]] = []  # the batch that is being made into lines
+        self._drained = 0  # batches
+        self._stuck_at = -1  # of them, when somebody waited for the next in vain
+        self._complained = False
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -89,8 +98,11 @@ class Tracer:
                 self.drain()
             else:
                 EVENTS.clear()
+                self._complained = False
                 self.encoder = encoder or Encoder()
-                self._watch_exits()
+                _span.on_crowd.append(self.help_out)
+                _span.on_thread.append(self._meet_thread)
+                self._ends.watch()
             self._sinks = (*self._sinks, sink)
             set_recording(True)
             self.ensure_thread()
@@ -103,10 +115,10 @@ class Tracer:
             if len(self._sinks) == 1:
                 set_recording(False)
             _announce(last=True)
-            self.drain()
+            self._drain_or_give_up()
             self._sinks = tuple(other for other in self._sinks if other is not sink)
             if not self._sinks:
-                self._unwatch_exits()
+                self._unwatch()
                 self._end_thread()
         sink.close()
 
@@ -127,45 +139,73 @@ class Tracer:
         for sink in self._sinks:
             sink.flush()
 
-    def drain(self, patience: float | None = None) -> None:
-        """Have all events handed to the sinks. Waits for no disk."""
-        thread = self._thread
-        if thread is None or thread is threading.current_thread() or not thread.is_alive():
-            self._drain()
-            return
+    def drain(self, patience: float | None = None) -> bool:
+        """Have all events handed to the sinks; return whether they are. Waits for no disk."""
+        if not self._sinks or (self._thread is None and not EVENTS):
+            return True
         done = threading.Event()
+
+        def is_done(seconds: float) -> bool:
+            if threading.current_thread() is self._thread or not self.ensure_thread():
+                self._drain(self._requests)
+                return True
+            return done.wait(seconds)
+
         self._requests.put(done)
-        while not done.wait(0.5 if patience is None else patience):
-            if patience is not None:
-                return
-            if not thread.is_alive():
-                self._drain()
-                return
+        return wait(is_done, lambda: self._drained, _LAST_PATIENCE if patience is None else patience)
+
+    def _drain_or_give_up(self) -> None:
+        """Have all events handed to the sinks, or else count them as lost; the thread that drains is stuck."""
+        if self.drain():
+            return
+        self._requests, self._thread = SimpleQueue(), None  # who has the other one hands out no more
+        with self._taking:
+            self._lose([*(self._in_hand.pop() if self._in_hand else ()), *EVENTS])
+            EVENTS.clear()
+        if sys.__stderr__ is not None:  # logging may be where it is stuck
+            text = f"{self.encoder.lost:,} events of the trace were lost: the thread that writes them is stuck"
+            print(f"pipesight: {text}", file=sys.__stderr__, flush=True)
 
     def help_out(self) -> None:
         """Let the thread that drains catch up: memory stays bounded, and nothing is lost as long as it gets on."""
-        can_wait = threading.current_thread() is not self._thread
-        if can_wait and len(EVENTS) > _CROWDED:
-            self.drain(_PATIENCE)
-        while (excess := len(EVENTS) - _OVERCROWDED) > 0:
+        while len(EVENTS) > _CROWDED:
             before = self._drained
-            if can_wait:
+            if before != self._stuck_at and threading.current_thread() is not self._thread:
                 self.drain(_PATIENCE)
             if self._drained != before:
                 continue  # it is slow: others use the processors
-            excess -= excess % -FIELDS  # it is stuck, in someone's logging perhaps
-            del EVENTS[:excess]
-            self.encoder.lost += excess // FIELDS
+            self._stuck_at = before  # in someone's logging perhaps; nobody waits again until it gets on
+            with self._taking:
+                if len(EVENTS) > _OVERCROWDED:
+                    oldest = EVENTS[: len(EVENTS) - _CROWDED]
+                    EVENTS[: len(oldest)] = self._lose(oldest)
+            return
+
+    def _lose(self, events: list[Any]) -> list[Any]:
+        """Count events as lost; return what among them is none, but says which thread has a number from there on."""
+        starts = range(0, len(events), FIELDS)
+        kept = [field for k in starts if events[k] is THREAD for field in events[k : k + FIELDS]]
+        self.encoder.lost += (len(events) - len(kept)) // FIELDS
+        return kept
 
     # The thread.
 
-    def ensure_thread(self) -> None:
-        """Start the thread that drains, unless it runs."""
-        if self._sinks and (self._thread is None or not self._thread.is_alive()):
-            thread = threading.Thread(target=self._run, args=(self._requests,), name="pipesight-trace", daemon=True)
-            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+    def ensure_thread(self) -> bool:
+        """Start the thread that drains, unless it runs, or is being started; return false if it cannot be."""
+        if not self._sinks or (self._thread is not None and self._thread.is_alive()):
+            return True
+        if not self._starting.acquire(blocking=False):
+            return True
+        try:
+            if self._thread is None or not self._thread.is_alive():
+                thread = threading.Thread(target=self._run, args=(self._requests,), name="pipesight-trace", daemon=True)
                 thread.start()
                 self._thread = thread
+        except RuntimeError:  # the interpreter is shutting down
+            return False
+        finally:
+            self._starting.release()
+        return True
 
     def _run(self, requests: SimpleQueue[threading.Event]) -> None:
         while self._requests is requests:
@@ -174,7 +214,7 @@ class Tracer:
                 request = requests.get(timeout=self.interval)
             if self._requests is requests:
                 _announce(last=False)
-                self._drain()
+                self._drain(requests)
             if request is not None:
                 request.set()
 
@@ -185,35 +225,54 @@ class Tracer:
         if thread is not None and thread is not threading.current_thread():
             thread.join(_PATIENCE)
 
-    def _drain(self) -> None:
-        try:
-            while EVENTS:
-                batch = EVENTS[:_BATCH]
-                del EVENTS[:_BATCH]
+    def _drain(self, requests: SimpleQueue[threading.Event]) -> None:
+        """Hand out what there is now, unless somebody gives up on it."""
+        with self._draining:
+            if self._in_hand:  # this is a signal handler on top of one who drains
+                self._hand_out(self._in_hand[0])
+            left = len(EVENTS)
+            while left > 0 and self._requests is requests:
+                with self._taking:
+                    batch = EVENTS[: min(left, _BATCH)]
+                    del EVENTS[: len(batch)]
+                    self._in_hand.append(batch)
+                left -= max(len(batch), 1)
                 self._hand_out(batch)
                 self._drained += 1
-        except Exception:  # of ours: training goes on
-            self._complain("some events")
 
     def _hand_out(self, batch: list[Any]) -> None:
+        sinks = self._sinks
+        blocks = list(self._lines(batch))
+        with self._taking:
+            if not self._in_hand:  # somebody gave up on it, and has counted it
+                return
+            self._in_hand.pop()
         try:
-            text, events = self.encoder.lines(batch)
+            for text, events in blocks:
+                for sink in sinks:
+                    sink.put(text, events)
+        except Exception:  # of ours: training goes on
+            self._lose(batch)
+            self._complain("some events")
+
+    def _lines(self, batch: list[Any]) -> Iterator[tuple[bytes, int]]:
+        """Make lines of a batch, without the events that cannot be made into any."""
+        try:
+            yield self.encoder.lines(batch)
         except Exception:
             if len(batch) > FIELDS:
                 half = len(batch) // FIELDS // 2 * FIELDS
-                self._hand_out(batch[:half])
-                self._hand_out(batch[half:])
+                yield from self._lines(batch[:half])
+                yield from self._lines(batch[half:])
             else:
-                self.encoder.lost += 1
+                self._lose(batch)
                 self._complain(f"an event of {batch[0]!r}")
-            return
-        for sink in self._sinks:
-            sink.put(text, events)
 
     def _complain(self, about: str) -> None:
         if not self._complained:
             self._complained = True
-            logger.warning("%s cannot be written to the trace and will be missing there", about, exc_info=True)
+            with contextlib.suppress(Exception):  # of a handler of the program's
+                logger.warning("%s cannot be written to the trace and will be missing there", about, exc_info=True)
 
     def _meet_thread(self) -> None:
         """Tell the encoder whose number this is, in the stream of events: before, it may have been another's."""
@@ -225,66 +284,32 @@ class Tracer:
             EVENTS.extend((THREAD, *known, moment, moment, 0, ident, NO_ARGS))
         self.ensure_thread()
 
-    # The ends of a process.
+    # The end of the process.
 
-    def _watch_exits(self) -> None:
-        _span.on_crowd.append(self.help_out)
-        _span.on_thread.append(self._meet_thread)
-        atexit.register(self.finish)
-        if not self._watching_exit:
-            self._watching_exit = True
-            self._real_exit, os._exit = os._exit, self._flush_and_exit  # type: ignore[assignment]
-        if threading.current_thread() is threading.main_thread():
-            for number in _ENDINGS:
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    signal.signal(number, self._flush_and_terminate)
+    def finish(self, ending: str | None = None) -> None:
+        """Write everything and close the sinks: the process ends."""
+        self.ending = ending or self.ending
+        with self._finishing:  # another thread may be at it; it ends, as all that it waits for ends
+            set_recording(False)
+            _announce(last=True)
+            self._drain_or_give_up()
+            for sink in self._sinks:
+                sink.close()
+            self._sinks = ()
+            for tell in list(self.on_finish):
+                try:
+                    tell()
+                except Exception:
+                    logger.exception("something could not be finished")
 
-    def _unwatch_exits(self) -> None:
+    def _unwatch(self) -> None:
         _span.on_crowd.remove(self.help_out)
         _span.on_thread.remove(self._meet_thread)
-        atexit.unregister(self.finish)
-        if os._exit == self._flush_and_exit:  # nobody put something in front
-            os._exit = self._real_exit  # type: ignore[assignment]
-            self._watching_exit = False
-        if threading.current_thread() is threading.main_thread():
-            for number in _ENDINGS:
-                if signal.getsignal(number) == self._flush_and_terminate:
-                    signal.signal(number, signal.SIG_DFL)
-
-    def finish(self) -> None:
-        """Write everything and close the sinks: the process ends."""
-        set_recording(False)
-        _announce(last=True)
-        self.drain(_LAST_WAIT)
-        sinks, self._sinks = self._sinks, ()
-        for sink in sinks:
-            sink.close()
-        for tell in list(self.on_finish):
-            try:
-                tell()
-            except Exception:
-                logger.exception("something could not be finished")
-
-    def _flush_and_exit(self, status: int) -> None:
-        self.ending = f"os._exit({status})"
-        try:
-            self.finish()
-        finally:
-            self._real_exit(status)
-
-    def _flush_and_terminate(self, number: int, frame: FrameType | None) -> None:
-        self.ending = signal.Signals(number).name
-        try:
-            self.finish()
-        finally:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        self._ends.unwatch()
 
     def after_fork(self) -> None:
         """Begin anew in a forked process: what was recorded before the fork is the parent's."""
-        self._changing, self._requests = threading.RLock(), SimpleQueue()
-        self._thread = None
-        self._met.clear()
+        self._begin()
         EVENTS.clear()
         _span.begin_process()
         if self._sinks:
@@ -292,9 +317,11 @@ class Tracer:
             self.encoder = Encoder(include_args=encoder.include_args, offset=encoder.offset)
             children = [sink.after_fork(self.encoder) for sink in self._sinks]
             self._sinks = tuple(child for child in children if child is not None)
-            if not self._sinks:
+            if self._sinks:
+                self._ends.after_fork()
+            else:
                 set_recording(False)
-                self._unwatch_exits()
+                self._unwatch()
 
 
 def _announce(*, last: bool) -> None:

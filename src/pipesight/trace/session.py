@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +13,7 @@ from pipesight.trace._encode import Encoder
 from pipesight.trace._file import TraceFile
 from pipesight.trace._forkserver import keep_up_to_date
 from pipesight.trace._tracer import tracer
-from pipesight.trace.settings import Settings
+from pipesight.trace.settings import INTERVALS, MOST, Settings
 
 __all__ = [
     "Session",
@@ -136,11 +137,12 @@ def start(
     Raises:
         RuntimeError: a trace is being written already.
     """
-    if not interval > 0:
-        raise ValueError(f"interval must be more than 0 seconds (interval: {interval})")
-    if max_bytes is not None and max_bytes <= 0:
+    least, most = INTERVALS
+    if not least <= interval <= most:
+        raise ValueError(f"interval must be {least:g} to {most:g} seconds (interval: {interval})")
+    if max_bytes is not None and not 0 < max_bytes <= MOST:
         raise ValueError(f"max_bytes must be more than 0, or None for no limit (max_bytes: {max_bytes})")
-    if max_parts is not None and max_parts <= 0:
+    if max_parts is not None and not 0 < max_parts <= MOST:
         raise ValueError(f"max_parts must be more than 0, or None for all (max_parts: {max_parts})")
     given = _file_in(path)
     if _session is not None and not _session.from_environment:
@@ -167,9 +169,7 @@ def _start(given: Path, settings: Settings, *, child: bool, from_environment: bo
         encoder = tracer.encoder
         encoder.include_args = settings.inc_metadata
     else:
-        clock, _, host = (_inherited("CLOCK") or "").partition("@")
-        same = host == os.uname().nodename  # only there is it the same clock
-        encoder = Encoder(include_args=settings.inc_metadata, offset=int(clock) if same else None)
+        encoder = Encoder(include_args=settings.inc_metadata, offset=_clock())
     file = TraceFile(
         given,
         encoder=encoder,
@@ -262,6 +262,21 @@ _inheritance = _from_outside()
 def _inherited(name: str) -> str | None:
     """Return what the process that started this one handed on to it, if that one was traced."""
     return _inheritance.get(f"PIPESIGHT_{name}") if "PIPESIGHT_PARENT" in _inheritance else None
+
+
+def _clock() -> int | None:
+    """Return the clock of the process that started this one, if that was on this host: only there is it the same."""
+    given = _inherited("CLOCK") or ""
+    clock, _, host = given.partition("@")
+    if host != os.uname().nodename:
+        return None
+    try:
+        offset = int(clock)
+        time.gmtime((offset + time.perf_counter_ns()) // 10**9)
+    except (ValueError, OverflowError, OSError):
+        logger.warning("PIPESIGHT_CLOCK must be nanoseconds and a host, but is %r; using the clock of now", given)
+        return None
+    return offset
 
 
 def _set(name: str, value: str | None) -> None:

@@ -9,9 +9,15 @@ from pathlib import Path
 
 from pipesight._logger import own_logger
 
-__all__ = ["Settings"]
+__all__ = ["INTERVALS", "MOST", "Settings"]
 
 logger = own_logger(__name__)
+
+INTERVALS = (0.001, 86_400.0)
+"""The shortest and the longest interval, in seconds: a millisecond, a day."""
+
+MOST = 2**63 - 1
+"""The largest number of bytes, or of parts."""
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}
@@ -46,9 +52,9 @@ class Settings:
             inc_metadata=_switch("INC_METADATA") is not False,
             trace_compression=_switch("TRACE_COMPRESSION") is not False,
             log_level=_read("LOG_LEVEL"),
-            interval=_number("TRACE_INTERVAL", 0.5) or 0.5,
-            max_bytes=int(_number("TRACE_MAX_BYTES", 0)) or None,
-            max_parts=int(_number("TRACE_MAX_PARTS", 0)) or None,
+            interval=_seconds("TRACE_INTERVAL", 0.5),
+            max_bytes=_limit("TRACE_MAX_BYTES"),
+            max_parts=_limit("TRACE_MAX_PARTS"),
         )
 
     def set_log_level(self) -> None:
@@ -84,13 +90,30 @@ def _switch(name: str) -> bool | None:
     return word in _TRUE
 
 
-def _number(name: str, default: float) -> float:
+def _seconds(name: str, default: float) -> float:
     variable, value = _find(name)
-    try:
-        number = float(value) if value else default
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        logger.warning("%s must be a number of 0 or more, but is %r; using %s", variable, value, default)
+    if not value:
+        return default
+    number = _number(value)
+    least, most = INTERVALS
+    if not least <= number <= most:
+        logger.warning("%s must be %g to %g seconds, but is %r; using %s", variable, least, most, value, default)
         return default
     return number
+
+
+def _limit(name: str) -> int | None:
+    """Return a whole number; none if it is 0, which stands for no limit."""
+    variable, value = _find(name)
+    number = _number(value) if value else 0.0
+    if not (0 <= number <= MOST and number.is_integer()):
+        logger.warning("%s must be a whole number, or 0 for no limit, but is %r; using 0", variable, value)
+        return None
+    return min(int(number), MOST) or None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")

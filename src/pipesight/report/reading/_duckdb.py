@@ -52,6 +52,8 @@ class FileFacts:
     """Lines that are no events, or spans without a time."""
     ended: bool
     """Whether there is the event that ends a trace."""
+    lost: int = 0
+    """How many events that one says could not be written."""
 
 
 class DuckEvents:
@@ -70,6 +72,7 @@ class DuckEvents:
                 "autoinstall_known_extensions": False,
             }
         )
+        self._database.execute("SET enable_progress_bar = false")  # it goes to stdout when a query takes seconds
         self._database.execute(_sql.SOURCES)
         atexit.register(_forget)
 

@@ -261,6 +261,8 @@ def _notes(file: TraceFile, facts: FileFacts, sieve: Sieve | None, text: Unpacke
             f"damaged: {text.damaged:,} of its bytes fail their checksum; "
             + ("some of what it says may be wrong" if wrong else "what they held is left out")
         )
+    if facts.lost:
+        yield note(f"without {facts.lost:,} {'event' if facts.lost == 1 else 'events'} that were lost while recording")
     if file.form == "lines":
         last = text.tail.rstrip(b"\0 \t\r\n")
         is_broken_off = not text.tail.endswith((b"\n", b"]", b"}")) and sieve is None

@@ -40,12 +40,13 @@ SELECT source.number AS file, source.rank AS rank, coalesce(pid, -1) AS pid, coa
     {phase} AS phase, {kind} AS kind,
     coalesce(args.step, -1) AS step, coalesce(args.minibatch, args.step, -1) AS minibatch,
     {partition} AS partition, {microbatch} AS microbatch,
-    coalesce(args.layer, '') AS layer, {device} AS device, coalesce(args.size, -1) AS size
+    coalesce(args.layer, '') AS layer, {device} AS device,
+    coalesce(CASE WHEN cat = 'dftracer' THEN args.lost_events ELSE args.size END, -1) AS size
 FROM read_json($paths, format = 'newline_delimited', compression = '{compression}', filename = true,
     ignore_errors = true, maximum_object_size = {longest}, columns = {{
         name: 'VARCHAR', cat: 'VARCHAR', pid: 'BIGINT', tid: 'BIGINT', ts: '{time}', dur: '{time}',
         args: 'STRUCT(step BIGINT, minibatch BIGINT, partition INTEGER, microbatch INTEGER, layer VARCHAR,
-                      device VARCHAR, size BIGINT)'}}) AS lines
+                      device VARCHAR, size BIGINT, lost_events BIGINT)'}}) AS lines
 JOIN sources AS source ON lines.filename = source.path
 WHERE dur IS NOT NULL OR name IS NULL
 """
@@ -131,7 +132,8 @@ PARQUET = "(FORMAT parquet, COMPRESSION zstd, PARTITION_BY (rank), FILENAME_PATT
 HIVE = "hive_partitioning = true, hive_types = {rank: INTEGER}"
 
 FACTS = f"""
-SELECT file, count(*) FILTER (kind >= -1), count(*) FILTER (kind = {_DAMAGED}), bool_or(kind = {_END})
+SELECT file, count(*) FILTER (kind >= -1), count(*) FILTER (kind = {_DAMAGED}), bool_or(kind = {_END}),
+    greatest(coalesce(max(size) FILTER (kind = {_END}), 0), 0)
 FROM events GROUP BY file
 """
 SETTLING = "DELETE FROM events WHERE kind < -1"

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from pipesight._logger import own_logger
 from pipesight.trace import _span, session
 from pipesight.trace._args import plain, plain_args
+from pipesight.trace._file import is_device
 from pipesight.trace._span import EVENTS, METADATA, begin, begin_silently, remove
 from pipesight.trace._tracer import tracer
 from pipesight.trace.node import is_recording
@@ -95,6 +96,7 @@ class dftracer:  # noqa: N801
             include_args=settings.inc_metadata,
             interval=settings.interval,
             max_bytes=settings.max_bytes,
+            max_parts=settings.max_parts,
         )
         logger.info("tracing into %s", self._session.path)
 
@@ -147,6 +149,8 @@ class dftracer:  # noqa: N801
         if isinstance(span[0], _Entered) and not span[0].logged:
             span[0].logged = True
             EVENTS.extend((event, span[1], span[2][1], start, stop, span[4], span[5], args))
+            if not len(EVENTS) & _span.CROWD:
+                _span.call_for_help()
         else:
             _span.past(event, start, stop, args)
 
@@ -184,7 +188,7 @@ def _untagged(value: Any) -> Any:
 
 def _numbered(file: str | os.PathLike[str], process_id: int) -> Path:
     path = Path(file)
-    return path if process_id < 0 else path.with_name(f"{_stem(path)}-{process_id}.pfw")
+    return path if process_id < 0 or is_device(path) else path.with_name(f"{_stem(path)}-{process_id}.pfw")
 
 
 def _stem(path: Path) -> str:
