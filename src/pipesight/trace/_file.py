@@ -196,7 +196,7 @@ class TraceFile:
             self._given_up = self._events_put - self._events_dropped - self._events_done
         if self.lost and not self._is_said:
             self._is_said = True
-            _warn("lost %s of the trace %s", f"{self.lost:,} event{'s' * (self.lost != 1)}", self.path)
+            logger.warning("lost %s of the trace %s", f"{self.lost:,} event{'s' * (self.lost != 1)}", self.path)
 
     def _wait(self, done: threading.Event) -> bool:
         if self._thread is None and not self._events_put and not self.lost:
@@ -233,7 +233,7 @@ class TraceFile:
     def _say(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            _warn("events of the trace %s are being lost: %s; training goes on", self.path, why)
+            logger.warning("events of the trace %s are being lost: %s; training goes on", self.path, why)
 
     # For the thread that writes.
 
@@ -380,11 +380,6 @@ class TraceFile:
 def _identity(descriptor: int) -> tuple[int, int]:
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
-
-
-def _warn(message: str, *args: object) -> None:
-    with contextlib.suppress(Exception):  # of a handler of the program's
-        logger.warning(message, *args)
 
 
 def _lock(descriptor: int) -> bool:
