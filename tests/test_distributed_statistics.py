@@ -145,13 +145,20 @@ def test_rank_with_a_nan(recorded):
         (1,)
     }
     assert not [line for line in lines(recorded, 0) + lines(recorded, 2) if "ranks" in line and line["iteration"] < 3]
-    log = (recorded / "logs" / "rank-00002.log").read_text()
-    assert "'gradient' of layer '3' has 1 NaN and 0 Inf (iteration 3, on rank 3)" in log
+    logs = [(recorded / "logs" / f"rank-{rank:05}.log").read_text() for rank in range(4)]
+    assert [re.findall(r"WARNING.*(?:bad tensor|NaN or Inf)", log) != [] for log in logs] == [False, False, False, True]
+    assert re.search(
+        r"first bad tensor: 'gradient' of layer '3(\.2)?' .iteration 3, partition 1, micro-batch 3, backward. has 1 "
+        r"NaN and 0 Inf of \d+ numbers; 7 more tensors have NaN or Inf in this iteration; on rank 3 first, of 4 ranks",
+        logs[3],
+    ), logs[3]
     done = subprocess.run([*STRICT_PYTHON, "-m", "pipesight", "report", recorded], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert re.search(
-        r"Not finite: gradient of layer 3(\.2)? is the first, in iteration 3 \(1 NaN\), on rank 3", said
+        r"Not finite: gradient of layer 3(\.2)? is the first, in iteration 3, partition 1, micro-batch 3, backward "
+        r"\(1 NaN\), on rank 3",
+        said,
     ), said
     with open_run(recorded) as run:
         payload = page_payload(run, analyse(run))

@@ -98,7 +98,8 @@ class RunStatistics:
     def part_with_ranks(self) -> None:
         """Log what there is while the other ranks are still there, and let go of them: the program is about to."""
         self.end_step()
-        self._session.merging.close()
+        with ai.comm(enable=False):
+            self._session.part_with_ranks()
 
     def begin_step(self, number: int, *, observing: bool) -> None:
         """Begin a step."""
@@ -163,9 +164,9 @@ class _RunWatch(Watch):
         if self._statistics.observing:
             super()._log(layer, name, value)
 
-    def _log_weights(self, weights: list[tuple[str, str, Tensor]]) -> None:
+    def _log_weights(self, weights: list[tuple[str, str, Tensor]], early: bool) -> None:
         if self._statistics.observing and (self._part.is_first or not self._part.alike):
-            super()._log_weights(weights)
+            super()._log_weights(weights, early)
 
     def _begin(self) -> None:
         """Do nothing: the run knows when a step begins."""

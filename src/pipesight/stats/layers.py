@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 from pipesight.pipeline.gpipe import GPipe
 
-__all__ = ["named_layers"]
+__all__ = ["named_layers", "partitions_of"]
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -18,6 +19,15 @@ def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     seen: set[nn.Module] = {model}
     yield from _named(model, "", seen)
+
+
+def partitions_of(model: Any) -> dict[nn.Module, int]:
+    """Return the number of the partition of each layer that is in one; over ranks, those of this rank."""
+    pipes = [inner for inner in model.modules() if isinstance(inner, GPipe)] if isinstance(model, nn.Module) else []
+    numbered = [(j, partition) for pipe in pipes for j, partition in enumerate(pipe.partitions)]
+    if not isinstance(model, nn.Module):
+        numbered = list(model.partitions.items())
+    return {layer: j for j, partition in numbered for layer in partition.modules()}
 
 
 def _named(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import reduce
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
+from pipesight.context import Phase
 from pipesight.stats.config import Config
 from pipesight.stats.moments import FIELDS, Moments, merge_rows
 from pipesight.stats.moments.quantity import MOMENTS, Source
+from pipesight.stats.nonfinite import Place
 from pipesight.stats.ranks import Exchange
 from pipesight.stats.tally import Tally
 
@@ -19,6 +21,8 @@ __all__ = ["Merging"]
 
 Rows = list[list[float]]
 
+PLACE = "place"  # beside the keys of sources
+PHASES = get_args(Phase)
 _NONFINITE = [FIELDS.index(name) for name in ("nans", "infs")]
 
 
@@ -145,7 +149,8 @@ class Merging:
             MissingRankError: A rank did not come.
         """
         wanted: dict[str, tuple[int, Source]] = {}
-        mine: dict[str, Any] = {}
+        mine: dict[str, list[float]] = {}
+        places: dict[str, tuple[Tally, list[tuple[int, list[float]]]]] = {}
         for i, tally in enumerate(tallies):
             labels = ",".join(quantity.label for quantity in tally.action.quantities)
             merged = tally.merged()
@@ -153,14 +158,18 @@ class Merging:
                 name = "\0".join((tally.layer, tally.tensor, labels, source.key))
                 wanted[name] = (i, source)
                 if source.key in merged:
-                    mine[name] = merged[source.key]
-        everyone = self._exchanges[group].all(
-            list(mine), [list(record.row()) for record in mine.values()], iteration=iteration
-        )
+                    mine[name] = list(merged[source.key].row())
+            name = "\0".join((tally.layer, tally.tensor, labels, PLACE))
+            places[name] = (tally, [])
+            if tally.first is not None:
+                mine[name] = _numbers(*tally.first)
+        everyone = self._exchanges[group].all(list(mine), list(mine.values()), iteration=iteration)
         rows: dict[str, Rows] = {name: [] for name in wanted}
         ranks = self._exchanges[group].ranks
         for rank, (their_names, their_rows) in zip(ranks, everyone, strict=True):
             for name, row in zip(their_names, their_rows, strict=True):
+                if name in places:
+                    places[name][1].append((rank, row))
                 if name not in rows:
                     continue
                 if self.once and not rows[name] and rank != dist.get_rank():
@@ -170,6 +179,9 @@ class Merging:
                 i, source = wanted[name]
                 if source.key == MOMENTS and any(row[place] for place in _NONFINITE):
                     tallies[i].bad_ranks.append(rank)
+        for tally, of_ranks in places.values():
+            if of_ranks:
+                _take_first(tally, of_ranks)
         results: list[dict[str, Any]] = [{} for _ in tallies]
         of_moments = [name for name, (_, source) in wanted.items() if source.key == MOMENTS and rows[name]]
         for name, moments in zip(of_moments, _merge_moments([rows[name] for name in of_moments]), strict=True):
@@ -178,6 +190,22 @@ class Merging:
             if source.key != MOMENTS and rows[name]:
                 results[i][source.key] = reduce(lambda a, b: a.merge(b), map(source.from_row, rows[name]))
         return results
+
+
+def _numbers(order: int, place: Place) -> list[float]:
+    """Return what is sent of where a tensor was first bad."""
+    phase = -1 if place.phase is None else PHASES.index(place.phase)
+    return [order, *(-1 if number is None else number for number in (place.partition, place.microbatch)), phase]
+
+
+def _take_first(tally: Tally, of_ranks: list[tuple[int, list[float]]]) -> None:
+    """Take the place from the rank whose micro-batch was first, of those that have NaN or Inf in a tensor."""
+    rank, row = min(of_ranks, key=lambda of_rank: (of_rank[1][2], of_rank[0]))
+    order, *numbers = map(int, row)
+    partition, microbatch, phase = (None if number < 0 else number for number in numbers)
+    word = None if phase is None else PHASES[phase]
+    tally.first = order, Place(tally.layer, tally.tensor, tally.iteration, partition, microbatch, word)
+    tally.bad_ranks.sort(key=lambda bad: (bad != rank, bad))
 
 
 def _initialized() -> bool:

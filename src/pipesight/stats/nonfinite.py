@@ -1,20 +1,27 @@
-"""The first tensor of a step that went NaN or Inf."""
+"""Tensors that went NaN or Inf, in the order of computation.
+
+weights      were there before the forward that uses them, however late they are looked at
+forward      tensors as they came
+backward     gradients as they came; that of a weight is made with the backward of its layer, before layers above it
+"""
 
 from __future__ import annotations
 
-import re
-import threading
-from collections.abc import Callable, Collection
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeAlias
 
-import torch
-from torch import Tensor
-
-from pipesight import context
 from pipesight.stats.moments import Moments
 
-__all__ = ["NonfiniteError", "Place", "Watchman"]
+__all__ = ["EARLY", "Bad", "Layers", "NonfiniteError", "Place", "Spot", "in_order"]
+
+Spot: TypeAlias = tuple[int, int | None, int | None, str | None]
+"""When a tensor came, as a number that grows, and its partition, micro-batch and phase, if it was in a pipeline."""
+
+EARLY = 1 << 62
+"""Taken off the number of a weight that the step has not changed yet: it was there before all others came."""
+
+GRADIENTS = ("gradient", "dgrad")
 
 
 class NonfiniteError(RuntimeError):
@@ -32,64 +39,109 @@ class Place:
     microbatch: int | None = None
     phase: str | None = None
 
-    @classmethod
-    def here(cls, layer: str, tensor: str, iteration: int) -> Place:
-        """Return the place of the calling thread in the pipe, if it is in one."""
-        where = context.current()
-        if where is None:
-            return cls(layer, tensor, iteration)
-        return cls(layer, tensor, iteration, where.partition, where.microbatch, where.phase)
-
     def __str__(self) -> str:
-        inside = ""
+        inside = "" if self.partition is None else f", partition {self.partition}"
         if self.microbatch is not None:
-            inside = f", partition {self.partition}, micro-batch {self.microbatch}, {self.phase}"
+            inside += f", micro-batch {self.microbatch}, {self.phase}"
         return f"{self.tensor!r} of layer {self.layer!r} (iteration {self.iteration}{inside})"
 
 
-class Watchman:
-    """Reports the first bad tensor of each iteration, once.
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A tensor with NaN or Inf.
 
-    Args:
-        warn: Takes the report.
-        folder: Where tensors are dumped.
-        rank: Of this process.
+    Attributes:
+        number: When it came; below 0 for weights that the step has not changed yet.
     """
 
-    def __init__(self, warn: Callable[[str], None], folder: Path, rank: int) -> None:
-        self._warn, self._folder, self._rank = warn, folder, rank
-        self._lock = threading.Lock()
-        self._reported = -1
+    place: Place
+    moments: Moments
+    number: int
 
-    def look(self, moments: Moments, place: Place, actions: Collection[str], tensor: Tensor | None) -> None:
-        """Report a tensor whose moments count NaN or Inf, if it is the first of its iteration; raise for each.
+    @property
+    def name(self) -> tuple[str, str]:
+        """Its layer, and what it is of it."""
+        return self.place.layer, self.place.tensor
 
-        Raises:
-            NonfiniteError: The actions include ``"raise"``.
-        """
-        if not moments.nans and not moments.infs:
-            return
-        with self._lock:
-            first = self._reported != place.iteration
-            self._reported = place.iteration
-        numel = moments.count + moments.nans + moments.infs
-        report = f"{place} has {moments.nans:.0f} NaN and {moments.infs:.0f} Inf of {numel:.0f} numbers"
-        if first:
-            report = f"first bad tensor: {report}"
-            if "dump" in actions and tensor is not None:
-                report += self._dump(tensor, place)
-            self._warn(report)
-        if "raise" in actions:
-            raise NonfiniteError(f"{report}; to go on instead, set on_nonfinite: warn")
+    @property
+    def of_ranks(self) -> tuple[int, ...]:
+        """What sorts bad tensors of several ranks, whose numbers say nothing of each other: the way of the data."""
+        partition, microbatch = self.place.partition or 0, self.place.microbatch or 0
+        if self.number < 0:
+            return 0, partition, 0, 0
+        if self.place.tensor in (*GRADIENTS, "wgrad") or self.place.phase == "backward":
+            return 2, -partition, self.place.tensor == "wgrad", microbatch
+        return 1, partition + microbatch, partition, 0
 
-    def _dump(self, tensor: Tensor, place: Place) -> str:
-        layer = re.sub(r"[^\w.-]", "_", place.layer)[:100]
-        name = re.sub(r"[^\w.-]", "_", place.tensor)[:100]
-        path = self._folder / f"iteration-{place.iteration:06d}-rank-{self._rank:05d}-{layer}-{name}.pt"
-        entry = {field: getattr(place, field) for field in Place.__slots__}
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            torch.save({**entry, "rank": self._rank, "values": tensor.detach().cpu().clone()}, path)
-        except OSError as error:
-            return f"; it could not be saved to {path} ({error})"
-        return f"; it is in {path}, for torch.load"
+    def __str__(self) -> str:
+        m = self.moments
+        return f"{self.place} has {m.nans:.0f} NaN and {m.infs:.0f} Inf of {m.count + m.nans + m.infs:.0f} numbers"
+
+
+class Layers:
+    """The layers of watched models, in order, and the partition that each is in."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}
+        self._last: dict[str, int] = {}  # of the layers inside of it
+        self._partitions: dict[str, int] = {}
+
+    def add(self, names: Iterable[str], partitions: Mapping[str, int]) -> None:
+        """Add the layers of a model."""
+        for name in names:
+            place = self._first.setdefault(name, len(self._first))
+            while name:
+                self._last[name] = place
+                name = name.rpartition(".")[0]
+        self._partitions.update(partitions)
+
+    def bad(self, layer: str, tensor: str, iteration: int, spot: Spot, moments: Moments) -> Bad:
+        """Return a bad tensor of a layer; outside of a pipeline's tasks, the layer says which partition it is in."""
+        number, partition, microbatch, phase = spot
+        if partition is None:
+            partition = self._partitions.get(layer)
+        return Bad(Place(layer, tensor, iteration, partition, microbatch, phase), moments, number)
+
+    def is_below(self, name: str, other: str) -> bool:
+        """Whether a layer comes after all of another one, as far as both are known."""
+        return self._first.get(name, -1) > self._last.get(other, len(self._first))
+
+    def place(self, name: str) -> int:
+        """The place of a layer among all, those inside of it after it; -1 if it is not known."""
+        return self._first.get(name, -1)
+
+
+def in_order(found: Iterable[Bad], layers: Layers) -> list[Bad]:
+    """Sort bad tensors by when they were computed."""
+    ordered: list[Bad] = []
+    of_weights: list[Bad] = []
+    for bad in sorted(found, key=lambda bad: bad.number):
+        (of_weights if bad.place.tensor == "wgrad" else ordered).append(bad)
+    early = sum(bad.number < 0 for bad in ordered)
+    ordered[:early] = _inner_first(ordered[:early])
+    result: list[Bad] = []
+    i = 0
+    for bad in sorted(of_weights, key=lambda bad: (layers.place(bad.place.layer), -bad.number), reverse=True):
+        while i < len(ordered) and not _is_later(ordered[i], bad, layers):
+            result.append(ordered[i])
+            i += 1
+        result.append(bad)
+    return result + ordered[i:]
+
+
+def _is_later(bad: Bad, of_weight: Bad, layers: Layers) -> bool:
+    """Whether something comes after the gradient of a weight: it is that of a layer further up, or a changed weight."""
+    if bad.place.tensor == "weight":
+        return bad.number >= 0
+    return bad.place.tensor in GRADIENTS and layers.is_below(of_weight.place.layer, bad.place.layer)
+
+
+def _inner_first(weights: list[Bad]) -> list[Bad]:
+    """Put the weights of a layer before those of the layers around it, which are the same."""
+    result: list[Bad] = []
+    around: list[Bad] = []
+    for bad in weights:
+        while around and not bad.place.layer.startswith(f"{around[-1].place.layer}."):
+            result.append(around.pop())
+        around.append(bad)
+    return result + around[::-1]

@@ -8,25 +8,28 @@ keep --> Tally per (layer, tensor, group)
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipesight import context
 from pipesight.stats.merging import Merging
 from pipesight.stats.messages import MessageLog
 from pipesight.stats.moments.device import DeviceRows
 from pipesight.stats.moments.quantity import MOMENTS, Source
 from pipesight.stats.moments.record import LaterMoments
 from pipesight.stats.moments.small import SmallRows
-from pipesight.stats.nonfinite import Watchman
+from pipesight.stats.nonfinite import EARLY, Bad, Layers, Spot, in_order
 from pipesight.stats.plan import Action
 from pipesight.stats.sinks import Record, Sinks
 from pipesight.stats.tally import Tally
+from pipesight.stats.watchman import Watchman
 
 __all__ = ["Pending"]
 
@@ -40,17 +43,20 @@ class Pending:
 
     Attributes:
         iteration: The one under way; None if nothing has come since the last one ended.
+        layers: Those of the models that are watched.
     """
 
     def __init__(self, merging: Merging, sinks: Sinks, messages: MessageLog, watchman: Watchman) -> None:
         self.iteration: int | None = None
+        self.layers = Layers()
+        self._numbers = itertools.count()
         self._merging, self._sinks, self._messages, self._watchman = merging, sinks, messages, watchman
         self._lock = threading.RLock()
         self._tallies: dict[Key, Tally] = {}
         self._unread: deque[list[Tally]] = deque()
         self._devices: dict[torch.device, DeviceRows] = {}
         self._small = SmallRows()
-        self._told: set[tuple[str, str]] = set()
+        self._told_of_ranks = False
 
     def turn_to(self, iteration: int) -> None:
         """Begin an iteration, if it is not the one under way: some loops pass iterations and never call ``step``."""
@@ -60,6 +66,13 @@ class Pending:
                     self.end(self.iteration)
                 self.iteration = iteration
 
+    def spot(self, *, early: bool = False) -> Spot:
+        """Return when and where the calling thread is; early for a weight that the step has yet to change."""
+        where, number = context.current(), next(self._numbers)
+        if where is None:
+            return number - EARLY if early else number, None, None, None
+        return number, where.partition, where.microbatch, where.phase
+
     def keep(
         self,
         layer: str,
@@ -68,6 +81,7 @@ class Pending:
         action: Action,
         group: dist.ProcessGroup | None,
         records: Sequence[Any] | None,
+        spot: Spot,
     ) -> None:
         """Add what was measured in a call; ``None`` if other ranks of the group measure the same elements."""
         key = (layer, tensor, group, action)
@@ -79,6 +93,20 @@ class Pending:
                 tally = self._tallies[key] = Tally(layer, tensor, iteration, action)
             if records is not None:
                 tally.calls.append(records)
+                tally.spots.append(spot)
+
+    def look(self, bad: Bad, actions: Collection[str], tensor: Tensor) -> None:
+        """Have a tensor with NaN or Inf dumped, or raise, as the actions say.
+
+        Raises:
+            NonfiniteError: The actions include ``"raise"``.
+        """
+        with self._lock:
+            for device in self._devices:
+                torch.cuda.synchronize(device)  # others may have been measured on other streams
+            known = [found for tally in self._tallies.values() if (found := tally.bad(self.layers)) is not None]
+            first = in_order([*known, bad], self.layers)[0]
+        self._watchman.look(bad, first, actions, tensor)
 
     def rows(self, device: torch.device) -> DeviceRows:
         """Return where tensors of a device are measured."""
@@ -99,16 +127,17 @@ class Pending:
             MissingRankError: A rank did not come to merge.
         """
         with self._lock:
+            self._watchman.speak()
             iteration = iteration if self.iteration is None else self.iteration
             tallies = self._begin_anew()
             groups = self._merging.groups(iteration)
             alone = [tally for (*_, group, _), tally in tallies.items() if group not in groups]
             unmerged = sum(key[2] is not None for key in tallies) - (len(tallies) - len(alone))
-            if unmerged:
-                self._tell_once(
-                    ("", ""),
+            if unmerged and not self._told_of_ranks:
+                self._told_of_ranks = True
+                self._messages.warning(
                     f"{unmerged} tensors of iteration {iteration} were logged without the other ranks: no rule of the "
-                    "configuration includes that iteration, or the process group is gone",
+                    "configuration includes that iteration, or the process group is gone"
                 )
             if not groups:
                 if alone:
@@ -116,17 +145,24 @@ class Pending:
                 self._write_read(wait=len(self._unread) > UNREAD)
                 return
             self._write_read(wait=True)
-            self._write(alone)
+            found = self._look(tallies.values())
+            self._log(alone, [tally.merged() for tally in alone])
             for group in groups:
                 members = [tally for (*_, of, _), tally in tallies.items() if of is group]
-                self._look(members)
                 self._log(members, self._merging.merge(members, group, iteration))
+            if tallies:
+                self._watchman.end(iteration, found)
 
     def flush(self) -> None:
         """Log what was measured so far, and wait for it."""
         with self._lock:
             if self.iteration is not None:
                 self.end(self.iteration)
+            self._write_read(wait=True)
+
+    def read(self) -> None:
+        """Log the iterations that have ended, and wait for their values."""
+        with self._lock:
             self._write_read(wait=True)
 
     def flush_alone(self) -> None:
@@ -140,7 +176,11 @@ class Pending:
                     "call end_debug() on every rank before the process ends"
                 )
             self._write_read(wait=True)
-            self._write([tally for key, tally in tallies.items() if key[2] is None])
+            found = self._look(tallies.values())  # what is bad is logged even if other ranks may have more of it
+            rest = [tally for key, tally in tallies.items() if key[2] is None or tally.first is not None]
+            self._log(rest, [tally.merged() for tally in rest])
+            if tallies:
+                self._watchman.end(next(iter(tallies.values())).iteration, found)
 
     def _begin_anew(self) -> dict[Key, Tally]:
         tallies, self._tallies, self.iteration = self._tallies, {}, None
@@ -155,37 +195,24 @@ class Pending:
             self._write(self._unread.popleft())
 
     def _write(self, tallies: list[Tally]) -> None:
-        self._look(tallies)
+        found = self._look(tallies)
         self._log(tallies, [tally.merged() for tally in tallies])
+        self._watchman.end(tallies[0].iteration, found)
 
-    def _look(self, tallies: Iterable[Tally]) -> None:
-        """Look for NaN and Inf in what has come from a device."""
-        for tally in tallies:
-            for first, *_ in tally.calls:
-                if isinstance(first, LaterMoments) and first.place is not None:
-                    self._watchman.look(first.moments(), first.place, ("warn",), None)
+    def _look(self, tallies: Iterable[Tally]) -> list[Bad]:
+        """Return the tensors with NaN or Inf, in the order of computation, and let their tallies know their place."""
+        of_tallies = [(bad, tally) for tally in tallies if (bad := tally.bad(self.layers)) is not None]
+        if not of_tallies:
+            return []
+        found = in_order([bad for bad, _ in of_tallies], self.layers)
+        orders = {id(bad): order for order, bad in enumerate(found)}
+        for bad, tally in of_tallies:
+            tally.first = orders[id(bad)], bad.place
+        return found
 
     def _log(self, tallies: Iterable[Tally], merged: Iterable[dict[str, Any]]) -> None:
         records: list[Record] = []
         for tally, of_it in zip(tallies, merged, strict=True):
-            moments = of_it.get(MOMENTS)
-            if moments is None:
-                continue
-            if moments.nans or moments.infs:
-                self._tell_once(
-                    (tally.layer, tally.tensor),
-                    f"{tally.tensor!r} of layer {tally.layer!r} has {moments.nans:.0f} NaN and {moments.infs:.0f} Inf "
-                    f"(iteration {tally.iteration}{_on(tally.bad_ranks)}); its other statistics are of the finite "
-                    "elements",
-                )
-            records += tally.records(of_it)
+            if MOMENTS in of_it:
+                records += tally.records(of_it)
         self._sinks.write(records)
-
-    def _tell_once(self, subject: tuple[str, str], message: str) -> None:
-        if subject not in self._told:
-            self._told.add(subject)
-            self._messages.warning(message)
-
-
-def _on(ranks: list[int]) -> str:
-    return f", on rank {', '.join(map(str, ranks))}" if ranks else ""

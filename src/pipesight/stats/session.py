@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipesight import context
+from pipesight.stats._claims import Claims
 from pipesight.stats.config import Config
 from pipesight.stats.config.rules import StatisticRequest, TensorRule
 from pipesight.stats.current import serving
@@ -24,13 +25,14 @@ from pipesight.stats.moments._kinds import ORDINARY
 from pipesight.stats.moments.device import has_kernels, is_capturing
 from pipesight.stats.moments.record import LaterMoments
 from pipesight.stats.moments.shards import local_part
-from pipesight.stats.nonfinite import Place, Watchman
+from pipesight.stats.nonfinite import Layers, Spot
 from pipesight.stats.pending import Pending
 from pipesight.stats.plan import Action, Plan, action_for, plan_for
 from pipesight.stats.recomputing import is_recomputing
 from pipesight.stats.registry import Registry
 from pipesight.stats.sinks import Sinks
 from pipesight.stats.tally import Statistics
+from pipesight.stats.watchman import Watchman
 
 __all__ = ["Session"]
 
@@ -75,7 +77,7 @@ class Session:
         self.met = False
         """Whether a tensor has come that the configuration selects at its step."""
         self._told_of_capture = False
-        self._watchman = Watchman(messages.warning, folder, rank)
+        self._watchman = Watchman(messages.warning, messages.info, folder, rank, claims=Claims())
         self._pending = Pending(self.merging, sinks, messages, self._watchman)
         self._plans: dict[PlanKey, Plan | None] = {}
         self._actions: dict[tuple[Any, ...], Action] = {}
@@ -102,6 +104,7 @@ class Session:
         skip_reduction: bool = False,
         reduction_group: dist.ProcessGroup | None = None,
         gemm: str | None = None,
+        early: bool = False,
     ) -> Mapping[str, Any]:
         """Measure a tensor, if the configuration says so; see `pipesight.stats.log_tensor_stats`."""
         try:
@@ -131,7 +134,7 @@ class Session:
         if not action.sources:
             return results
         name = tensor_name if gemm is None else f"{gemm}_{tensor_name}"
-        records = self._collect(layer_name, name, tensor, step, action, skip_reduction, reduction_group)
+        records = self._collect(layer_name, name, tensor, step, action, skip_reduction, reduction_group, early)
         statistics = Statistics(action, records)
         return {**results, **statistics} if results else statistics
 
@@ -153,8 +156,21 @@ class Session:
             )
         return capturing
 
-    def log_many(self, tensors: Sequence[tuple[str, str, Tensor]], *, skip_reduction: bool = False) -> None:
-        """Measure tensors, given as layer, name and tensor, as `log_tensor_stats` does; those of a device at once."""
+    @property
+    def layers(self) -> Layers:
+        """The layers of the models that are watched."""
+        return self._pending.layers
+
+    def log_many(
+        self, tensors: Sequence[tuple[str, str, Tensor]], *, skip_reduction: bool = False, early: bool = False
+    ) -> None:
+        """Measure tensors, given as layer, name and tensor, as `log_tensor_stats` does; those of a device at once.
+
+        Args:
+            tensors: Weights or their gradients.
+            skip_reduction: Log what this rank has.
+            early: They are as they were before the forward.
+        """
         together: dict[tuple[torch.device, bool], list[tuple[str, str, Tensor, Action]]] = {}
         for layer, name, tensor in tensors:
             plan = self.plan(layer, name)
@@ -168,15 +184,15 @@ class Session:
                 key = (tensor.device, action.sources[0].powers)
                 together.setdefault(key, []).append((layer, name, tensor, action))
             else:
-                self.log_tensor_stats(layer, tensor, name, skip_reduction=skip_reduction)
+                self.log_tensor_stats(layer, tensor, name, skip_reduction=skip_reduction, early=early)
         for (device, powers), members in together.items():
             rows = self._pending.rows(device).measure([tensor for _, _, tensor, _ in members], powers=powers)
             for (layer, name, tensor, action), row in zip(members, rows, strict=True):
-                if action.on_nonfinite:
-                    self._look(row, Place.here(layer, name, self.step_count), action, tensor)
+                spot = self._pending.spot(early=early)
                 records = [row, *(source.measure(tensor) for source in action.sources[1:])]
                 group = self.merging.group_for(None, layer, skip=skip_reduction)
-                self._pending.keep(layer, name, self.step_count, action, group, records)
+                self._pending.keep(layer, name, self.step_count, action, group, records, spot)
+                self._look(row, layer, name, self.step_count, spot, action, tensor)
 
     def collect_by(
         self,
@@ -212,6 +228,7 @@ class Session:
         action: Action,
         skip_reduction: bool,
         reduction_group: dist.ProcessGroup | None,
+        early: bool = False,
     ) -> list[Any]:
         """Measure a tensor, and keep what was measured until the step ends; return a record a source."""
         if not isinstance(tensor, Tensor):
@@ -220,7 +237,7 @@ class Session:
             raise TypeError("statistics cannot be logged inside of a torch.func transform; log them outside of it")
         group = self.merging.group_for(reduction_group, layer, skip=skip_reduction)
         part = local_part(tensor, None if group is None else dist.get_process_group_ranks(group))
-        sources = action.sources
+        sources, spot = action.sources, self._pending.spot(early=early)
         if part.tensor.is_cuda and has_kernels(part.tensor.device):
             first: Any = self._pending.rows(part.tensor.device).measure([part.tensor], powers=sources[0].powers)[0]
         else:
@@ -228,20 +245,18 @@ class Session:
             first = self._pending.small(part.tensor, sources[0]) if busy and action.on_nonfinite <= {"warn"} else None
             if first is None:
                 first = sources[0].measure(part.tensor)
-        if action.on_nonfinite:
-            self._look(first, Place.here(layer, name, step), action, part.tensor)
         records = [first, *(source.measure(part.tensor) for source in sources[1:])]
-        self._pending.keep(layer, name, step, action, group, records if part.counts or group is None else None)
+        self._pending.keep(layer, name, step, action, group, records if part.counts or group is None else None, spot)
+        self._look(first, layer, name, step, spot, action, part.tensor)
         return records
 
-    def _look(self, record: Any, place: Place, action: Action, tensor: Tensor) -> None:
-        """Look for NaN and Inf: at once, unless a warning can wait until the moments are read back."""
-        if isinstance(record, LaterMoments):
-            if action.on_nonfinite == {"warn"}:
-                record.place = place
-                return
-            record = record.moments()
-        self._watchman.look(record, place, action.on_nonfinite, tensor)
+    def _look(self, record: Any, layer: str, name: str, step: int, spot: Spot, action: Action, tensor: Tensor) -> None:
+        """Look for NaN and Inf at once, unless a warning is all that is asked for: that waits until the step ends."""
+        if action.on_nonfinite <= {"warn"}:
+            return
+        moments = record.moments() if isinstance(record, LaterMoments) else record
+        if moments.nans or moments.infs:
+            self._pending.look(self.layers.bad(layer, name, step, spot, moments), action.on_nonfinite, tensor)
 
     def step(self) -> None:
         """End a step: merge what was measured, log it, and count on. While a CUDA graph is captured, do nothing."""
@@ -258,6 +273,12 @@ class Session:
     def flush(self) -> None:
         """Log what was measured so far, and wait for it."""
         self._pending.flush()
+
+    def part_with_ranks(self) -> None:
+        """Log what there is while the other ranks are there, and let go of them."""
+        self._pending.read()
+        self._watchman.part_with_ranks()
+        self.merging.close()
 
     @property
     def closed(self) -> bool:
@@ -281,6 +302,7 @@ class Session:
                 end_namespaces(self.registry)
             finally:
                 (self._pending.flush_alone if alone else self._pending.flush)()
+                self._watchman.close()
         finally:
             self.merging.close()
             self.sinks.close()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipesight.stats.moments.quantity import MOMENTS
 from pipesight.stats.moments.record import LaterMoments
+from pipesight.stats.nonfinite import Bad, Layers, Place, Spot
 from pipesight.stats.plan import Action
 from pipesight.stats.sinks import Record
 
@@ -22,20 +23,33 @@ class Tally:
 
     Attributes:
         calls: A record a source for each call, in order of time; none if this rank's copy does not count.
-        bad_ranks: Those with NaN or Inf, where ranks were merged.
+        spots: When and where each of them was.
+        bad_ranks: Those with NaN or Inf, where ranks were merged; the first to have them first.
+        first: The first call with NaN or Inf, and its place among the bad tensors of the iteration and its rank.
     """
 
-    __slots__ = ("action", "bad_ranks", "calls", "iteration", "layer", "tensor")
+    __slots__ = ("action", "bad_ranks", "calls", "first", "iteration", "layer", "spots", "tensor")
 
     def __init__(self, layer: str, tensor: str, iteration: int, action: Action) -> None:
         self.layer, self.tensor, self.iteration, self.action = layer, tensor, iteration, action
         self.calls: list[Sequence[Any]] = []
+        self.spots: list[Spot] = []
         self.bad_ranks: list[int] = []
+        self.first: tuple[int, Place] | None = None
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`merged` does not wait for a device."""
         return all(not isinstance(call[0], LaterMoments) or call[0].ready for call in self.calls)
+
+    def bad(self, layers: Layers) -> Bad | None:
+        """Return the first call with NaN or Inf."""
+        found: Bad | None = None
+        for (first, *_), spot in zip(self.calls, self.spots, strict=True):
+            moments = _resolve(first)
+            if (moments.nans or moments.infs) and (found is None or spot[0] < found.number):
+                found = layers.bad(self.layer, self.tensor, self.iteration, spot, moments)
+        return found
 
     def merged(self) -> dict[str, Any]:
         """Return one record a source, none if there was no call that counts."""
@@ -51,9 +65,15 @@ class Tally:
         """Yield what is to be logged."""
         moments = merged[MOMENTS]
         nans, infs, ranks = int(moments.nans), int(moments.infs), tuple(self.bad_ranks)
-        for quantity in self.action.quantities:
-            value = float(quantity.formula(merged[quantity.source]))
-            yield Record(self.layer, self.tensor, quantity.label, self.iteration, value, nans, infs, ranks)
+        where: tuple[Any, ...] = ()
+        if self.first is not None:
+            order, place = self.first
+            where = (order, place.partition, place.microbatch, place.phase)
+        values = [(quantity.label, quantity.formula(merged[quantity.source])) for quantity in self.action.quantities]
+        if not values:  # only NaN and Inf are looked for
+            values = [(label, count) for label, count in (("nans", nans), ("infs", infs)) if count]
+        for label, value in values:
+            yield Record(self.layer, self.tensor, label, self.iteration, float(value), nans, infs, ranks, *where)
 
 
 class Statistics(Mapping[str, Tensor]):

@@ -67,7 +67,6 @@ class DeviceRow(LaterMoments):
     __slots__ = ("_index", "_readback", "_rows")
 
     def __init__(self, rows: Tensor, index: int) -> None:
-        super().__init__()
         self._rows: Tensor | None = rows
         self._index = index
         self._readback: _Readback | None = None

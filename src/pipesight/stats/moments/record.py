@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,16 +157,9 @@ Moments.EMPTY = Moments()
 
 
 class LaterMoments(ABC):
-    """Moments that are not at hand yet: on a device, or not worked out.
+    """Moments that are not at hand yet: on a device, or not worked out."""
 
-    Attributes:
-        place: Where the tensor was measured, if someone is to be told of NaN and Inf.
-    """
-
-    __slots__ = ("place",)
-
-    def __init__(self) -> None:
-        self.place: Any = None
+    __slots__ = ()
 
     @property
     @abstractmethod

@@ -33,7 +33,6 @@ class SmallRow(LaterMoments):
     __slots__ = ("_found", "_rows")
 
     def __init__(self, rows: SmallRows) -> None:
-        super().__init__()
         self._rows = rows
         self._found: Moments | None = None
 

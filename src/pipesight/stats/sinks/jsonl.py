@@ -3,7 +3,9 @@
 An object has ``iteration``, ``layer``, ``tensor``, ``statistic`` and ``value``. JSON has no NaN and no infinities: such
 a value is ``null``, and ``nonfinite`` says which: ``"nan"``, ``"inf"`` or ``"-inf"``, so that ``value`` stays a column
 of numbers. ``nans`` and ``infs`` say how many elements the value leaves out, where there are any, and ``ranks`` which
-ranks have them, where several were merged.
+ranks have them, where several were merged. Such a line also has an ``order``: the place of the tensor among those with
+NaN or Inf of its iteration and rank, in the order of computation, and, from a pipeline, the ``partition``,
+``microbatch`` and ``phase`` in which the first of them came up.
 """
 
 from __future__ import annotations
@@ -57,6 +59,12 @@ def _line(record: Record) -> str:
         end += f', "infs": {int(record.infs)}'
     if record.ranks:
         end += f', "ranks": {list(record.ranks)}'
+    if record.order is not None:
+        end += f', "order": {record.order}'
+    if record.partition is not None:
+        end += f', "partition": {record.partition}'
+    if record.microbatch is not None:
+        end += f', "microbatch": {record.microbatch}, "phase": "{record.phase}"'
     return (
         f'{{"iteration": {record.iteration}, "layer": {quote(record.layer)}, "tensor": {quote(record.tensor)}, '
         f'"statistic": {quote(record.statistic)}, "value": {end}}}\n'

@@ -17,7 +17,10 @@ class Record:
         value: a plain float.
         nans: how many NaN elements the value leaves out.
         infs: how many infinite elements the value leaves out.
-        ranks: the ranks that have these, where several were merged.
+        ranks: the ranks that have these, where several were merged; the first that had them first.
+        order: if there are such elements, the place of the tensor among those of its iteration and rank that have some,
+            in the order of computation.
+        partition: of the pipeline in which the first of them was computed; so are micro-batch and phase.
     """
 
     layer: str
@@ -28,6 +31,10 @@ class Record:
     nans: int = 0
     infs: int = 0
     ranks: tuple[int, ...] = ()
+    order: int | None = None
+    partition: int | None = None
+    microbatch: int | None = None
+    phase: str | None = None
 
     @staticmethod
     def named(name: str, value: float, iteration: int) -> Record:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Weights"]
 
-Log = Callable[[list[tuple[str, str, Tensor]]], None]
+Log = Callable[[list[tuple[str, str, Tensor]], bool], None]
 
 
 def _nothing(*_: object) -> None:
@@ -28,7 +28,7 @@ class Weights:
 
     Args:
         model: Whose optimizers are meant.
-        log: Takes layers, names and tensors.
+        log: Takes layers, names and tensors, and whether these are as they were before the forward.
         begins: Called when a step begins with the optimizer, which is given a closure and calls the model itself.
         ended: Called when an optimizer has stepped.
     """
@@ -79,7 +79,7 @@ class Weights:
         return self._ours[optimizer]
 
     def _log_those(self, among: set[int] | None, tensors: tuple[str, ...]) -> None:
-        wanted: list[tuple[str, str, Tensor]] = []
+        wanted: dict[bool, list[tuple[str, str, Tensor]]] = {True: [], False: []}
         for name, layer, chosen in self._layers:
             for tensor_name in tensors:
                 if tensor_name not in chosen or (name, tensor_name) in self._measured:
@@ -88,9 +88,13 @@ class Weights:
                 values = members if tensor_name == "weight" else [p.grad for p in members if p.grad is not None]
                 if values:
                     self._measured.add((name, tensor_name))
-                    wanted += [(name, tensor_name, value) for value in values]
-        if wanted:
-            self._log(wanted)
+                    for value in values:
+                        # What an optimizer unknown to torch may have changed has a gradient.
+                        early = tensor_name == "weight" and (among is not None or value.grad is None)
+                        wanted[early].append((name, tensor_name, value))
+        for early, entries in wanted.items():
+            if entries:
+                self._log(entries, early)
 
 
 def _parameters(layer: nn.Module) -> list[nn.Parameter]:

@@ -21,7 +21,7 @@ from pipesight import context
 from pipesight.stats import api
 from pipesight.stats._mistakes import shown
 from pipesight.stats.current import running
-from pipesight.stats.layers import named_layers
+from pipesight.stats.layers import named_layers, partitions_of
 from pipesight.stats.recomputing import in_checkpoint, is_recomputing
 from pipesight.stats.session import Session
 from pipesight.stats.unmatched import OUTPUTS, TENSORS, missing_layers, unknown_tensors
@@ -93,7 +93,6 @@ class Watch:
         self._part = part_of(model)
         self._wrapped, self._model = self._part.module, _unwrapped(self._part.module)
         self._what = f"this {type(self._model if isinstance(model, nn.Module) else model).__name__}"
-        model = self._model
         self.layers: dict[str, tuple[str, ...]] = {}
         self._handles: list[RemovableHandle] = []
         self._leaves: list[RemovableHandle] = []  # hooks of tensors that outlive the step
@@ -104,8 +103,10 @@ class Watch:
         self._inside: bool | None = None  # a call of the model is under way, and is it counted
         self._called = self._trained = False  # the model, at all and in a call that counts
         self._first_step = session.step_count
-        self._weights = Weights(model, self._log_weights, begins=self._begin, ended=self._after_optimizer)
-        names = {plain: layer for name, layer in named_layers(model) if (plain := _plain_name(name))}
+        self._weights = Weights(self._model, self._log_weights, begins=self._begin, ended=self._after_optimizer)
+        names = {plain: layer for name, layer in named_layers(self._model) if (plain := _plain_name(name))}
+        partitions = partitions_of(self._model if isinstance(model, nn.Module) else model)
+        session.layers.add(names, {name: partitions[layer] for name, layer in names.items() if layer in partitions})
         selected = session.config.select(names)
         try:
             for name in selected:
@@ -298,10 +299,10 @@ class Watch:
                     f"({type(tensor).__name__}, {tensor.dtype})"
                 )
 
-    def _log_weights(self, weights: list[tuple[str, str, Tensor]]) -> None:
+    def _log_weights(self, weights: list[tuple[str, str, Tensor]], early: bool) -> None:
         # Every rank of a DistributedDataParallel has all of them, and they are the same.
         alike = self._part.alike
-        self._session.log_many([entry for entry in weights if has_values(entry[2])], skip_reduction=alike)
+        self._session.log_many([entry for entry in weights if has_values(entry[2])], skip_reduction=alike, early=early)
 
     def _after_optimizer(self) -> None:
         self._stepped = True
