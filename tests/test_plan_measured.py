@@ -53,6 +53,13 @@ def made(folder, *, steps=5, checkpointed=3, layers=True, pause=300, **descripti
     return run
 
 
+def whole(costs, *, chunks):
+    """Return what each layer takes for a whole batch, forward and backward."""
+    layers = costs.layers
+    forward = [layer.forward + chunks * layer.forward_each for layer in layers]
+    return forward, [layer.backward + chunks * layer.backward_each for layer in layers]
+
+
 def measured(run):
     with open_run(run.write()) as opened:
         return measure(opened)
@@ -112,8 +119,7 @@ def test_layers_have_their_times(tmp_path):
         at += 1000
     costs = measured(run).costs
     assert [layer.name for layer in costs.layers] == ["l0", "l1", "l2"]
-    assert [layer.forward for layer in costs.layers] == pytest.approx([60e-6, 100e-6, 140e-6])
-    assert [layer.backward for layer in costs.layers] == pytest.approx([60e-6, 100e-6, 140e-6])
+    assert whole(costs, chunks=2) == (pytest.approx([60e-6, 100e-6, 140e-6]),) * 2
     assert costs.forward_overhead == pytest.approx((10 + 20) / 2 * 1e-6)
     assert [layer.parameter_bytes for layer in costs.layers] == [1000] * 3
     assert [layer.output_bytes for layer in costs.layers] == [100] * 3
@@ -136,7 +142,7 @@ def test_layers_come_in_the_order_they_run(tmp_path):
 def test_layers_that_were_not_recorded(tmp_path):
     """Where there are tasks alone, layers share them evenly, and a note says so."""
     found = measured(made(tmp_path / "run", layers=False))
-    assert [layer.forward for layer in found.costs.layers[:2]] == pytest.approx([200e-6, 200e-6])
+    assert whole(found.costs, chunks=4)[0][:2] == pytest.approx([200e-6, 200e-6])
     assert any("even share" in note for note in found.costs.notes)
     assert found.predicted_seconds == pytest.approx(found.step_seconds)
 
@@ -174,9 +180,12 @@ def test_mini_batches_of_a_step(tmp_path):
     assert found.predicted_seconds == pytest.approx(1300e-6)
 
 
-def test_transfers_become_a_link(tmp_path):
-    """The speed of the recorded transfers is that of the plans, unless another is given."""
+@pytest.mark.parametrize("large", [True, False])
+def test_transfers_become_a_link(tmp_path, large):
+    """Plans have a link on which what is cut takes as long as recorded transfers did, unless another is given."""
     run = Made(tmp_path / "run", balance=[1, 1], chunks=1)
+    layers = [{"name": f"l{j}", "partition": j, "output_bytes": 1_000_000} for j in range(2)]
+    run.pipeline = {"layers": layers} if large else {}
     for step in range(3):
         at = 1000 * step
         for j, phase, begin in ((0, "forward", 0), (1, "forward", 150), (1, "backward", 250), (0, "backward", 400)):
@@ -186,7 +195,8 @@ def test_transfers_become_a_link(tmp_path):
     path = run.write()
     with open_run(path) as opened:
         found = measure(opened)
-    assert found.costs.link.bandwidth == pytest.approx(5000 / 50e-6)
+    link = found.costs.link
+    assert (link.bandwidth, link.latency) == pytest.approx((1e6 / 50e-6, 0) if large else (math.inf, 50e-6))
     assert found.costs.forward_gap == pytest.approx(0, abs=1e-9)
     assert found.predicted_seconds == pytest.approx(found.step_seconds)
     with open_run(path) as opened:
@@ -303,14 +313,16 @@ def test_several_partitions_a_rank(tmp_path):
     assert (found.schedule.stages, found.schedule.devices, found.devices) == (4, 2, 2)
     assert found.predicted_seconds == pytest.approx(found.step_seconds)
     assert found.balance == (1, 1, 1, 1)
-    assert [layer.backward for layer in found.costs.layers] == pytest.approx([4 * 200e-6] * 4)
+    assert whole(found.costs, chunks=4)[1] == pytest.approx([4 * 200e-6] * 4)
 
 
 def test_backwards_in_two_parts(tmp_path):
     """Where gradients of weights have tasks of their own, the backward of a layer is both."""
     found = measured(over_ranks(tmp_path / "run", zero_bubble(2, 4), {"F": 100, "B": 120, "W": 60}, layers=2))
-    assert [layer.forward for layer in found.costs.layers] == pytest.approx([4 * 50e-6] * 4)
-    assert [layer.backward for layer in found.costs.layers] == pytest.approx([4 * (60 + 30) * 1e-6] * 4)
+    assert whole(found.costs, chunks=4) == (
+        pytest.approx([4 * 50e-6] * 4),
+        pytest.approx([4 * (60 + 30) * 1e-6] * 4),
+    )
     assert found.costs.backward_overhead == pytest.approx(0, abs=1e-12)
     assert found.predicted_seconds == pytest.approx(found.step_seconds)
 
@@ -321,7 +333,7 @@ def test_memory_of_any_order(tmp_path):
     assert order != gpipe(2, 4).order.tolist()
     for name, schedule in (("theirs", recorded(order)), ("1f1b", one_f_one_b(2, 4))):
         found = measured(over_ranks(tmp_path / name, schedule, {"F": 100, "B": 200}, layers=2, name="gpipe"))
-        assert found.setting is None
+        assert found.setting == Setting("1f1b" if name == "1f1b" else "gpipe", 2, 4, "never")
         # Two layers of 1000 bytes of parameters a rank, twice; 100 bytes go out of each layer, a quarter at a time.
         kept = [4, 4] if name == "theirs" else [2, 1]
         expected = [4000 + kept[0] * 50, 4000 + kept[1] * (50 + 25)]
@@ -366,7 +378,7 @@ def test_a_link_between_ranks(tmp_path):
         run.transfer(step, partition=1, microbatch=0, begin=at, dur=150, rank=1, size=100)
         run.transfer(step, partition=0, microbatch=0, begin=at + 100, dur=400, rank=0, size=100)
     found = measured(run)
-    assert found.costs.link.bandwidth == pytest.approx(100 / 50e-6)
+    assert found.costs.link == Link(latency=pytest.approx(50e-6))
     assert (found.costs.forward_gap, found.costs.backward_gap) == (0, 0)
     plan = predict(found.costs, Setting("gpipe", 2, 1, "never"), found.balance)
     assert plan.step_seconds == pytest.approx(found.step_seconds) == pytest.approx(700e-6)

@@ -100,6 +100,8 @@ def _plan(options: argparse.Namespace) -> Outcome:
             "--memory needs the size of layers, which the run does not tell; add --model MODULE:FACTORY --sample SHAPE"
         )
     counts = options.partitions or ([measured.devices] if measured is not None else [])
+    if not options.partitions and measured is not None and measured.crowded and measured.processors is not None:
+        counts = [*counts, min(measured.processors, len(costs.layers))]
     if not counts:
         raise ValueError("without a run, say how many devices there are: --partitions N")
     chunks = options.chunks
@@ -156,7 +158,7 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
             told = " ".join([f"{type(error).__name__}: {error},", *notes]).split()
             raise ValueError(
                 f"--sample must be a batch that the model takes (--model {options.model}, --sample {options.sample}: "
-                f"{' '.join(told)}); give the shape and type of its input, or mend that layer"
+                f"{' '.join(told)}); give the shape and type of its input, or fix that layer"
             ) from error
     if options.run_path is None:
         assert profiled is not None

@@ -26,6 +26,7 @@ from pipesight.plan.schedules import (
     recomputed,
     zero_bubble,
 )
+from pipesight.plan.sharing import rate_of
 from pipesight.plan.simulation import Simulation, Times, simulate
 
 __all__ = ["SCHEDULES", "Blocks", "Cuts", "Setting"]
@@ -79,6 +80,8 @@ class Blocks:
     def __init__(self, costs: Costs, setting: Setting, *, parameter_scale: float = 2.0) -> None:
         self.costs, self.setting = costs, setting
         self.schedule = setting.build()
+        self.crowded = rate_of(costs.rates, self.schedule.devices) < 1
+        """Whether devices slow each other down."""
         self.layers, m = len(costs.layers), setting.chunks
         layers = costs.layers
         split = costs.weight_share if setting.schedule == "zero-bubble" else 0.0
@@ -116,13 +119,12 @@ class Blocks:
         delays = np.zeros((2, *begin.shape))
         delays[0], delays[1] = self.send[begin], self.send[end]
         delays[1, -1] = self.loss
-        return simulate(self.schedule, self.time[:, begin, end][:, :, None], delays=delays[:, :, None])
+        times = np.maximum(self.time[:, begin, end] - self.gaps[:, None, None], 0.0)[:, :, None]
+        return simulate(self.schedule, times, delays=delays[:, :, None], gaps=self.gaps, rates=self.costs.rates)
 
     def bubble(self, simulation: Simulation) -> Times:
         """Return the share of time in which devices do not compute; gaps before tasks are part of it."""
-        kinds = simulation.schedule.order[..., 0]
-        gaps = sum(float((kinds == kind).sum()) * gap for kind, gap in enumerate(self.gaps)) / len(kinds)
-        computing = simulation.busy.mean(axis=0) - gaps
+        computing = simulation.busy.mean(axis=0)
         length = np.asarray(simulation.makespan, float)
         return np.asarray(1 - np.divide(computing, length, out=np.ones_like(length), where=length > 0))
 

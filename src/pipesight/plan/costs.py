@@ -88,6 +88,8 @@ class Costs:
     weight_share: float = WEIGHT_SHARE
     """The share of the gradients of weights in a backward, where a schedule keeps them apart."""
     link: Link = field(default_factory=Link)
+    rates: tuple[float, ...] = ()
+    """How fast each of 1, 2, ... devices computes while so many do; empty if they do not slow each other down."""
     notes: tuple[str, ...] = ()
     """What is not known for sure."""
 

@@ -1,11 +1,13 @@
-"""What a run took: its schedule, and the costs of its layers, for plans.
+"""What a run took: its schedule, and the costs of its layers, for plans and for the advice of a report.
 
-Plans are about the usual step, so only the steps in the middle, by their length, are looked at.
+Both are about the steps that the report counts, and what it measures is what a plan shows as recorded. Costs are those
+of the usual step, so of these only the steps in the middle, by their length, are looked at.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,21 +15,28 @@ import numpy as np
 from pipesight.plan.blocks import Setting
 from pipesight.plan.costs import Costs, Link
 from pipesight.plan.layers import MICROSECOND, layers_of
-from pipesight.plan.schedules import B, F, R, Schedule, gpipe, recomputed
-from pipesight.plan.simulation import Times, simulate
+from pipesight.plan.planning import predict
+from pipesight.plan.schedules import B, F, R, Schedule, W
+from pipesight.plan.simulation import Times
 from pipesight.plan.windows import Windows
-from pipesight.report.analysis.facts import PipelineFacts, device_of_partition, pipelines_of, replicas_in
+from pipesight.report.analysis.facts import PipelineFacts
 from pipesight.report.analysis.links import Messages, messages_of
-from pipesight.report.analysis.windows import TRAINING, MiniBatches, Steps, find_minibatches, find_steps, replicas_of
-from pipesight.report.reading.tables import Column, Transfers
+from pipesight.report.reading.tables import Column, LayerTimes, Tasks, Transfers
 
 if TYPE_CHECKING:
+    from pipesight.report.analysis.breakdown import StepTimes
+    from pipesight.report.analysis.bubble import Split
+    from pipesight.report.analysis.windows import MiniBatches
     from pipesight.report.reading.run import Run
 
-__all__ = ["Measured", "NoTasksError", "measure"]
+__all__ = ["Measured", "NoTasksError", "measure", "measure_steps"]
 
-USUAL = (40, 60)
-"""Percentiles of the length of steps; those between them are usual."""
+USUAL = 0.2
+"""The share of steps that are usual: those whose length is nearest to the median, and at least one."""
+ENOUGH = 100
+"""So many usual mini-batches are looked at."""
+SMALL_MESSAGE = 64 * 1024
+"""Bytes. Smaller messages take as long as the network needs for any, whatever their size."""
 
 
 class NoTasksError(ValueError):
@@ -43,8 +52,12 @@ class Measured:
     schedule: Schedule
     checkpoint: str
     balance: tuple[int, ...]
+    setting: Setting | None
+    """The setting that it was, if it was one that plans can have."""
+    layers_known: bool
+    """Whether layers were recorded, and not only their tasks."""
     steps: int
-    """How many there were."""
+    """How many there were, without those of the warm-up."""
     step_seconds: float
     """The median, from the first forward of a step to that of the next."""
     window_seconds: float
@@ -53,8 +66,10 @@ class Measured:
     """When the tasks of a usual mini-batch ran, by kind, partition and micro-batch; NaN where there is none."""
     end: Times
     predicted_seconds: float
-    """What simulating it gives for the step."""
+    """What simulating it gives for the step; what plans save is compared with this."""
     predicted_bubble: float
+    processors: int | None
+    """That the partitions of a replica share, if they compute on a CPU."""
 
     @property
     def schedule_name(self) -> str:
@@ -67,17 +82,13 @@ class Measured:
         return self.schedule.stages if self.facts.ranks is None else self.schedule.devices
 
     @property
-    def setting(self) -> Setting | None:
-        """The setting that it was, if it was one that plans can have: GPipe, and a device for each partition."""
-        n, m = self.schedule.stages, self.schedule.chunks
-        same = gpipe(n, m, recompute=recomputed(self.checkpoint, m))
-        if self.schedule.devices != n or not np.array_equal(same.order, self.schedule.order):
-            return None
-        return Setting("gpipe", n, m, self.checkpoint)
+    def crowded(self) -> bool:
+        """Whether more partitions, or ranks, compute at once than there are processors."""
+        return self.processors is not None and self.schedule.devices > self.processors
 
 
 def measure(run: Run, *, link: Link | None = None) -> Measured:
-    """Read what a run took.
+    """Read what a run took, as `pipesight.report.analyse` measures it.
 
     Args:
         run: An open one.
@@ -86,110 +97,152 @@ def measure(run: Run, *, link: Link | None = None) -> Measured:
     Raises:
         NoTasksError: No mini-batch went through a pipeline, and back, as a whole.
     """
-    every = run.tasks()
-    if not len(every):
-        raise NoTasksError(f"the run has no tasks of a pipeline ({run.path}); record one that trains a pipesight.GPipe")
-    facts = pipelines_of(run.description)
-    replicas = replicas_of(every, replicas_in(facts))
-    sizes = {fact.partitions for fact in facts}
-    minibatches, tasks = find_minibatches(every, partitions=sizes, replicas=replicas)
-    steps, minibatches = find_steps(minibatches, run.spans(), replicas)
-    own = minibatches.where(_alike(minibatches))
-    if not len(own):
-        raise NoTasksError(
-            f"the run has no mini-batch with the forwards and backwards of all tasks ({run.path}); "
-            "record at least one whole training step"
-        )
-    n, m = int(own.partitions[0]), int(own.chunks[0])
-    fact = next((fact for fact in facts if fact.partitions == n), PipelineFacts(n))
-    homes = device_of_partition(fact, tasks, n)
-    period, outside, per_step, usual = _steps(steps, own)
-    window, whole = Windows(own.where(usual), tasks, homes), Windows(own, tasks, homes)
-    found = layers_of(run, fact, every, whole.whole_lengths(), window.whole_lengths(), m)
-    transfers = run.transfers()
+    from pipesight.report.analysis.analysing import analyse
+
+    report = analyse(run)
+    found = report.measured
+    if found is None:
+        what = "no order of tasks that can be simulated" if report.overall is not None else "no whole training step"
+        if not len(report.tasks):
+            what = "no tasks of a pipeline"
+        elif not report.trained:
+            what = "no mini-batch with the forwards and backwards of all tasks"
+        raise NoTasksError(f"the run has {what} ({run.path}); record one or more whole steps that train a pipeline")
+    return found if link is None else replace(found, costs=replace(found.costs, link=link))
+
+
+def measure_steps(
+    run: Run,
+    facts: PipelineFacts,
+    split: Split,
+    minibatches: MiniBatches,
+    tasks: Tasks,
+    *,
+    times: StepTimes,
+    bubble: float,
+    layers: LayerTimes,
+    transfers: Transfers,
+    processors: int | None,
+) -> Measured | None:
+    """Find the costs of the steps that count; ``None`` if their order cannot be simulated.
+
+    Args:
+        run: Where the names of layers are.
+        facts: What the description says of the pipeline.
+        split: Mini-batches that have the same tasks, all of steps that count.
+        minibatches: The table that its rows are of.
+        tasks: Theirs.
+        times: The steps that count.
+        bubble: Of all of them.
+        layers: Times of layers in these steps.
+        transfers: Of the run.
+        processors: That the partitions of a replica share, if they compute on a CPU.
+    """
+    own = minibatches.where(split.rows[minibatches.replica[split.rows] == minibatches.replica[split.rows].min()])
+    mine = times.where(np.isin(times.step, own.step) & (times.replica == own.replica[0]))
+    if split.schedule is None or not len(mine):
+        return None
+    n, m = split.schedule.stages, split.schedule.chunks
+    usual, rows = _usual(mine, own)
+    window, whole = (Windows(some, tasks, split.schedule, split.rates) for some in (own.where(rows), own))
+    found = layers_of(run, facts, layers, whole.whole_lengths(computing=False), window.whole_lengths(), m)
     besides = found.besides * MICROSECOND
     # A backward that hands its gradient on before it ends lets the next begin early. More tasks would not gain more.
-    waited, measured_link = (
-        _between_devices(transfers) if fact.ranks is None else _between_ranks(messages_of(own, tasks, transfers))
+    waited, each = (
+        _between_devices(transfers) if facts.ranks is None else _between_ranks(messages_of(own, tasks, transfers))
     )
+    link = _link(each, [found.layers[end - 1].output_bytes / m for end in np.cumsum(found.balance)[:-1].tolist()])
     # Of a task and its way back, half of that is in the gap of each; plans have links instead.
     gaps = np.maximum(window.mean_gaps() - waited / (2 * len(own) * n * m), 0.0) * MICROSECOND
     again = R if window.checkpoint != "never" else F  # what was not recorded is like a forward
-    even = float(simulate(window.schedule, window.durations(), delays=window.delays()).makespan)
-    uneven = simulate(window.schedule, window.own_durations(), delays=window.delays()[..., None]).makespan
-    makespan = max(even, float(uneven.mean()))
+    even, uneven = window.makespans()
+    makespan = max(even, uneven)
+    per_step = max(1, round(float(usual.minibatches.mean())))
+    outside = max(float((usual.period - usual.window).mean()), 0.0)
+    costs = Costs(
+        found.layers,
+        samples=facts.batch_size,
+        forward_overhead=float(besides[F]),
+        recompute_overhead=float(besides[again]),
+        backward_overhead=float(besides[B]),
+        forward_gap=float(gaps[F]),
+        recompute_gap=float(gaps[again]),
+        backward_gap=float(gaps[B]),
+        loss=window.loss * MICROSECOND,
+        jitter=makespan / even if even > 0 else 1.0,
+        outside=outside * MICROSECOND,
+        minibatches=per_step,
+        weight_share=found.weight_share,
+        link=link,
+        rates=split.rates,
+        notes=found.notes,
+    )
+    setting = _setting(facts, split.schedule, window.checkpoint)
+    if setting is not None:
+        plan = predict(costs, setting, found.balance)
+        predicted = plan.step_seconds, plan.bubble
+    else:
+        predicted = (per_step * makespan + outside) * MICROSECOND, window.bubble(makespan)
     begin, end = window.example()
     return Measured(
-        costs=Costs(
-            found.layers,
-            samples=fact.batch_size,
-            forward_overhead=float(besides[F]),
-            recompute_overhead=float(besides[again]),
-            backward_overhead=float(besides[B]),
-            forward_gap=float(gaps[F]),
-            recompute_gap=float(gaps[again]),
-            backward_gap=float(gaps[B]),
-            loss=window.loss * MICROSECOND,
-            jitter=makespan / even,
-            outside=outside * MICROSECOND,
-            minibatches=per_step,
-            weight_share=found.weight_share,
-            link=measured_link if link is None else link,
-            notes=found.notes,
-        ),
-        facts=fact,
-        schedule=window.schedule,
+        costs=costs,
+        facts=facts,
+        schedule=split.schedule,
         checkpoint=window.checkpoint,
         balance=found.balance,
-        steps=len(steps),
-        step_seconds=period * MICROSECOND,
+        setting=setting,
+        layers_known=found.known,
+        steps=len(np.unique(times.step)),
+        step_seconds=float(np.median(times.period)) * MICROSECOND,
         window_seconds=float(np.median(own.end - own.begin)) * MICROSECOND,
-        bubble=window.bubble(),
+        bubble=bubble,
         begin=begin * MICROSECOND,
         end=end * MICROSECOND,
-        predicted_seconds=(per_step * makespan + outside) * MICROSECOND,
-        predicted_bubble=window.bubble(makespan),
+        predicted_seconds=predicted[0],
+        predicted_bubble=predicted[1],
+        processors=processors,
     )
 
 
-def _alike(minibatches: MiniBatches) -> Column:
-    """Return the rows of the mini-batches of training that most others are like, of the first replica."""
-    training = np.flatnonzero((minibatches.kind == TRAINING) & (minibatches.replica == 0))
-    shape = np.stack([minibatches.partitions, minibatches.chunks, minibatches.count])[:, training]
-    _, which, counts = np.unique(shape, axis=1, return_inverse=True, return_counts=True)
-    return training[which.ravel() == np.argmax(counts)] if len(training) else training
+def _usual(times: StepTimes, minibatches: MiniBatches) -> tuple[StepTimes, Column]:
+    """Return the steps whose length is nearest to the median, and which of the mini-batches are theirs."""
+    apart = np.abs(times.period - np.median(times.period))
+    usual = times.where(apart <= np.sort(apart)[max(1, round(USUAL * len(apart))) - 1])
+    return usual, np.flatnonzero(np.isin(minibatches.step, usual.step))[:ENOUGH]
 
 
-def _steps(steps: Steps, minibatches: MiniBatches) -> tuple[float, float, int, Column]:
-    """Return the median step, what of it is outside of mini-batches, how many it has, and which of them are usual.
-
-    Times are in microseconds. A step whose successor was not recorded has no length, so long as there are others.
-    """
-    mine = np.isin(steps.step, minibatches.step) & steps.complete.astype(bool) & (steps.replica == 0)
-    followed = mine & steps.follows
-    chosen = steps.where(followed if followed.any() else mine)
-    lengths = chosen.end - chosen.begin
-    low, high = np.percentile(lengths, USUAL)
-    usual = chosen.where((lengths >= low) & (lengths <= high))
-    rows = np.isin(minibatches.step, usual.step)
-    if not rows.any():
-        rows = np.ones(len(minibatches), bool)
-    per_step = max(1, round(float(usual.count.mean())))
-    inside = per_step * float((minibatches.end - minibatches.begin)[rows].mean())
-    return float(np.median(lengths)), max(float((usual.end - usual.begin).mean()) - inside, 0.0), per_step, rows
+def _setting(facts: PipelineFacts, schedule: Schedule, checkpoint: str) -> Setting | None:
+    """Return the setting that an order is, if it is one; GPipe's backwards may come in any order."""
+    n, m, devices = schedule.stages, schedule.chunks, schedule.devices
+    if n % devices or (schedule.order[..., 0] == W).any():
+        return None
+    possible = [Setting(name, n, m, checkpoint) for name in ("gpipe", "1f1b") if devices == n]
+    if devices < n and m % devices == 0:
+        possible = [Setting("interleaved", devices, m, checkpoint, n // devices)]
+    for setting in possible:
+        if np.array_equal(setting.build().order, schedule.order):
+            return setting
+    first = all((row[:m, 0] == F).all() for row in schedule.order)
+    return possible[0] if devices == n and first and facts.schedule == "gpipe" else None
 
 
-def _between_devices(transfers: Transfers) -> tuple[float, Link]:
-    """Return how many microseconds transfers took in all, and a link that is as fast as they were."""
+def _between_devices(transfers: Transfers) -> tuple[float, float]:
+    """Return how many microseconds transfers took in all, and one of them."""
     taken = float((transfers.end - transfers.begin).sum()) if len(transfers) else 0.0
-    return taken, _link(float(transfers.size.sum()) if len(transfers) else 0.0, taken)
+    return taken, taken / max(len(transfers), 1)
 
 
-def _between_ranks(messages: Messages) -> tuple[float, Link]:
+def _between_ranks(messages: Messages) -> tuple[float, float]:
     """Return the same of messages: ranks wait for them before they are sent, too, but that is no time on the way."""
     timed = messages.where(messages.waiting.astype(bool))
-    return float(messages.wait.sum()), _link(float(timed.size.sum()), float(timed.time.sum()))
+    return float(messages.wait.sum()), float(timed.time.mean()) if len(timed) else 0.0
 
 
-def _link(size: float, microseconds: float) -> Link:
-    return Link(bandwidth=size / (microseconds * MICROSECOND)) if size > 0 and microseconds > 0 else Link()
+def _link(microseconds: float, sizes: Sequence[float]) -> Link:
+    """Return a link on which what was cut takes as long as it did: latency if that is little, else bandwidth."""
+    mean = float(np.mean(sizes)) if len(sizes) else 0.0
+    if microseconds <= 0:
+        return Link()
+    if mean < SMALL_MESSAGE:
+        return Link(latency=microseconds * MICROSECOND)
+    return Link(bandwidth=mean / (microseconds * MICROSECOND))

@@ -16,7 +16,10 @@ from pipesight.plan.costs import Costs
 from pipesight.plan.search import find
 from pipesight.plan.simulation import Simulation
 
-__all__ = ["DoesNotFitError", "Plan", "best_plans", "predict", "settings", "simulated"]
+__all__ = ["WORTH", "DoesNotFitError", "Plan", "best_plans", "predict", "settings", "simulated"]
+
+WORTH = 0.01
+"""Of the step, what a change must gain to be named: less is within what can be told."""
 
 
 class DoesNotFitError(ValueError):

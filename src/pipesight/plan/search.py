@@ -28,6 +28,8 @@ _PARTIAL = 400_000
 """So many unfinished cuts are looked at before the search gives up on proving that there is none better."""
 _SAME = 1e-9
 """Times that differ by less, relative to their size, differ by rounding."""
+_CROWDED = 64
+"""So many cuts are simulated where devices slow each other down, which takes longer, and makes cuts more alike."""
 _TOGETHER = 2**22
 """So many times of tasks are simulated at once."""
 
@@ -61,9 +63,8 @@ def find(blocks: Blocks, *, limit: float = math.inf) -> Found:
     few = _FEW if blocks.setting.rounds == 1 else 10 * _FEW
     if math.comb(blocks.layers - 1, blocks.setting.stages - 1) <= few:
         cuts = _all_cuts(blocks.layers, blocks.setting.stages)
-        search.simulate_best(cuts, bounds(blocks, cuts))
-        return search.result(search.seconds)
-    if blocks.setting.rounds > 1:
+        return search.result(search.simulate_best(cuts, bounds(blocks, cuts)))
+    if blocks.setting.rounds > 1 or blocks.crowded:
         search.improve()
         return search.result(min(search.seconds, float(blocks.busy()[0, -1]) / blocks.setting.partitions))
     return _branch_and_bound(blocks, search, limit)
@@ -90,23 +91,29 @@ class _Search:
         self.least_bytes = min(self.least_bytes, float(needs.min(initial=math.inf)))
         return np.asarray(needs <= self._limit)
 
-    def simulate_best(self, cuts: Cuts, least: Times) -> None:
-        """Simulate cuts that may beat the best so far, the most promising first; of equals, the most even."""
+    def simulate_best(self, cuts: Cuts, least: Times) -> float:
+        """Simulate cuts that may beat the best so far, the most promising first; of equals, the most even.
+
+        Return what none of them beats: the best, unless some that may be better were left out.
+        """
         fits = self.fitting(cuts)
         cuts, least = cuts[:, fits], least[fits]
         if not len(least):
-            return
+            return self.seconds
         unevenness = (np.diff(cuts, axis=0) ** 2).sum(axis=0)
         order = np.lexsort((unevenness, np.round(least / max(least.min(), 1e-300), 10)))
         most = max(16, _TOGETHER // self._blocks.schedule.tasks)
         done, size = 0, 16
         while done < len(order) and least[order[done]] < self.seconds * (1 - _SAME):
+            if self._blocks.crowded and done >= _CROWDED:
+                return float(least[order[done]])
             chosen = cuts[:, order[done : done + size]]
             done, size = done + size, min(4 * size, most)
             makespans = self._blocks.simulate(chosen).makespan
             best = int(np.argmin(np.round(makespans / max(makespans.min(), 1e-300), 10)))
             if makespans[best] < self.seconds * (1 - _SAME):
                 self.seconds, self.cut = float(makespans[best]), chosen[:, best]
+        return self.seconds
 
     def improve(self) -> None:
         """Take the best cut, or an even one, and move ends of blocks, some neighbours together, while that helps."""

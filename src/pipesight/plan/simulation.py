@@ -6,18 +6,22 @@ All devices are advanced at once, and all steps of a batch with them::
     device 1   F0 F1|F2 ...         those whose input is there run, and their pointers move on;
     device 2   F0|F1 ...            each of these fronts is a few operations on arrays
 
-Which tasks make up a front follows from the order alone, so one walk does for any number of steps.
+Which tasks make up a front follows from the order alone, so one walk does for any number of steps. Where devices slow
+each other down, it does not: then time goes on from one end of a task to the next, in `pipesight.plan._shared`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipesight.plan._shared import run_together
 from pipesight.plan.schedules import KINDS, B, F, R, Schedule
+from pipesight.plan.sharing import rate_of
 
 __all__ = ["DeadlockError", "Simulation", "Times", "simulate"]
 
@@ -49,7 +53,14 @@ class Simulation:
         return 1 - busy / self.makespan
 
 
-def simulate(schedule: Schedule, durations: ArrayLike, *, delays: ArrayLike | None = None) -> Simulation:
+def simulate(
+    schedule: Schedule,
+    durations: ArrayLike,
+    *,
+    delays: ArrayLike | None = None,
+    gaps: ArrayLike = 0.0,
+    rates: Sequence[float] = (),
+) -> Simulation:
     """Run a schedule as if tasks took the given times, in any unit.
 
     A forward waits for that of the stage before, a backward for that of the stage after or, in the last stage, for its
@@ -66,6 +77,8 @@ def simulate(schedule: Schedule, durations: ArrayLike, *, delays: ArrayLike | No
         delays: Of shape (2, stages, chunks, ...), or one that broadcasts to it: how long it takes from the end of a
             task until its output is there, for the forward of each stage, and for its backward. The first stage's
             forwards wait for theirs from the start, the last stage's backwards from the end of the forward.
+        gaps: How long a device waits before it begins a task of each kind, though it could; by default not at all.
+        rates: How fast each of 1, 2, ... devices computes while so many do; 1 unless they slow each other down.
 
     Raises:
         DeadlockError: The order cannot run.
@@ -75,6 +88,9 @@ def simulate(schedule: Schedule, durations: ArrayLike, *, delays: ArrayLike | No
     lengths = _fit(durations, (len(KINDS), *grid), "durations")
     waits = None if delays is None else _fit(delays, (2, *grid), "delays")
     batch = np.broadcast_shapes(lengths.shape[3:], () if waits is None else waits.shape[3:])
+    if rate_of(rates, schedule.devices) < 1:
+        return _shared(schedule, lengths, waits, batch, np.broadcast_to(np.asarray(gaps, float), len(KINDS)), rates)
+    each_gap = np.broadcast_to(np.asarray(gaps, float), len(KINDS))
     walk = _Walk(schedule)
     nothing = walk.count  # where the ends have a place for what nobody waits for
     begin, end = np.full((walk.count, *batch), np.nan), np.full((walk.count + 1, *batch), np.nan)
@@ -83,10 +99,11 @@ def simulate(schedule: Schedule, durations: ArrayLike, *, delays: ArrayLike | No
     while walk.left:
         devices, tasks, needs, (kind, stage, microbatch) = walk.front()
         took = lengths[kind, stage, microbatch]
+        gap = each_gap[kind].reshape(-1, *[1] * len(batch))
         there = end[needs]
         if waits is not None:
             there += _delay(waits, kind, np.where(kind == R, schedule.stages - 1, stage), microbatch, needs == nothing)
-        start = np.maximum(free[devices], there)
+        start = np.maximum(free[devices], there) + gap
         begin[tasks] = start
         busy[devices] += took
         start += took
@@ -94,6 +111,30 @@ def simulate(schedule: Schedule, durations: ArrayLike, *, delays: ArrayLike | No
         walk.advance(devices, tasks)
     shape = (len(KINDS), *grid, *batch)
     return Simulation(schedule, begin.reshape(shape), end[:-1].reshape(shape), free.max(axis=0), busy)
+
+
+def _shared(
+    schedule: Schedule, lengths: Times, waits: Times | None, batch: tuple[int, ...], gaps: Times, rates: Sequence[float]
+) -> Simulation:
+    """Run a schedule on devices that slow each other down. A device is busy from the begin of a task to its end."""
+    walk = _Walk(schedule)
+    while walk.left:  # so that an order that cannot run is said to be one
+        devices, tasks, _, _ = walk.front()
+        walk.advance(devices, tasks)
+    kind, stage, i = np.maximum(schedule.order, 0).transpose(2, 0, 1)
+    numbers, needs = walk.numbered(schedule.order)
+    size = int(np.prod(batch, dtype=int))
+    took = np.broadcast_to(lengths, (*lengths.shape[:3], *batch)).reshape(*lengths.shape[:3], size)[kind, stage, i]
+    late = np.zeros_like(took)
+    if waits is not None:
+        all_waits = np.broadcast_to(waits, (*waits.shape[:3], *batch)).reshape(*waits.shape[:3], size)
+        of_stage = np.where(kind == R, schedule.stages - 1, stage)
+        late = _delay(all_waits, kind, of_stage, i, needs == walk.count)
+    begin, end, makespan = run_together(numbers, needs, took, late, gaps[kind], walk.count, rates)
+    busy = np.nansum((end - begin)[numbers] * (schedule.order[..., 0] >= 0)[..., None], axis=1)
+    shape = (len(KINDS), schedule.stages, schedule.chunks, *batch)
+    begin, end = begin[: walk.count].reshape(shape), end[: walk.count].reshape(shape)
+    return Simulation(schedule, begin, end, makespan.reshape(batch), busy.reshape(schedule.devices, *batch))
 
 
 def _fit(times: ArrayLike, shape: tuple[int, int, int], what: str) -> Times:
@@ -154,7 +195,13 @@ class _Walk:
         places = self._places[devices]
         over = places - self._first[devices] >= self._length
         heads = self._order[np.minimum(places, len(self._order) - 1)]
-        kind, stage, i = heads.T.astype(np.int64)
+        number, needs = self.numbered(heads)
+        needs[over] = self.count + 1
+        self._heads[devices], self._numbers[devices], self._needs[devices] = heads, number, needs
+
+    def numbered(self, tasks: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the numbers of tasks, and those of what they wait for; the one after the last for what is no task."""
+        kind, stage, i = np.moveaxis(tasks.astype(np.int64), -1, 0)
         last = self._schedule.stages - 1
         chunks, size = self._schedule.chunks, self._size
         number = (kind * last + kind + stage) * chunks + i
@@ -166,8 +213,8 @@ class _Walk:
             needs[lasts] = self._join
         else:
             needs[lasts] = number[lasts] - B * size
-        needs[over | (kind < 0)] = self.count + 1
-        self._heads[devices], self._numbers[devices], self._needs[devices] = heads, number, needs
+        needs[kind < 0] = self.count + 1
+        return np.where(kind < 0, self.count + 1, number), needs
 
     def _last_forward(self) -> int:
         """Return the number of the forward that the last stage runs last: when it ends, all have."""

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from pipesight.plan.costs import Costs
 from pipesight.plan.distributed import distributed_call
 from pipesight.plan.measured import Measured
-from pipesight.plan.planning import Plan
+from pipesight.plan.planning import WORTH, Plan
 
 __all__ = ["HEADINGS", "Outcome", "Row", "as_json", "best_of_each", "notes", "rows"]
 
@@ -18,8 +18,6 @@ SMALL = 0.5
 """Of the recorded samples of a micro-batch: plans that have no more than that are made for small ones."""
 FAR_OFF = 0.1
 """How far the recorded schedule may be off when it is simulated, before it is worth a word."""
-ROUNDING = 0.0005
-"""The share of a step that a plan has to save; less would read 0.0%."""
 HEADINGS = ("", "schedule", "checkpoint", "chunks", "balance", "step", "saves", "bubble", "memory")
 
 
@@ -52,7 +50,7 @@ class Outcome:
         return next((plan for plan in self.plans if self.call(plan) is not None), None)
 
     def keep(self) -> str | None:
-        """Return words that say so if what was recorded is best kept; nothing if a plan to run saves any time.
+        """Return words that say so if what was recorded is best kept; nothing if a plan to run saves more than 1%.
 
         What has other devices than plans have, or does not fit into their memory, cannot be kept.
         """
@@ -60,11 +58,11 @@ class Outcome:
         same = known is not None and any(plan.setting.partitions == known.devices for plan in self.plans)
         if self.baseline is None or not same or max(self.recorded_bytes or (0.0,)) > self.memory:
             return None
-        least = self.baseline * (1 - ROUNDING)
+        least = self.baseline * (1 - WORTH)
         if best is not None and best.step_seconds < least:
             return None
         which = " that the run's engine can run" if self.plans[0].step_seconds < least else ""
-        return f"nothing of this{which} is faster than what was recorded: keep it"
+        return f"nothing of this{which} would gain more than {WORTH:.0%} over what was recorded: keep it"
 
     def call(self, plan: Plan) -> str | None:
         """Return the code that runs a plan, where the engine of the run can."""
@@ -123,21 +121,19 @@ def notes(outcome: Outcome, plans: Sequence[Plan]) -> list[str]:
     if (known := outcome.measured) is not None:
         if known.schedule.devices < known.devices:
             found.append("partitions of the run share devices; in plans each has one of its own")
-        processors = known.facts.processors
-        on_cpu = any(name.startswith("cpu") for name in known.facts.devices or ())
         crowd = max((plan.setting.partitions for plan in plans), default=0)
-        if on_cpu and processors is not None and crowd > processors:
+        if (processors := known.processors) is not None and crowd > max(processors, known.schedule.devices):
             what = "ranks" if known.facts.ranks is not None else "partitions"
             few = f"{processors} processor{'s' * (processors != 1)}"
-            found.append(f"plans promise too much where more {what} than the run's {few} are to compute at once")
+            found.append(f"plans promise too much where {crowd} {what} are to share {few}, as the run had fewer")
         error = known.predicted_seconds / known.step_seconds - 1
         if abs(error) > FAR_OFF:
             found.append(f"the recorded schedule is simulated {error:+.1%} off; trust no plan to be nearer than that")
         recorded = known.schedule.chunks
         if small := sorted({plan.setting.chunks for plan in plans if plan.setting.chunks * SMALL >= recorded}):
             found.append(
-                f"with {_listed(small)} chunks, micro-batches have at most half the recorded samples; times are scaled "
-                "in proportion, but small tasks are slower than that"
+                f"with {_listed(small)} chunks, micro-batches have at most half the recorded samples; how much of a "
+                "task's time stays the same is estimated, so these plans save at most what they say"
             )
     return [*found, *outcome.costs.notes]
 
@@ -176,6 +172,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             "memory_bytes": _bytes(outcome, outcome.recorded_bytes),
         }
     found["plans"] = [_plan(outcome, plan) for plan in outcome.plans]
+    found["keep"] = outcome.keep() is not None
     return found
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipesight.plan.schedules import KINDS, B, F, R, Schedule, W, recorded
-from pipesight.plan.simulation import Times
+from pipesight.plan.schedules import KINDS, B, F, R, Schedule, W
+from pipesight.plan.sharing import Crowd
+from pipesight.plan.simulation import Times, simulate
 from pipesight.report.analysis.windows import MiniBatches
 from pipesight.report.reading.tables import Tasks
 
@@ -24,9 +24,17 @@ __all__ = ["Windows"]
 
 
 class Windows:
-    """Mini-batches with the same tasks. Times are microseconds from the first forward of each, mini-batches last."""
+    """Mini-batches with the same tasks. Times are microseconds from the first forward of each, mini-batches last.
 
-    def __init__(self, minibatches: MiniBatches, tasks: Tasks, homes: Sequence[int]) -> None:
+    Args:
+        minibatches: With as many tasks each.
+        tasks: The table that they were found in.
+        schedule: The order that most of them have.
+        rates: How fast each of 1, 2, ... devices computes while so many do.
+    """
+
+    def __init__(self, minibatches: MiniBatches, tasks: Tasks, schedule: Schedule, rates: Sequence[float] = ()) -> None:
+        self.schedule, self._rates = schedule, rates
         self.n, self.m = int(minibatches.partitions[0]), int(minibatches.chunks[0])
         count = len(minibatches)
         place = minibatches.first[:, None] + np.arange(int(minibatches.count[0]))
@@ -36,7 +44,10 @@ class Windows:
         shape = (len(KINDS), self.n, self.m, count)
         self.begin, self.end, free = (np.full(shape, np.nan) for _ in range(3))
         self.begin[kind, stage, i, which], self.end[kind, stage, i, which] = begin, end
-        device = np.asarray(homes)[stage]
+        self.lengths: Times = np.full(shape, np.nan)
+        """How long each task computes; less than it took if devices slowed each other down."""
+        self.lengths[kind, stage, i, which] = Crowd(begin, end).work(rates)
+        device = np.asarray(schedule.device_of_stage)[stage]
         turn = np.lexsort((begin, device), axis=1)
         device, ended = np.take_along_axis(device, turn, 1), np.take_along_axis(end, turn, 1)
         before = np.zeros(ended.shape)  # when a device was done with the task before
@@ -45,10 +56,7 @@ class Windows:
         free[(*at, which)] = before
         forwards = np.nanmax(self.end[F], axis=(0, 1))
         others = np.nanmin(np.where(np.isnan(self.begin[R:]), np.inf, self.begin[R:]), axis=(0, 1, 2))
-        # Nothing but forwards before all of them have ended: the loss needs all outputs.
-        joined = bool((others >= forwards).mean() > 0.5)
-        self.schedule = _most_common(np.stack(at, axis=-1), device, joined=joined)
-        self.losses: Times = np.maximum(others - forwards, 0.0) if joined else np.zeros(count)
+        self.losses: Times = np.maximum(others - forwards, 0.0) if schedule.joined else np.zeros(count)
         """From the last forward to the first task after it."""
         self.gaps: Times = self.begin - np.maximum(free, self._ready(forwards + self.losses))
 
@@ -74,11 +82,14 @@ class Windows:
 
     def mean_lengths(self) -> Times:
         """Return the mean time of a task, by kind and partition; 0 where there is none."""
-        return _means(self.end - self.begin, axis=(2, 3))
+        return _means(self.lengths, axis=(2, 3))
 
-    def whole_lengths(self) -> Times:
-        """Return the same, but with backwards as a whole: where weights have tasks of their own, these are added."""
-        lengths = self.end - self.begin
+    def whole_lengths(self, *, computing: bool = True) -> Times:
+        """Return the same, but with backwards as a whole: where weights have tasks of their own, these are added.
+
+        Without ``computing``, it is the time that tasks took.
+        """
+        lengths = self.lengths if computing else self.end - self.begin
         sums, counts = np.nansum(lengths, axis=(2, 3)), (~np.isnan(lengths)).sum(axis=(2, 3))
         sums[B], sums[W] = sums[B] + sums[W], 0.0
         return np.asarray(sums / np.maximum(counts, 1))
@@ -87,25 +98,15 @@ class Windows:
         """Return the mean gap before a task, by kind."""
         return _means(self.gaps, axis=(1, 2, 3))
 
-    def durations(self) -> Times:
-        """Return what the simulator needs to run the schedule in the mean times of tasks."""
-        lengths = self.mean_lengths()
-        return self._with_gaps(np.where(lengths > 0, lengths, np.nan)[:, :, None])
-
-    def own_durations(self) -> Times:
-        """Return the same with each task's own time, mini-batches last."""
-        return self._with_gaps(self.end - self.begin)
-
-    def _with_gaps(self, lengths: Times) -> Times:
-        gaps = self.mean_gaps().reshape(-1, *[1] * (lengths.ndim - 1))
-        times: Times = np.nan_to_num(np.maximum(lengths + gaps, 0.0))
-        return times
-
-    def delays(self) -> Times:
-        """Return what stages wait for beside each other: the last one for the loss."""
-        delays: Times = np.zeros((2, self.n, 1))
+    def makespans(self) -> tuple[float, float]:
+        """Return what simulating the schedule gives in the mean times of tasks, and in each task's own, on average."""
+        delays = np.zeros((2, self.n, 1))
         delays[1, -1] = self.loss
-        return delays
+        gaps = self.mean_gaps()
+        even = simulate(self.schedule, self.mean_lengths()[:, :, None], delays=delays, gaps=gaps, rates=self._rates)
+        own, late = np.nan_to_num(self.lengths), delays[..., None]
+        uneven = simulate(self.schedule, own, delays=late, gaps=gaps, rates=self._rates)
+        return float(even.makespan), float(uneven.makespan.mean())
 
     def example(self) -> tuple[Times, Times]:
         """Return begins and ends of the mini-batch whose length is the median."""
@@ -113,26 +114,12 @@ class Windows:
         middle = int(np.argsort(lengths)[len(lengths) // 2])
         return self.begin[..., middle], self.end[..., middle]
 
-    def bubble(self, makespan: float | None = None) -> float:
-        """Return the share of the window that devices did not compute or, in one of another length, would not."""
-        busy = np.zeros(self.schedule.devices)
-        np.add.at(busy, list(self.schedule.device_of_stage), np.nansum(self.end - self.begin, axis=(0, 2, 3)))
-        length = np.nanmax(self.end, axis=(0, 1, 2)).mean() if makespan is None else makespan
-        return float(1 - busy.mean() / self.begin.shape[-1] / max(length, 1e-9))
+    def bubble(self, makespan: float) -> float:
+        """Return the share of a window of that length in which devices would not compute."""
+        busy = np.nansum(self.end - self.begin) / self.schedule.devices / self.begin.shape[-1]
+        return float(max(0.0, 1 - busy / max(makespan, 1e-9)))
 
 
 def _means(times: Times, axis: tuple[int, ...]) -> Times:
     there = ~np.isnan(times)
     return np.asarray(np.where(there, times, 0.0).sum(axis=axis) / np.maximum(there.sum(axis=axis), 1))
-
-
-def _most_common(tasks: NDArray[np.int64], device: NDArray[np.int64], *, joined: bool) -> Schedule:
-    """Return the order that most of the mini-batches have."""
-    orders, counts = np.unique(tasks, axis=0, return_counts=True)
-    order = orders[np.argmax(counts)]
-    homes = device[0]  # the same in all: tasks are sorted by device
-    lists = [order[homes == number] for number in range(int(homes.max()) + 1)]
-    padded = np.full((len(lists), max(map(len, lists)), 3), -1)
-    for number, own in enumerate(lists):
-        padded[number, : len(own)] = own
-    return recorded(padded, joined=joined)

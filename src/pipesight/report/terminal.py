@@ -112,7 +112,7 @@ def _verdict(report: Report, style: Style) -> list[str]:
     changes = report.verdict.changes
     if changes:
         lines += ["", f"What would help{', each by itself' * (len(changes) > 1)}, and what it does to the step time:"]
-    table = [["simulated" if c.simulated else "at most", f"{_minus(style)}{c.gain:.0%}"] for c in changes]
+    table = [[c.promise, f"{_minus(style)}{c.gain:.0%}"] for c in changes]
     gains = columns(table, align="lr") if table else []
     room = max(map(len, gains), default=0)
     for change, gain in zip(changes, gains, strict=True):

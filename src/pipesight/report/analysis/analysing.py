@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipesight.plan.measured import Measured, measure_steps
 from pipesight.report.analysis.breakdown import PARTS, StepTimes, Summary, break_down, summary, warm_up
 from pipesight.report.analysis.bubble import Split, split_windows
 from pipesight.report.analysis.changes import Situation, find_changes
@@ -29,6 +30,7 @@ from pipesight.report.analysis.verdict import Verdict, verdict_on
 from pipesight.report.analysis.windows import (
     EVALUATION,
     INCOMPLETE,
+    TRAINING,
     MiniBatches,
     Steps,
     find_minibatches,
@@ -118,6 +120,8 @@ class Report:
     """``None`` if there is no step to speak of."""
     left: Left
     pipelines: tuple[PipelineReport, ...]
+    measured: Measured | None = field(repr=False)
+    """What plans are made of; ``None`` if there is nothing to plan by."""
     steps: StepTimes = field(repr=False)
     """Complete steps, those of the warm-up included."""
     counted: Column = field(repr=False)
@@ -140,6 +144,11 @@ class Report:
         """Ranks that have several partitions and compute for one at a time: the bubble is theirs, not a partition's."""
         shared = [pipeline for pipeline in self.pipelines if pipeline.workers < pipeline.partitions]
         return frozenset(rank for pipeline in shared for row in pipeline.rows for rank in row.ranks)
+
+    @property
+    def trained(self) -> bool:
+        """Whether a mini-batch has all its forwards and backwards."""
+        return bool((self.minibatches.kind == TRAINING).any())
 
     @property
     def typical(self) -> int | None:
@@ -180,7 +189,15 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     homes = {n: device_of_partition(_facts(facts, n), tasks, n) for n in np.unique(complete.partitions).tolist()}
     workers = {n: _workers(_facts(facts, n), complete.where(complete.partitions == n), tasks, n) for n in homes}
     transfers = run.transfers()
-    splits = split_windows(complete, tasks, transfers, devices=homes.__getitem__, workers=workers.__getitem__)
+    processors = {n: _processors(_facts(facts, n), complete.where(complete.partitions == n)) for n in homes}
+    splits = split_windows(
+        complete,
+        tasks,
+        transfers,
+        devices=homes.__getitem__,
+        workers=workers.__getitem__,
+        processors=processors.__getitem__,
+    )
     whole = np.flatnonzero(own.kind != INCOMPLETE)
     splits = [_renumbered(split, whole) for split in splits]
     times = break_down(found, own, splits, all_minibatches=minibatches, spans=spans, replicas=replicas)
@@ -190,10 +207,25 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     overall = _overall(times, counted, splits, counted_minibatches, facts) if counted.any() else None
     pipelines = describe_pipelines(splits, own, tasks, counted_minibatches, facts, homes, workers)
     window = _after(warm, steps, times)
-    layers = layers_of(with_weights(run.layer_times(window), all_tasks, window), _layer_facts(facts))
+    layer_times = with_weights(run.layer_times(window), all_tasks, window)
+    layers = layers_of(layer_times, _layer_facts(facts))
     names = [entry.name for entry in layers]
     there = own.where(counted_minibatches & (own.kind != INCOMPLETE))
     links = find_links(there, tasks, transfers, times.where(counted), run.description)
+    measured = None
+    if overall is not None and len(pipelines) == 1 and (main := _main(splits, own, counted_minibatches)) is not None:
+        measured = measure_steps(
+            run,
+            pipelines[0].facts,
+            main,
+            own,
+            tasks,
+            times=times.where(counted),
+            bubble=overall.bubble,
+            layers=layer_times,
+            transfers=transfers,
+            processors=processors[pipelines[0].partitions],
+        )
     return Report(
         path=str(run.path),
         description=run.description,
@@ -203,9 +235,8 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         ranks=tuple(run.ranks()),
         replicas=replicas,
         remarks=(*remarks_on(run, own, spans), *doubts_about(run, tasks)),
-        verdict=with_ending(
-            _verdict(overall, pipelines, splits, counted_minibatches, times, counted, layers, links), run
-        ),
+        verdict=with_ending(_verdict(overall, pipelines, measured, links), run),
+        measured=measured,
         overall=overall,
         left=Left(tuple(warm.tolist()), int((~found.complete).sum())),
         pipelines=_narrowed_pipelines(pipelines, partition),
@@ -249,6 +280,7 @@ def _without_tasks(run: Run) -> Report:
         overall=None,
         left=Left((), 0),
         pipelines=(),
+        measured=None,
         steps=StepTimes.none(),
         counted=np.zeros(0, bool),
         evaluations=0,
@@ -330,7 +362,7 @@ def _overall(
         steps_per_second=steps / elapsed * 1e6,
         samples_per_second=samples,
         microbatches_per_second=float(chosen.microbatches.sum()) / elapsed * 1e6,
-        bubble=float(1 - chosen.parts[0].sum() / max(chosen.window.sum(), 1)),
+        bubble=float((chosen.bubble * chosen.window).sum() / max(chosen.window.sum(), 1)),
         bubbles=summary(chosen.bubble),
         bound=float((chosen.bound * chosen.window).sum() / max(chosen.window.sum(), 1)),
         recompute=float(phases[1] / max(phases.sum(), 1)),
@@ -340,27 +372,32 @@ def _overall(
     )
 
 
+def _processors(fact: PipelineFacts | None, minibatches: MiniBatches) -> int | None:
+    """Return how many processors the partitions of a replica share, if all compute on the CPU of one machine."""
+    if fact is None or fact.processors is None or not fact.devices:
+        return None
+    if not all(name.startswith("cpu") for name in fact.devices):
+        return None
+    return max(1, fact.processors // max(1, len(np.unique(minibatches.replica))))
+
+
+def _main(splits: Sequence[Split], minibatches: MiniBatches, counted: Column) -> Split | None:
+    """Return the mini-batches of training that most time went to, of those that count and have the same tasks."""
+    there = [split.where(np.flatnonzero(counted[split.rows])) for split in splits]
+    trained = [s for s in there if len(s.rows) and minibatches.kind[s.rows[0]] == TRAINING]
+    return max(trained, key=lambda split: int(split.window.sum()), default=None)
+
+
 def _verdict(
-    overall: Overall | None,
-    pipelines: Sequence[PipelineReport],
-    splits: Sequence[Split],
-    own: Column,
-    times: StepTimes,
-    counted: Column,
-    layers: Sequence[Layer],
-    links: Sequence[Link],
+    overall: Overall | None, pipelines: Sequence[PipelineReport], measured: Measured | None, links: Sequence[Link]
 ) -> Verdict:
     if overall is None or not pipelines:
         return Verdict("No step is complete, so there is nothing to tell of its bubble.", ())
-    main = max(splits, key=lambda split: int(split.window[own[split.rows]].sum()))
-    pipeline = next(entry for entry in pipelines if entry.partitions == main.busy.shape[1])
+    pipeline = pipelines[0]
     situation = Situation(
         facts=pipeline.facts,
-        schedule=main.schedule,
-        durations=main.durations[..., own[main.rows]].mean(axis=3),
-        layers=layers if len(pipelines) == 1 else (),
+        measured=measured,
         period=overall.time.mean,
-        minibatches=float(times.minibatches[counted].mean()),
         parts=overall.parts,
         turnaround=overall.turnaround,
         links=links,

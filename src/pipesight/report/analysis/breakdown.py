@@ -106,10 +106,13 @@ def break_down(
         replicas: Which one each rank belongs to.
     """
     inside = np.zeros((1 + len(LOSSES), len(minibatches)))
-    bound, turnaround = np.zeros(len(minibatches)), np.zeros(len(minibatches))
+    busy, bound, turnaround = np.zeros((3, len(minibatches)))
     for split in splits:
-        inside[0, split.rows] = split.worker_busy.mean(axis=1)
+        busy[split.rows] = split.worker_busy.mean(axis=1)
+        crowded = split.crowded.sum(axis=1) / split.worker_busy.shape[1]
+        inside[0, split.rows] = busy[split.rows] - crowded
         inside[1:, split.rows] = split.worker_losses.mean(axis=2)
+        inside[1 + LOSSES.index("sharing"), split.rows] += crowded
         bound[split.rows], turnaround[split.rows] = split.bound, split.turnaround
     window = minibatches.end - minibatches.begin
     step_of, members = np.repeat(np.arange(len(steps)), steps.count), steps.members()
@@ -145,7 +148,7 @@ def break_down(
         window=covered.astype(np.int64),
         minibatches=steps.count,
         microbatches=per_step(minibatches.chunks).astype(np.int64),
-        bubble=1 - per_step(inside[0]) / windows,
+        bubble=1 - per_step(busy) / windows,
         bound=per_step(bound * window) / windows,
         turnaround=per_step(turnaround) * covered / windows,
         parts=parts,

@@ -13,6 +13,9 @@ What a partition stands still longer from one line to the next has a name: fill 
 imbalance, jitter, transfers, host gaps. None is negative, and with the time in which a partition computes they add up
 to the window, exactly: all are whole microseconds.
 
+Partitions that compute on fewer processors than they are slow each other down. What their tasks take longer for that is
+a loss inside of tasks, sharing as well, and found by `pipesight.plan.sharing`.
+
 A rank that has several partitions and computes for one at a time is a worker of its own: its time is split in the same
 way, from the second line on. It is idle while none of them computes, and shares nothing.
 """
@@ -25,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipesight.plan.schedules import Schedule
+from pipesight.plan.sharing import Crowd, rate_of, rates_of
 from pipesight.plan.simulation import simulate
 from pipesight.report.analysis._arrivals import arrivals_of, of_rows, waits
 from pipesight.report.analysis._recorded import Batch, Lengths, Times, orders_of
@@ -41,7 +45,8 @@ LOSSES = ("fill_and_drain", "sharing", "imbalance", "jitter", "transfers", "host
 class Split:
     """Where the time of mini-batches that have the same tasks went. Times are whole microseconds.
 
-    ``busy[b, j] + losses[:, b, j].sum() == window[b]``, for every mini-batch b and partition j.
+    ``busy[b, j] + losses[:, b, j].sum() == window[b]``, for every mini-batch b and partition j. Of what is busy,
+    ``crowded`` is lost as well.
     """
 
     rows: Column
@@ -56,6 +61,10 @@ class Split:
     """As ``busy``, of what computes one task at a time: a rank with several partitions, or else each partition."""
     worker_losses: Times
     """As ``losses``, by loss, mini-batch and worker."""
+    crowded: Times
+    """How much longer the tasks of each partition took since others computed on the same processors."""
+    rates: tuple[float, ...]
+    """How fast each of 1, 2, ... workers computes while so many do; empty if each has a device of its own."""
     phases: Times
     """The time computing, by phase, mini-batch and partition."""
     turnaround: Times
@@ -75,6 +84,8 @@ class Split:
             losses=self.losses[:, rows],
             worker_busy=self.worker_busy[rows],
             worker_losses=self.worker_losses[:, rows],
+            crowded=self.crowded[rows],
+            rates=self.rates,
             phases=self.phases[:, rows],
             turnaround=self.turnaround[rows],
             bound=self.bound[rows],
@@ -94,6 +105,7 @@ def split_windows(
     *,
     devices: Callable[[int], Sequence[int]] = range,
     workers: Callable[[int], Sequence[int]] = range,
+    processors: Callable[[int], int | None] = lambda partitions: None,
 ) -> list[Split]:
     """Split the windows of mini-batches that are complete; those with the same tasks are split together.
 
@@ -103,6 +115,7 @@ def split_windows(
         transfers: Of the same run.
         devices: Gives, for a number of partitions, the device of each. Partitions on one device take turns.
         workers: Gives the worker of each likewise, whose bubble counts. Those that differ from partitions are devices.
+        processors: Gives how many processors the partitions of each mini-batch share, if they compute on a CPU.
     """
     if not len(minibatches):
         return []
@@ -117,11 +130,11 @@ def split_windows(
         batch = Batch(tasks, place, minibatches.begin[rows], n, m, homes)
         for own in batch.by_tasks():
             moved = of_rows(arrivals, rows[own.rows], len(minibatches))
-            found.append(_split(own, rows[own.rows], moved, np.asarray(workers(n), np.int64)))
+            found.append(_split(own, rows[own.rows], moved, np.asarray(workers(n), np.int64), processors(n)))
     return found
 
 
-def _split(batch: Batch, rows: Column, arrivals: Transfers, workers: Column) -> Split:
+def _split(batch: Batch, rows: Column, arrivals: Transfers, workers: Column, processors: int | None) -> Split:
     lengths = batch.end - batch.begin
     durations = batch.dense(lengths)
     window = batch.end.max(axis=1)
@@ -157,6 +170,7 @@ def _split(batch: Batch, rows: Column, arrivals: Transfers, workers: Column) -> 
         spans[0] = spans[1]
         worker_losses = _losses(window, worker_busy, spans, evenly, usual_busy)
         bound = np.maximum(0, 1 - evenly.mean(axis=1) / np.maximum(spans[0], 1e-9))
+    rates, crowded = _crowded(batch, workers, processors)
     return Split(
         rows=rows,
         schedule=most_common,
@@ -165,11 +179,26 @@ def _split(batch: Batch, rows: Column, arrivals: Transfers, workers: Column) -> 
         losses=losses,
         worker_busy=worker_busy,
         worker_losses=worker_losses,
+        crowded=np.minimum(crowded, busy),
+        rates=rates,
         turnaround=np.clip(batch.turnaround(), 0, worker_losses[-1].min(axis=1)),
         phases=durations.sum(axis=2).transpose(0, 2, 1).astype(np.int64),
         bound=bound,
         durations=durations,
     )
+
+
+def _crowded(batch: Batch, workers: Column, processors: int | None) -> tuple[tuple[float, ...], Times]:
+    """Return how much workers slow each other down, and what that costs each partition."""
+    lost = np.zeros((len(batch.code), batch.n), np.int64)
+    if processors is None:
+        return (), lost
+    rates = rates_of(batch.begin, batch.end, batch.code // batch.m, processors)
+    if rate_of(rates, int(workers.max()) + 1) < 1:
+        longer = batch.end - batch.begin - Crowd(batch.begin, batch.end).work(rates)
+        for j in range(batch.n):
+            lost[:, j] = _whole(np.where(batch.code // batch.m % batch.n == j, longer, 0.0).sum(axis=1))
+    return rates, lost
 
 
 def _losses(window: Times, busy: Times, spans: Lengths, even_busy: Lengths, usual_busy: Lengths) -> Times:

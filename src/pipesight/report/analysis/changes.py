@@ -1,28 +1,32 @@
-"""What to change, and what that would gain: simulated where it can be, at most what is lost where it cannot."""
+"""What to change, and what that would gain: the planner's word where it has one, else no more than what is lost.
+
+A plan differs from what was recorded in one thing, and is compared with what the planner makes of the recording, as
+`pipesight plan` does. So both promise the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pipesight.pipeline.partitioning import balance_cost
-from pipesight.plan.schedules import Schedule, gpipe, one_f_one_b, recomputed
-from pipesight.plan.simulation import simulate
+from pipesight.plan.blocks import Blocks, Setting
+from pipesight.plan.costs import Costs
+from pipesight.plan.distributed import NAMES, runs
+from pipesight.plan.measured import SMALL_MESSAGE, Measured
+from pipesight.plan.planning import WORTH, Plan, best_plans, predict, settings
+from pipesight.plan.search import find
 from pipesight.report.analysis.facts import PipelineFacts
-from pipesight.report.analysis.layers import Layer
 from pipesight.report.analysis.links import Link, places_to_look_at
-from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE
 
-__all__ = ["Change", "Situation", "find_changes"]
+__all__ = ["AT_LEAST", "AT_MOST", "SIMULATED", "Change", "Situation", "find_changes"]
 
-WORTH = 0.01
-"""Of the step, what a change must gain to be named."""
 MOST = 3
 DOUBT = 0.5
 """What a gain that is an upper limit counts for, against one that was simulated."""
+NEXT = 0.05
+"""What twice the micro-batches must gain beyond half of that, or half of them beyond twice: each costs memory."""
+
+SIMULATED, AT_MOST, AT_LEAST = "simulated", "at most", "at least"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,8 @@ class Change:
     what: str
     why: str
     gain: float
-    simulated: bool
-    """If not, the gain is what there is to gain at most."""
+    promise: str
+    """How sure that is: `SIMULATED`; `AT_MOST`, what there is to gain; or `AT_LEAST`, as tasks may take less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +45,10 @@ class Situation:
     """What changes are judged by. Times in microseconds."""
 
     facts: PipelineFacts
-    schedule: Schedule | None
-    """The order that was recorded."""
-    durations: NDArray[np.float64]
-    """The mean time of tasks, by phase, partition and micro-batch."""
-    layers: Sequence[Layer]
+    measured: Measured | None
+    """What plans are made of."""
     period: float
     """The mean of a step."""
-    minibatches: float
-    """In a step."""
     parts: Mapping[str, float]
     """Of the mean step, by name."""
     turnaround: float = 0.0
@@ -57,144 +56,152 @@ class Situation:
     links: Sequence[Link] = ()
     """Between ranks."""
 
+    def share(self, time: float) -> float:
+        """Return the share of the step that some time is."""
+        return time / max(self.period, 1e-9)
+
 
 def find_changes(situation: Situation) -> list[Change]:
     """Return at most three changes that gain more than 1% of the step each, the best first.
 
-    Gains do not add up: each is that of one change alone.
+    Where more partitions compute than there are processors, to have fewer comes first. Gains do not add up: each is
+    that of one change alone.
     """
-    found = [change for change in (*_simulated(situation), *_limits(situation)) if change.gain > WORTH]
-    found.sort(key=lambda change: -change.gain * (1 if change.simulated else DOUBT))
+    measured = situation.measured
+    planned = [] if measured is None else _planned(measured)
+    limits = [change for change in _limits(situation) if change.gain > WORTH]
+    if not any(change.promise == AT_LEAST for change in planned):  # else there is a plan for larger tasks
+        limits += [change for change in (_larger_tasks(situation),) if change.gain > WORTH]
+    found = [*planned, *limits]
+    found.sort(key=lambda change: -change.gain * (DOUBT if change.promise == AT_MOST else 1))
+    fewer = _fewer_partitions(measured) if measured is not None else None
+    if fewer is not None and fewer.gain > WORTH:
+        found.insert(0, fewer)
     return found[:MOST]
 
 
-# What can be simulated.
+# What the planner says.
 
 
-def _simulated(situation: Situation) -> Iterator[Change]:
-    if situation.schedule is None:
-        return
-    pipe = _Pipe(situation)
-    for change in (_balance(pipe), _chunks(pipe), _checkpoint(pipe)):
-        if change is not None:
-            yield change
+def _planned(measured: Measured) -> list[Change]:
+    """Return what one change of the setting gains or, if none does, several together."""
+    if measured.setting is None:
+        return []
+    ways = (_balance(measured), _chunks(measured), _checkpoint(measured), _schedule(measured))
+    found = [change for change in ways if change is not None and change.gain > WORTH]
+    return found or [change for change in (_together(measured),) if change is not None]
 
 
-class _Pipe:
-    """A pipeline in which all tasks of a phase in one partition take the same time."""
-
-    def __init__(self, situation: Situation) -> None:
-        assert situation.schedule is not None
-        self.situation, self.schedule = situation, situation.schedule
-        self.n, self.m = self.schedule.stages, self.schedule.chunks
-        counts = np.maximum((situation.durations > 0).sum(axis=2), 1)
-        self.times = situation.durations.sum(axis=2) / counts
-        self.make = _maker(self.schedule)
-        self.homes = self.schedule.device_of_stage
-        self.apart = len({*self.homes}) == self.n
-
-    def span(self, schedule: Schedule, times: NDArray[np.float64]) -> float:
-        """Return how long a mini-batch takes."""
-        return float(simulate(schedule, times[:, :, None]).makespan)
-
-    @property
-    def recorded(self) -> float:
-        """How long it takes as it is."""
-        return self.span(self.schedule, self.times)
-
-    def gain(self, saved: float) -> float:
-        """Return the share of a step that is saved with some time in each mini-batch."""
-        return saved * self.situation.minibatches / max(self.situation.period, 1e-9)
+def _gain(measured: Measured, plan: Plan) -> float:
+    return 1 - plan.step_seconds / max(measured.predicted_seconds, 1e-12)
 
 
-def _maker(schedule: Schedule) -> Callable[[int, Sequence[bool]], Schedule] | None:
-    """Return what makes such a schedule for other micro-batches, if it is one that has a name."""
-    again = np.zeros(schedule.chunks, bool)
-    again[schedule.order[..., 2][schedule.order[..., 0] == RECOMPUTE]] = True
-
-    def by_gpipe(chunks: int, recompute: Sequence[bool]) -> Schedule:
-        homes = schedule.device_of_stage
-        return gpipe(schedule.stages, chunks, recompute=recompute, device_of_stage=homes, joined=schedule.joined)
-
-    def by_1f1b(chunks: int, recompute: Sequence[bool]) -> Schedule:
-        return one_f_one_b(schedule.stages, chunks, recompute=recompute, device_of_stage=schedule.device_of_stage)
-
-    for make in (by_gpipe, by_1f1b):
-        if np.array_equal(make(schedule.chunks, again.tolist()).order, schedule.order):
-            return make
-    return None
-
-
-def _balance(pipe: _Pipe) -> Change | None:
-    """Move layers between partitions, so that the slowest is as fast as can be."""
-    layers = pipe.situation.layers
-    if pipe.n < 2 or not pipe.apart or len(layers) < pipe.n:
+def _fewer_partitions(measured: Measured) -> Change | None:
+    """Let no more partitions compute than there are processors."""
+    enough, setting = measured.processors, measured.setting
+    if not measured.crowded or enough is None or setting is None or setting.rounds > 1 or not measured.layers_known:
         return None
-    now = np.bincount([layer.partition for layer in layers], minlength=pipe.n)
-    if len(now) != pipe.n or not now.all() or any(not layer.runs[0] for layer in layers):
+    plan = _best(measured, replace(setting, partitions=enough))
+    what = "ranks" if measured.facts.ranks is not None else "partitions"
+    few = f"{enough} {what if enough > 1 else what[:-1]}"
+    why = f"{setting.partitions} {what} share {enough} processor{'s' * (enough != 1)}, and slow each other down"
+    text = f"{few} instead of {setting.partitions}: balance={list(plan.balance)}"
+    return Change(text, why, _gain(measured, plan), SIMULATED)
+
+
+def _best(measured: Measured, setting: Setting) -> Plan:
+    """Return a setting with its best balance."""
+    return predict(measured.costs, setting, find(Blocks(measured.costs, setting)).balance)
+
+
+def _balance(measured: Measured) -> Change | None:
+    """Move layers between partitions."""
+    setting = measured.setting
+    assert setting is not None
+    if setting.stages < 2 or not measured.layers_known:
         return None
-    costs = np.zeros((4, len(layers)))
-    for k, layer in enumerate(layers):
-        costs[[FORWARD, RECOMPUTE, BACKWARD], k] = layer.forward, layer.recompute, layer.backward
-    best = balance_cost([layer.cost for layer in layers], pipe.n)
-    if best == now.tolist():
+    plan, now = _best(measured, setting), measured.balance
+    if plan.balance == now:
         return None
-    # What a task takes beside its layers stays with the partition.
-    besides = np.maximum(pipe.times - _blocks(costs, now), 0)
-    before = pipe.span(pipe.schedule, _blocks(costs, now) + besides)
-    after = pipe.span(pipe.schedule, _blocks(costs, np.array(best)) + besides)
-    worst = _blocks(costs, now).sum(axis=0)
-    why = f"partition {int(worst.argmax())} takes {worst.max() / worst.mean():.2f} times the mean"
-    what = f"balance={best} instead of {now.tolist()}"
-    return Change(what, why, pipe.gain(before - after), simulated=True)
+    ends = [sum(now[: j + 1]) for j in range(len(now))]
+    blocks = [measured.costs.layers[end - count : end] for end, count in zip(ends, now, strict=True)]
+    times = [sum(layer.forward + layer.backward for layer in block) for block in blocks]
+    worst = max(range(len(times)), key=times.__getitem__)
+    why = f"partition {worst} takes {times[worst] * len(times) / max(sum(times), 1e-12):.2f} times the mean"
+    what = f"balance={list(plan.balance)} instead of {list(now)}"
+    return Change(what, why, _gain(measured, plan), SIMULATED)
 
 
-def _blocks(costs: NDArray[np.float64], balance: NDArray[np.int64]) -> NDArray[np.float64]:
-    return np.add.reduceat(costs, np.concatenate([[0], np.cumsum(balance)[:-1]]), axis=1)
-
-
-def _chunks(pipe: _Pipe) -> Change | None:
+def _chunks(measured: Measured) -> Change | None:
     """Cut mini-batches into more micro-batches, or fewer: less to fill and drain against fewer gaps."""
-    if pipe.make is None:
-        return None
-    mode = _mode(pipe)
-    gaps = pipe.situation.parts.get("host_gaps", 0.0) - pipe.situation.turnaround
-    gaps /= max(pipe.situation.minibatches, 1e-9)
-    size = pipe.situation.facts.batch_size
-    before = pipe.span(pipe.make(pipe.m, recomputed(mode, pipe.m)), pipe.times) + gaps
+    setting, most = measured.setting, measured.costs.samples
+    assert setting is not None
+    m = setting.chunks
     found: Change | None = None
-    for chunks in (pipe.m * 2, pipe.m * 4, pipe.m // 2):
-        if chunks < 1 or (size is not None and chunks > size):
+    for chunks in (m // 2, m // 4, m * 2, m * 4):
+        if chunks < 1 or (most is not None and chunks > most) or (chunks % setting.partitions and setting.rounds > 1):
             continue
-        times = pipe.times * pipe.m / chunks
-        # The host has as much to do for each task, whatever its size.
-        more = gaps * (chunks + pipe.n - 1) / (pipe.m + pipe.n - 1)
-        after = pipe.span(pipe.make(chunks, recomputed(mode, chunks)), times) + more
-        gain = pipe.gain(before - after)
-        why = "fill and drain shrink, if tasks of fewer samples take less time in proportion"
-        if chunks < pipe.m:
-            why = "fewer, larger tasks leave fewer gaps" + ", and less is recomputed" * (mode == "except_last")
-        # Every doubling costs more than it shows here, so the next one must be worth it.
-        if gain > WORTH and (found is None or gain > found.gain + 0.05):
-            found = Change(f"chunks={chunks} instead of {pipe.m}", why, gain, simulated=True)
+        changed = replace(setting, chunks=chunks)
+        if measured.facts.ranks is not None and not runs(changed):
+            continue
+        gain = _gain(measured, predict(measured.costs, changed, measured.balance))
+        if gain <= WORTH or (found is not None and gain <= found.gain + NEXT):
+            continue
+        what, why = f"chunks={chunks} instead of {m}", "fill and drain shrink, if tasks of fewer samples take less time"
+        if chunks < m:
+            what, why = f"larger micro-batches: {what}", "every task has a part that it takes for any number of samples"
+        found = Change(what, why, gain, AT_LEAST if chunks < m else AT_MOST)
     return found
 
 
-def _checkpoint(pipe: _Pipe) -> Change | None:
+def _checkpoint(measured: Measured) -> Change | None:
     """Keep activations instead of recomputing them."""
-    mode = _mode(pipe)
-    if pipe.make is None or mode == "never":
+    setting = measured.setting
+    assert setting is not None
+    if setting.checkpoint == "never" or (setting.checkpoint == "except_last" and setting.chunks == 1):
         return None
-    after = pipe.span(pipe.make(pipe.m, ()), pipe.times)
+    plan = predict(measured.costs, replace(setting, checkpoint="never"), measured.balance)
     why = "nothing is recomputed; activations of all micro-batches must fit into memory"
-    return Change(f'checkpoint="never" instead of "{mode}"', why, pipe.gain(pipe.recorded - after), simulated=True)
+    what = f'checkpoint="never" instead of "{setting.checkpoint}"'
+    return Change(what, why, _gain(measured, plan), SIMULATED)
 
 
-def _mode(pipe: _Pipe) -> str:
-    """Return the checkpoint mode that the recorded order is that of."""
-    order = pipe.schedule.order
-    again = {*order[..., 2][order[..., 0] == RECOMPUTE].tolist()}
-    return "never" if not again else "always" if pipe.m - 1 in again else "except_last"
+def _schedule(measured: Measured) -> Change | None:
+    """Run tasks in another order, where the engine can: over ranks."""
+    setting = measured.setting
+    assert setting is not None
+    if measured.facts.ranks is None or setting.rounds > 1:
+        return None
+    plans = [
+        predict(measured.costs, other, measured.balance)
+        for name in ("gpipe", "1f1b", "zero-bubble")
+        if name != setting.schedule and runs(other := replace(setting, schedule=name))
+    ]
+    best = min(plans, key=lambda plan: plan.step_seconds, default=None)
+    if best is None:
+        return None
+    what = f'schedule="{NAMES[best.setting.schedule]}" instead of "{measured.schedule_name}"'
+    if best.setting.schedule == "zero-bubble":  # what it costs to compute gradients in two parts is not known
+        return Change(what, "gradients of weights fill what ranks wait", _gain(measured, best), AT_MOST)
+    return Change(what, "ranks wait less for each other", _gain(measured, best), SIMULATED)
+
+
+def _together(measured: Measured) -> Change | None:
+    """Take the plan that `pipesight plan` would, if one change alone gains too little."""
+    setting = measured.setting
+    assert setting is not None
+    if not measured.layers_known:
+        return None
+    over_ranks = measured.facts.ranks is not None
+    possible = settings(measured.costs, partitions=measured.devices, schedules=(*NAMES,) if over_ranks else ("gpipe",))
+    plans = best_plans(measured.costs, [one for one in possible if not over_ranks or runs(one)])
+    gain = _gain(measured, plans[0])
+    if gain <= WORTH:
+        return None
+    best = plans[0].setting
+    what = f'balance={list(plans[0].balance)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
+    what += f', schedule="{NAMES[best.schedule]}"' if over_ranks else ""
+    return Change(what, "together; each of these alone gains less", gain, AT_MOST)
 
 
 # What can only be limited.
@@ -218,25 +225,73 @@ _ADVICE = {
 
 
 def _limits(situation: Situation) -> Iterator[Change]:
-    places = list(places_to_look_at(situation.links))
-    for place in places:
+    for place in places_to_look_at(situation.links):
         what = f"look at {place.what}; larger micro-batches, fewer cuts there"
-        yield Change(what, _why(place.slowest), place.share, simulated=False)
+        yield Change(what, _why(place.slowest), place.share, AT_MOST)
+    crowded = situation.measured is not None and situation.measured.crowded
     for part, (what, why) in _ADVICE.items():
-        share = situation.parts.get(part, 0.0) / max(situation.period, 1e-9)
+        if part == "sharing" and crowded:  # for which there is a plan
+            continue
         if part == "transfers":  # as far as it has not been said where
-            share -= sum(place.share for place in places)
-        yield Change(what, why, share, simulated=False)
-    period = max(situation.period, 1e-9)
+            if _small_messages(situation.links) is None:
+                yield Change(what, why, _moved(situation), AT_MOST)
+        else:
+            yield Change(what, why, situation.share(situation.parts.get(part, 0.0)), AT_MOST)
+    yield _loss_inside(situation)
+
+
+def _moved(situation: Situation) -> float:
+    """Return the share of transfers in the step, without those of links that are named."""
+    named = sum(place.share for place in places_to_look_at(situation.links))
+    return max(situation.share(situation.parts.get("transfers", 0.0)) - named, 0.0)
+
+
+def _larger_tasks(situation: Situation) -> Change:
+    """Give each task more to do: what it costs beside that stays the same, and so do small messages."""
+    moved, small = _moved(situation), _small_messages(situation.links)
     gpu = any(name.startswith("cuda") for name in situation.facts.devices or ())
+    gaps = situation.share(situation.parts.get("host_gaps", 0.0) - situation.turnaround)
+    if small is not None and moved > gaps:
+        what = "larger micro-batches: more samples each"
+        why = f"messages of {small:,.0f} bytes take as long as larger ones would, and tasks wait for them"
+        return Change(what, why, gaps + moved, AT_MOST)
     what = "larger tasks, or torch.compile, so that launching keeps up" if gpu else "larger tasks: more samples each"
-    gaps = situation.parts.get("host_gaps", 0.0) - situation.turnaround
-    mean = situation.durations[situation.durations > 0].mean() if situation.durations.any() else 0.0
-    why = f"workers wait for Python, or for a processor, between tasks of {mean / 1000:.3g} ms on average"
-    yield Change(what, why, gaps / period, simulated=False)
+    mean = _mean_task(situation.measured) if situation.measured is not None else None
+    long = f" of {mean * 1e3:.3g} ms on average" if mean is not None else ""
+    why = f"workers wait for Python, or for a processor, between tasks{long}"
+    return Change(what, why, gaps + (moved if small is not None else 0.0), AT_MOST)
+
+
+def _mean_task(measured: Measured) -> float:
+    lengths = (measured.end - measured.begin)[measured.begin == measured.begin]
+    return float(lengths.mean())
+
+
+def _loss_inside(situation: Situation) -> Change:
+    """Let the last partition compute the loss of each micro-batch, while others compute as well."""
+    gain = situation.share(situation.turnaround)
     what = "shorten what happens between forward and backward, such as the loss"
     why = "all partitions wait for it; the last one can compute the loss as its last layer"
-    yield Change(what, why, situation.turnaround / period, simulated=False)
+    measured = situation.measured
+    if measured is not None and measured.setting is not None:
+        plan = predict(_with_loss(measured.costs), measured.setting, measured.balance)
+        gain = min(gain, max(_gain(measured, plan), 0.0))
+    return Change(what, why, gain, AT_MOST)
+
+
+def _with_loss(costs: Costs) -> Costs:
+    """Return the same with the loss as part of the last layer, half of it forward and half of it backward."""
+    *others, last = costs.layers
+    half = costs.loss / 2
+    last = replace(last, forward=last.forward + half, backward=last.backward + half)
+    return replace(costs, layers=(*others, last), loss=0.0)
+
+
+def _small_messages(links: Sequence[Link]) -> float | None:
+    """Return the bytes of the mean message between ranks, if it is so small that its size does not matter."""
+    messages = sum(link.messages for link in links)
+    mean = sum(link.bytes for link in links) / messages if messages else SMALL_MESSAGE
+    return mean if mean < SMALL_MESSAGE else None
 
 
 def _why(link: Link) -> str:

@@ -19,7 +19,10 @@ __all__ = ["PartitionReport", "PipelineReport", "describe_pipelines", "lanes_of"
 
 @dataclass(frozen=True, slots=True)
 class PartitionReport:
-    """A partition in the mean mini-batch, in microseconds. ``busy`` and ``losses`` add up to the window."""
+    """A partition in the mean mini-batch, in microseconds. ``busy`` and ``losses`` add up to the window.
+
+    The bubble is the share of it without a task. What a task waits for a processor is a loss too, but in no bubble.
+    """
 
     partition: int
     device: str | None
@@ -113,6 +116,8 @@ def _pipeline(
     computing = np.concatenate([split.worker_busy.mean(axis=1) for split in splits])
     losses = np.concatenate([split.losses for split in splits], axis=1).mean(axis=1)
     phases = np.concatenate([split.phases for split in splits], axis=1).mean(axis=1)
+    crowded = np.concatenate([split.crowded for split in splits]).mean(axis=0)
+    losses[LOSSES.index("sharing")] += crowded
     bound = np.concatenate([split.bound for split in splits])
     n, m = facts.partitions, int(np.median(minibatches.chunks[rows]))
     partitions = [
@@ -121,7 +126,7 @@ def _pipeline(
             device=facts.devices[j] if facts.devices is not None else None,
             ranks=ranks[j],
             bubble=float(1 - busy[:, j].sum() / max(window.sum(), 1)),
-            busy=float(busy[:, j].mean()),
+            busy=float(busy[:, j].mean() - crowded[j]),
             phases={name: float(phases[p, j]) for p, name in enumerate(PHASES) if phases[p].any()},
             losses={name: float(losses[k, j]) for k, name in enumerate(LOSSES)},
         )

@@ -24,21 +24,23 @@ export function startSummary() {
   });
 }
 
+const LIMITS = { "at most": "upper limit", "at least": "lower limit" };
+
 function showChanges(changes) {
   const list = byId("changes");
   list.hidden = !changes.length;
   put(
     list,
-    ...changes.map(({ what, why, gain, simulated }) =>
+    ...changes.map(({ what, why, gain, promise }) =>
       make(
         "li",
         {},
-        make("span", { class: "gain number" }, `${simulated ? "saves" : "saves at most"} ${formatShare(gain)}`),
+        make("span", { class: "gain number" }, `saves ${promise === "simulated" ? "" : `${promise} `}${formatShare(gain)}`),
         make(
           "span",
           {},
           make("strong", {}, what),
-          make("span", { class: "why" }, ` \u00b7 ${simulated ? "simulated" : "upper limit"} \u00b7 ${why}`),
+          make("span", { class: "why" }, ` \u00b7 ${LIMITS[promise] ?? promise} \u00b7 ${why}`),
         ),
       ),
     ),

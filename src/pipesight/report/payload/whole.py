@@ -189,7 +189,7 @@ def _layers(report: Report) -> list[dict[str, Any]]:
 
 def _verdict(report: Report) -> dict[str, Any]:
     changes = [
-        {"what": change.what, "why": change.why, "gain": round(change.gain, 4), "simulated": change.simulated}
+        {"what": change.what, "why": change.why, "gain": round(change.gain, 4), "promise": change.promise}
         for change in report.verdict.changes
     ]
     return {"text": report.verdict.text, "changes": changes}

@@ -1,0 +1,105 @@
+"""How much devices slow each other down: partitions on one CPU share its processors, and Python's lock.
+
+While k tasks run at once, each computes at the rate r(k): 1 for one alone, at most p / k on p processors. So a task
+that began and ended at known times did as much work as it would have done alone in::
+
+    work = sum over k of r(k) x (how long it ran while k tasks did)
+
+Tasks of a kind in a partition have equal work, whatever ran beside them. That tells the rates, as some of them run
+while others wait: the first forward of a batch runs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Crowd", "rate_of", "rates_of"]
+
+LEAST = 0.5
+"""Of an even share of the processors, what a task gets at least; a lower rate is none of sharing."""
+ENOUGH = 64
+"""So many mini-batches tell the rates."""
+
+_Times = NDArray[np.float64]
+
+
+def rate_of(rates: Sequence[float], count: int) -> float:
+    """Return how fast each of some tasks computes, given the rates of 1, 2, ...; of more, all together stay as fast.
+
+    >>> rate_of((1.0, 1.0), 2), rate_of((1.0, 1.0), 4), rate_of((), 4)
+    (1.0, 0.5, 1.0)
+    """
+    if not rates or count < 1:
+        return 1.0
+    return float(rates[count - 1]) if count <= len(rates) else float(rates[-1]) * len(rates) / count
+
+
+class Crowd:
+    """How many tasks run at any time, in mini-batches with as many tasks: a row each, times in any unit."""
+
+    def __init__(self, begin: NDArray[np.int64] | _Times, end: NDArray[np.int64] | _Times) -> None:
+        tasks = begin.shape[1]
+        times = np.concatenate([begin, end], axis=1).astype(float)
+        order = np.argsort(times, axis=1, kind="stable")
+        self._place = np.argsort(order, axis=1, kind="stable")
+        self._tasks = tasks
+        times = np.take_along_axis(times, order, axis=1)
+        self._lengths = np.diff(times, axis=1)
+        self._level = np.cumsum(np.where(order < tasks, 1, -1), axis=1)[:, :-1]
+
+    @property
+    def most(self) -> int:
+        """How many tasks run at once, at most."""
+        return int(self._level.max(initial=1))
+
+    def work(self, rates: Sequence[float]) -> _Times:
+        """Return how long each task would take alone."""
+        return self._within(np.array([0.0, *(rate_of(rates, k) for k in range(1, self.most + 1))]))
+
+    def _within(self, value: _Times) -> _Times:
+        """Return the integral over each task of a value that goes by how many run."""
+        done = np.zeros((len(self._level), self._level.shape[1] + 1))
+        np.cumsum(value[np.maximum(self._level, 0)] * self._lengths, axis=1, out=done[:, 1:])
+        at = np.take_along_axis(done, self._place, axis=1)
+        return np.asarray(at[:, self._tasks :] - at[:, : self._tasks])
+
+    def shares(self) -> _Times:
+        """Return the share of each task's time in which 1, 2, ... tasks ran: by mini-batch, task and number."""
+        each = np.stack([self._within(row) for row in np.eye(self.most + 1)[1:]], axis=-1)
+        return np.asarray(each / np.maximum(each.sum(axis=-1, keepdims=True), 1e-9))
+
+
+def rates_of(
+    begin: NDArray[np.int64], end: NDArray[np.int64], kinds: NDArray[np.int64], processors: int
+) -> tuple[float, ...]:
+    """Return how fast each of 1, 2, ... tasks computes that run at once.
+
+    Args:
+        begin: Of each task, by mini-batch.
+        end: Likewise.
+        kinds: A number for each: tasks of the same number have as much to do.
+        processors: That they share. All tasks together are no faster than that.
+    """
+    few = slice(None, None, -(-len(begin) // ENOUGH))
+    begin, end, kinds = begin[few], end[few], kinds[few]
+    crowd = Crowd(begin, end)
+    most = crowd.most
+    even = np.minimum(1.0, processors / np.arange(1, most + 1))
+    if most <= processors:
+        return tuple(np.ones(processors).tolist())
+    lengths, which = np.log(np.maximum(end - begin, 1)).ravel(), np.unique(kinds, return_inverse=True)[1].ravel()
+    shares = crowd.shares().reshape(len(lengths), most)[:, 1:]
+    slower = _within_groups(lengths, shares, which)
+    rates = np.clip(np.concatenate([[1.0], np.exp(-slower)]), LEAST * even, even)
+    return tuple(np.minimum.accumulate(rates).tolist())
+
+
+def _within_groups(values: _Times, causes: _Times, group: NDArray[np.int64]) -> _Times:
+    """Return what each cause adds to a value, by least squares, where each group has a level of its own."""
+    count = np.bincount(group)
+    values = values - (np.bincount(group, values) / count)[group]
+    causes = causes - np.stack([np.bincount(group, cause) / count for cause in causes.T])[:, group].T
+    return np.asarray(np.linalg.lstsq(causes, values, rcond=1e-6)[0])
