@@ -20,6 +20,8 @@ import pytest
 
 import browser
 from growing import LIMIT, GrowingRun, recorder, wait_for
+from pipesight.report.live import serving
+from pipesight.report.live.publishing import Publisher
 from processes import STRICT_PYTHON
 
 
@@ -390,6 +392,43 @@ def test_crowd(tmp_path):
             stack.enter_context(socket.create_connection((view.host, view.port), timeout=LIMIT))
         run.end()
         assert [name for name, _ in first][-1] == "ended"
+
+
+def test_idle_connections(tmp_path):
+    """However many connect and say nothing, or never come to an end of it, whoever has the address is answered."""
+    run = GrowingRun(tmp_path / "run", balance=[1, 1], chunks=2).begin()
+    run.step()
+    run.end()
+    with viewing(run.folder) as view, contextlib.ExitStack() as stack:
+        for k in range(200):
+            idle = stack.enter_context(socket.create_connection((view.host, view.port), timeout=LIMIT))
+            with contextlib.suppress(OSError):  # some have been hung up on
+                idle.sendall([b"", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nX: " + b"y" * 60_000][k % 3])
+        for _ in range(5):
+            assert view.ask(view.path)[0] == 200
+        assert view.threads() < 150
+
+
+def test_silence_ends(tmp_path, monkeypatch):
+    """Whoever sends a byte now and then, and never the whole of a request, is hung up on after a while."""
+    monkeypatch.setattr(serving, "SILENCE", 0.3)
+    publisher = Publisher(tmp_path / "run", draw=lambda _: None)
+    with publisher, serving.RunServer(publisher, page=str) as server:
+        address = urlsplit(server.address)
+        with socket.create_connection((address.hostname, address.port), timeout=LIMIT) as slow:
+            wait_for(lambda: _is_hung_up(slow))
+
+
+def _is_hung_up(connection: socket.socket) -> bool:
+    """Send one more byte, and tell whether the other side wants none."""
+    try:
+        connection.sendall(b"G")
+        connection.settimeout(0.05)
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
 
 
 def test_not_there_yet(tmp_path):

@@ -129,7 +129,7 @@ def _readers(trace: Path) -> list[TraceReader]:
     """Return the files to read; leave out those in a folder that are no traces, and say so."""
     readers = []
     refusal: NotATraceError | None = None
-    for path in find_traces(trace):
+    for path in find_traces(trace, refuse=lambda path, why: _note(f"{path}: {why}")):
         try:
             next(iter(TraceReader(path)), None)
         except NotATraceError as error:

@@ -90,6 +90,9 @@ def _print(follower: Follower, *, ascii: bool) -> None:
     while True:
         begin = time.monotonic()
         changed = follower.look()
+        for note in follower.run.notes:
+            if note.text.startswith("refused"):
+                say(str(note))
         if follower.state.phase == "waiting":
             say(f"{follower.path}: {_state(follower)}")
         if follower.run.attempt.number != attempt:

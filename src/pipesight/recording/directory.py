@@ -156,6 +156,8 @@ class RunDirectory:
 def _read(description: Path) -> dict[str, Any]:
     facts: Any = None
     with contextlib.suppress(OSError, ValueError):
+        if not description.is_file():  # a pipe would make us wait
+            return {}
         facts = json.loads(description.read_bytes())
     return facts if isinstance(facts, dict) else {}
 

@@ -226,6 +226,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
             transfers=transfers,
             processors=processors[pipelines[0].partitions],
         )
+    nonfinite = first_nonfinite(run.statistics(words=SIGNS), layers=names)  # before remarks: it finds some
     return Report(
         path=str(run.path),
         description=run.description,
@@ -250,7 +251,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
             if partition in (None, straggler.partition)
         ),
         links=tuple(link for link in links if partition is None or partition in link.partitions),
-        nonfinite=first_nonfinite(run.statistics(words=SIGNS), layers=names),
+        nonfinite=nonfinite,
         names=(),
         minibatches=minibatches,
         tasks=tasks,
@@ -263,6 +264,7 @@ def _without_tasks(run: Run) -> Report:
     rows = zip(times.category.tolist(), times.name.tolist(), times.count.tolist(), times.total.tolist(), strict=True)
     entries = [NameTime(str(c), str(n), int(k), int(t)) for c, n, k, t in rows if c != ENVELOPE]
     nothing = np.zeros(0, np.int64)
+    nonfinite = first_nonfinite(run.statistics(words=SIGNS))
     text = (
         "There is no bubble to tell of: the trace has no tasks of a pipeline, that is, no spans of category compute "
         "called forward or backward that name a partition and a micro-batch."
@@ -287,7 +289,7 @@ def _without_tasks(run: Run) -> Report:
         layers=(),
         stragglers=(),
         links=(),
-        nonfinite=first_nonfinite(run.statistics(words=SIGNS)),
+        nonfinite=nonfinite,
         names=tuple(entries[:NAMES]),
         minibatches=MiniBatches(*[nothing] * 9),
         tasks=Tasks(*[nothing] * 8),

@@ -14,6 +14,7 @@ from typing import Any
 from pipesight.report.reading._attempts import Attempt, attempt_in, choose, own_restarts
 from pipesight.report.reading._describing import complete
 from pipesight.report.reading._files import read_object
+from pipesight.report.reading._opening import without_refused
 
 __all__ = ["attempt_of_trace", "choose_attempt", "described", "read_ranks"]
 
@@ -21,7 +22,7 @@ __all__ = ["attempt_of_trace", "choose_attempt", "described", "read_ranks"]
 def read_ranks(run: Path) -> dict[int, dict[str, Any]]:
     """Return what the other ranks say of themselves."""
     found = {}
-    for path in (run / "ranks").glob("*.json"):
+    for path in without_refused((run / "ranks").glob("*.json"), run):
         try:
             facts = read_object(path)
             found[int(facts["rank"])] = facts

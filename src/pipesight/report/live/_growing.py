@@ -7,9 +7,10 @@ middle of either: what is incomplete is kept for the next one.
 from __future__ import annotations
 
 import os
-import stat
 import zlib
 from pathlib import Path
+
+from pipesight.report.reading._opening import open_plain
 
 __all__ = ["GrowingFile"]
 
@@ -54,11 +55,9 @@ class GrowingFile:
         Raises:
             OSError: the file cannot be read, or is gone.
         """
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
+        with open_plain(self.path) as file:
+            descriptor = file.fileno()
             found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                return []
             identity = (found.st_dev, found.st_ino)
             if identity != self._identity or found.st_size < self._at:  # another file, or it begins anew
                 self._start()
@@ -70,8 +69,6 @@ class GrowingFile:
             if most is not None and found.st_size - self._at > most:
                 self._skip(descriptor, found.st_size - most, found.st_size)
             return self._read(descriptor, found.st_size)
-        finally:
-            os.close(descriptor)
 
     def _skip(self, descriptor: int, target: int, size: int) -> None:
         """Go on at the first member, or line, from ``target`` on. Where there is none, there is nothing to skip to."""

@@ -3,60 +3,46 @@
 from __future__ import annotations
 
 import os
-import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
+from pipesight.report.reading._opening import RefusedError, open_plain
 from pipesight.report.reading.traces import NotATraceError, TraceReader, find_traces
 
-__all__ = ["HandedOver", "is_inside"]
+__all__ = ["HandedOver"]
 
 _CHUNK = 2**18  # bytes
 _LEVEL = 4  # of gzip: a seventh smaller than 3, and faster than 6
 _GZIP = 31  # zlib's number for it
 
 
-def is_inside(path: Path, folder: Path) -> bool:
-    """Tell whether a file lies in a folder in truth, wherever links lead."""
-    try:
-        return path.resolve(strict=True).is_relative_to(folder.resolve(strict=True))
-    except (OSError, RuntimeError):  # gone, or links in a circle
-        return False
-
-
 class HandedOver:
     """The bytes of a trace, piece by piece.
-
-    Files that lie outside of the run, at the end of a link, are none of it.
 
     Raises:
         FileNotFoundError: There is no trace.
     """
 
     def __init__(self, run: Path) -> None:
-        root = run if run.is_dir() else run.parent
-        self._files = [path for path in find_traces(run) if is_inside(path, root)]
-        if not self._files:
-            raise FileNotFoundError(f"no trace in {str(run)!r}: what is there lies elsewhere")
+        self._files = find_traces(run)
         self.name = f"{run.absolute().name}.json.gz"
         self.size: int | None = None
         """In bytes, where it is known before all has been read."""
-        self._descriptor: int | None = None
+        self._file: BinaryIO | None = None
         if len(self._files) == 1:
             self._open(self._files[0])
 
     def _open(self, path: Path) -> None:
-        self._descriptor = os.open(path.resolve(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            self.close()
-            raise FileNotFoundError(f"no trace: {str(path)!r} is no file")
-        self.name, self.size = path.name, found.st_size
+        try:
+            self._file = open_plain(path)
+        except RefusedError as error:
+            raise FileNotFoundError(f"no trace: {str(path)!r}: {error.strerror}") from None
+        self.name, self.size = path.name, os.fstat(self._file.fileno()).st_size
 
     def __iter__(self) -> Iterator[bytes]:
-        return self._joined() if self._descriptor is None else self._as_it_is(self._descriptor)
+        return self._joined() if self._file is None else self._as_it_is(self._file.fileno())
 
     def _as_it_is(self, descriptor: int) -> Iterator[bytes]:
         assert self.size is not None
@@ -74,9 +60,8 @@ class HandedOver:
 
     def close(self) -> None:
         """Close the file."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipesight.report.live._handing_over import is_inside
 from pipesight.report.live.following import Follower
-from pipesight.report.reading.traces import find_traces
 
 __all__ = ["draw", "empty_page"]
 
@@ -24,7 +22,7 @@ def draw(follower: Follower) -> dict[str, Any] | None:
     from pipesight.report.html import page_payload
     from pipesight.report.reading.run import NotARunError, open_run
 
-    if follower.state.phase == "ended" and _is_all_inside(follower):
+    if follower.state.phase == "ended":
         try:
             with open_run(follower.path) as run:
                 payload: dict[str, Any] = page_payload(run, analyse(run))
@@ -35,14 +33,3 @@ def draw(follower: Follower) -> dict[str, Any] | None:
         return None
     payload = page_payload(follower.run, analyse(follower.run))
     return payload
-
-
-def _is_all_inside(follower: Follower) -> bool:
-    """Tell whether no link leads out of the run: what is elsewhere is not shown to browsers."""
-    folder = follower.path if follower.path.is_dir() else follower.path.parent
-    try:
-        traces = find_traces(follower.path)
-    except OSError:
-        return True
-    others = [path for name in ("stats", "logs", "ranks") for path in (folder / name).glob("*")]
-    return all(is_inside(path, folder) for path in (*traces, *others))

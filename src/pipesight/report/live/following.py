@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +17,10 @@ from typing import Any, Literal
 from pipesight.report.live._attempt import attempt_of_trace, choose_attempt, described, read_ranks
 from pipesight.report.live._events import Lines
 from pipesight.report.live._growing import GrowingFile
-from pipesight.report.live._handing_over import is_inside
 from pipesight.report.live._recent import RecentRun
 from pipesight.report.reading._clocks import NO_SHIFT, Shift
 from pipesight.report.reading._files import read_object
+from pipesight.report.reading._opening import check_plain, refusal, without_refused
 from pipesight.report.reading._processes import KILLED, is_gone, may_restart
 from pipesight.report.reading.run import NotARunError
 from pipesight.report.reading.traces import find_traces
@@ -55,6 +55,10 @@ def check_place(path: Path) -> None:
     Raises:
         NotARunError: There is something else.
     """
+    if path.is_dir() and (why := refusal(path / "run.json", path)) is not None:
+        raise NotARunError(f"{path / 'run.json'}: {why}")
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise NotARunError(f"not a run: {str(path)!r} is neither a file nor a folder")
     if not path.is_dir() or (path / "run.json").exists():
         if path.is_file() and not path.name.endswith((".pfw.gz", ".pfw")):
             raise NotARunError(
@@ -141,6 +145,7 @@ class Follower:
         """Read run.json, if it has changed."""
         path = self.path / "run.json"
         try:
+            check_plain(path, self.path)
             facts = read_object(path)
             changed_at = path.stat().st_mtime
         except (OSError, ValueError):  # it is replaced in one go, but not by everyone
@@ -211,7 +216,7 @@ class Follower:
 
     def _find_traces(self) -> list[Path]:
         try:
-            return find_traces(self.path)
+            return find_traces(self.path, refuse=self.run.remark)
         except OSError:
             return []
 
@@ -224,14 +229,10 @@ class Follower:
             elif kind == "logs":
                 found = [path for path in (self.path / kind).glob("*.log") if attempt.has_log(path, _rank(path))]
             else:
-                return self._inside(self._traces)
+                return self._traces
         except OSError:
             return []
-        return self._inside(sorted(found))
-
-    def _inside(self, found: Sequence[Path]) -> list[Path]:
-        root = self.path if self.path.is_dir() else self.path.parent
-        return [path for path in found if is_inside(path, root)]
+        return without_refused(sorted(found), self.path, self.run.remark)
 
     # How far it is.
 

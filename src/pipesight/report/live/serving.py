@@ -39,7 +39,10 @@ NAMES = (LOCAL, "localhost")
 """Hosts that a request may name. Another name that leads here belongs to a web site that tries to get in. Its port is
 not looked at, since a tunnel has another one at its other end."""
 MOST_CONNECTIONS = 64
-PATIENCE = 30.0  # seconds that a client may take to send a line, or to take what it is sent
+"""That are being answered; and as many more that have not said yet what they want. Of those, the oldest makes room for
+a new one, so that nobody keeps others out by saying nothing."""
+PATIENCE = 30.0  # seconds that a client may take to take what it is sent
+SILENCE = 10.0  # seconds that it may take to say what it wants, all in all
 HEARTBEAT = 15.0  # seconds between signs of life, that keep proxies from hanging up
 LOOK = 0.5  # seconds between looks at whether a client is still there
 PARTING = 2.0  # seconds for those who are still being answered when the server ends
@@ -98,7 +101,7 @@ class RunServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """Keeps track of who is being answered, to let go of them all at the end."""
+    """Keeps track of who is waited for and who is being answered, to let go of them all at the end."""
 
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
@@ -106,20 +109,47 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], *, publisher: Publisher, page: Callable[[], str], token: str) -> None:
         self.publisher, self.page, self.token = publisher, page, token.encode()
         self.ending = threading.Event()
+        self._lock = threading.Lock()  # of the next two
+        self._silent: dict[threading.Thread, tuple[socket.socket, float]] = {}  # the oldest first
         self._answering: dict[threading.Thread, socket.socket] = {}
         super().__init__(address, _Handler)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer one connection, in a thread of its own."""
         me = threading.current_thread()
-        if len(self._answering) >= MOST_CONNECTIONS or self.ending.is_set():
-            self.shutdown_request(request)
-            return
-        self._answering[me] = request
+        with self._lock:
+            if not self.ending.is_set():
+                self._silent[me] = request, time.monotonic()
+            crowd = [connection for connection, _ in self._silent.values()][:-MOST_CONNECTIONS]
+        for connection in crowd:
+            _hang_up(connection)
         try:
-            super().process_request_thread(request, client_address)
+            if me in self._silent:
+                super().process_request_thread(request, client_address)
+            else:
+                self.shutdown_request(request)
         finally:
-            del self._answering[me]
+            with self._lock:
+                self._silent.pop(me, None)
+                self._answering.pop(me, None)
+
+    def let_in(self, request: socket.socket) -> bool:
+        """Tell whether there is room for one more to answer, who has said what it wants, and has the token."""
+        me = threading.current_thread()
+        with self._lock:
+            self._silent.pop(me, None)
+            if len(self._answering) >= MOST_CONNECTIONS:
+                return False
+            self._answering[me] = request
+            return True
+
+    def service_actions(self) -> None:
+        """Hang up on those who do not say what they want; this is called again and again."""
+        since = time.monotonic() - SILENCE
+        with self._lock:
+            late = [connection for connection, began in self._silent.values() if began < since]
+        for connection in late:
+            _hang_up(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that hung up, which is theirs to decide."""
@@ -131,9 +161,11 @@ class _Server(ThreadingHTTPServer):
         self.ending.set()
         self.server_close()
         until = time.monotonic() + PARTING
-        for thread, connection in list(self._answering.items()):
-            with contextlib.suppress(OSError):  # ends a wait for the client
-                connection.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            silent = {thread: connection for thread, (connection, _) in self._silent.items()}
+            everybody = {**silent, **self._answering}
+        for thread, connection in everybody.items():
+            _hang_up(connection)
             thread.join(max(0.0, until - time.monotonic()))
 
 
@@ -157,6 +189,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.PERMANENT_REDIRECT, "the page has a slash at the end", {"Location": f"/{token}/"})
         elif name not in self._PLACES:
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such thing here")
+        elif not self.server.let_in(self.connection):
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many look at this run", {"Retry-After": "5"})
         else:
             self._PLACES[name](self)
 
@@ -264,6 +298,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep quiet: addresses hold the secret."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End what a client is waited for, or sent."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _event(news: News) -> bytes:

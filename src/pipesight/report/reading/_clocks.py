@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipesight.report.reading._files import read_object
+from pipesight.report.reading._opening import without_refused
 
 __all__ = ["NO_SHIFT", "Shift", "read_shifts"]
 
@@ -52,7 +53,7 @@ NO_SHIFT = Shift()
 def read_shifts(run: Path) -> dict[int, Shift]:
     """Return what to add to the times of the ranks of a run whose clocks were compared with that of rank 0."""
     shifts = {}
-    for path in (run / "ranks").glob("*.json"):
+    for path in without_refused((run / "ranks").glob("*.json"), run):
         try:
             facts = read_object(path)
             rank, shift = int(facts["rank"]), Shift.of(facts)

@@ -9,6 +9,7 @@ Such a folder is a run itself. Larger ones than a machine can take are read by a
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipesight.report.reading._files import Note
+from pipesight.report.reading._opening import check_plain, open_plain, refusal
 from pipesight.report.reading._records import foreign_statistics
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def write_dataset(
         events.write(partial / EVENTS)
         for name in _BESIDE if source.is_dir() else ():
             if (source / name).is_dir():
-                shutil.copytree(source / name, partial / name)
+                shutil.copytree(source / name, partial / name, ignore=functools.partial(_refused, source))
             elif (source / name).is_file():
                 shutil.copy2(source / name, partial / name)
         for path, rank in records:
@@ -79,13 +81,21 @@ def write_dataset(
 def read_notes(path: Path) -> list[Note]:
     """Return what was left out when a dataset was made, as far as it says."""
     try:
-        told = json.loads((path / NOTES).read_bytes())
+        check_plain(path / NOTES, path)
+        with open_plain(path / NOTES) as file:
+            told = json.loads(file.read())
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
         return [Note(path / NOTES, f"left out: {error}")]
     entries = told if isinstance(told, list) else []
     return [Note(Path(str(entry["path"])), str(entry["text"])) for entry in entries if _is_note(entry)]
+
+
+def _refused(run: Path, folder: str, names: Sequence[str]) -> list[str]:
+    """Return what of a folder is not copied: links to folders, and what was refused when the run was read."""
+    paths = [Path(folder, name) for name in names]
+    return [path.name for path in paths if (path.is_symlink() if path.is_dir() else refusal(path, run) is not None)]
 
 
 def _is_note(entry: object) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipesight.report.reading._attempts import Attempt, attempt_in, without_attempt
 from pipesight.report.reading._forms import TRACES, Form, Start, sniff
+from pipesight.report.reading._opening import open_plain, without_refused
 
 __all__ = ["NotARunError", "Note", "TraceFile", "find_files", "read_object"]
 
@@ -99,10 +100,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: there is none.
-        OSError: the file is not there.
+        OSError: the file is not there, or is none.
     """
     try:
-        value = json.loads(path.read_bytes())
+        with open_plain(path) as file:
+            value = json.loads(file.read())
     except (ValueError, RecursionError):
         raise ValueError("it is not JSON") from None
     if not isinstance(value, dict):
@@ -114,15 +116,20 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _candidates(path: Path, notes: list[Note]) -> list[Path]:
+    def refuse(file: Path, why: str) -> None:
+        notes.append(Note(file, why))
+
     if not path.is_dir():
         stem, suffix = _split(path)
         parts = [file for file in path.parent.iterdir() if suffix in TRACES and file.name.endswith(suffix)]
         pattern = re.compile(re.escape(stem) + r"\.part\d+")
-        return [path, *sorted((p for p in parts if pattern.fullmatch(_split(p)[0])), key=_order)]
+        parts = [part for part in parts if pattern.fullmatch(_split(part)[0])]
+        return [path, *sorted(without_refused(parts, path.parent, refuse), key=_order)]
     folder = path / "trace" if (path / "trace").is_dir() else path
-    files = sorted((file for file in folder.rglob("*") if file.is_file()), key=_order)
-    traces = [file for file in files if file.name.endswith(TRACES)]
-    others = [file for file in files if file.name.endswith(_OTHERS) and not _is_ours(path, file)]
+    files = sorted(folder.rglob("*"), key=_order)
+    traces = without_refused((file for file in files if file.name.endswith(TRACES)), path, refuse)
+    others = [file for file in files if file.name.endswith(_OTHERS) and not file.is_dir() and not _is_ours(path, file)]
+    others = without_refused(others, path, refuse)
     if not traces:
         return others
     notes.extend(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from pipesight.report.reading._opening import open_plain
 from pipesight.report.reading._unpack import is_packed
 
 __all__ = ["TRACES", "Form", "Start", "sniff"]
@@ -34,7 +35,7 @@ class Start:
 
 def sniff(path: Path) -> Start:
     """Return what the beginning of a file tells."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         start = file.read(_START)
     if packed := is_packed(path, start):
         try:

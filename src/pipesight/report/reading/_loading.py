@@ -18,6 +18,7 @@ from pipesight.report.reading._dataset import EVENTS, is_dataset, read_notes
 from pipesight.report.reading._describing import complete
 from pipesight.report.reading._duckdb import DuckEvents, FileFacts, Source, UnreadableError
 from pipesight.report.reading._files import NotARunError, Note, TraceFile, find_files, read_object
+from pipesight.report.reading._opening import refusal, without_refused
 from pipesight.report.reading._sieve import Sieve
 from pipesight.report.reading._unpack import Unpacker
 
@@ -102,6 +103,9 @@ def _open_dataset(path: Path, engine: object, asked: int | None) -> Loaded:
     from pipesight.report.reading import queries
     from pipesight.report.reading._clusters import events_in
 
+    for file in (path / EVENTS).rglob("*"):
+        if not file.is_dir() and (why := refusal(file, path)) is not None:
+            raise NotARunError(f"{file}: {why}")
     notes = read_notes(path)
     description, _, _, apart = _describe(path, notes)
     attempt = choose(path, (), asked=asked, description=description, apart=apart)
@@ -177,8 +181,17 @@ def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, 
     processes: dict[int, int] = {}
     shifts: dict[int, Shift] = {}
     by_rank: dict[int, dict[str, Any]] = {}
-    others = sorted((path / "ranks").glob("*.json")) if (path / "ranks").is_dir() else []
-    for file in [path / "run.json", *others] if path.is_dir() else []:
+    if not path.is_dir():
+        return description, processes, shifts, {}
+    if (why := refusal(path / "run.json", path)) is not None:
+        raise NotARunError(f"{path / 'run.json'}: {why}")
+
+    def refuse(file: Path, why: str) -> None:
+        notes.append(Note(file, why))
+
+    for pattern in ("stats/*.jsonl", "logs/*.log"):  # which are read later, or not at all
+        without_refused(sorted(path.glob(pattern)), path, refuse)
+    for file in [path / "run.json", *without_refused(sorted(path.glob("ranks/*.json")), path, refuse)]:
         try:
             facts = read_object(file)
         except FileNotFoundError:

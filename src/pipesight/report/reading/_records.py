@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from pipesight.report.reading._attempts import Attempt
 from pipesight.report.reading._files import Note
 from pipesight.report.reading._foreign import records, statistics_of
+from pipesight.report.reading._opening import open_plain, without_refused
 from pipesight.report.reading._unpack import Unpacker
 
 __all__ = ["LogLine", "foreign_statistics", "log_lines", "parse_log", "statistics"]
@@ -138,7 +140,8 @@ def _microseconds(text: str) -> int | None:
 
 
 def _ranked(folder: Path, suffix: str) -> Iterator[tuple[Path, int]]:
-    for number, path in enumerate(sorted(folder.glob(f"*{suffix}")) if folder.is_dir() else []):
+    found = without_refused(sorted(folder.glob(f"*{suffix}")), folder.parent)  # `load` has told of the others
+    for number, path in enumerate(found):
         rank = _RANK.search(path.name)
         yield path, int(rank[1]) if rank else number
 
@@ -146,7 +149,7 @@ def _ranked(folder: Path, suffix: str) -> Iterator[tuple[Path, int]]:
 def _lines(path: Path, note: Callable[[Note], None]) -> Iterator[str]:
     """Yield lines, but for what is beyond a length that no line has."""
     try:
-        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        with io.TextIOWrapper(open_plain(path), encoding="utf-8", errors="replace", newline="\n") as file:
             while line := file.readline(_LONGEST):
                 yield line
                 while line and not line.endswith("\n"):

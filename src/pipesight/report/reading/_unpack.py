@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipesight.report.reading._opening import open_plain
+
 __all__ = ["Unpacker", "is_packed", "without_surrogates"]
 
 _GZIP = b"\x1f\x8b"
@@ -65,7 +67,7 @@ class Unpacker:
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield the text."""
-        with self.path.open("rb") as file:
+        with open_plain(self.path) as file:
             if is_packed(self.path, file.read(_CHUNK)):
                 yield from map(self._look_at, self._unpacked(_Bytes(file.fileno())))
             else:

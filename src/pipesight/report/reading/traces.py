@@ -10,9 +10,11 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NoReturn
+
+from pipesight.report.reading._opening import open_plain, without_refused
 
 __all__ = ["NotATraceError", "TraceReader", "find_traces"]
 
@@ -32,8 +34,10 @@ class _DamagedError(Exception):
     """From here on, a file cannot be read."""
 
 
-def find_traces(path: Path) -> list[Path]:
+def find_traces(path: Path, *, refuse: Callable[[Path, str], None] | None = None) -> list[Path]:
     """Return the files of a trace: ``path`` and the parts that follow it, or all traces in a folder and below.
+
+    What is no plain file, or lies outside of the folder, is none of them; ``refuse`` is told why.
 
     >>> find_traces(Path("run/trace.pfw.gz"))
     [PosixPath('run/trace.pfw.gz'), PosixPath('run/trace.part2.pfw.gz')]
@@ -42,7 +46,7 @@ def find_traces(path: Path) -> list[Path]:
         FileNotFoundError: there is none.
     """
     if path.is_dir():
-        found = [file for file in path.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file()]
+        found = without_refused((file for file in path.rglob("*") if file.name.endswith(_SUFFIXES)), path, refuse)
         if not found:
             raise FileNotFoundError(f"no trace in the folder {str(path)!r}: no file there ends in .pfw.gz or .pfw")
         return sorted(found, key=_place)
@@ -51,7 +55,7 @@ def find_traces(path: Path) -> list[Path]:
     stem, suffix = _split(path)
     pattern = re.compile(rf"{re.escape(stem)}\.part\d+{re.escape(suffix)}")
     parts = [file for file in path.parent.iterdir() if suffix and pattern.fullmatch(file.name)]
-    return [path, *sorted(parts, key=_place)]
+    return [path, *sorted(without_refused(parts, path.parent, refuse), key=_place)]
 
 
 def _split(path: Path) -> tuple[str, str]:
@@ -92,7 +96,7 @@ class TraceReader:
         """Yield each event as a line of JSON, without its end."""
         begun = False
         try:
-            with open(self.path, "rb") as file:
+            with open_plain(self.path) as file:
                 for raw in _lines(file):
                     line = raw.strip().removesuffix(b",")
                     if not line:

@@ -1,0 +1,96 @@
+"""The way to the files of a run, and the only one: plain files that lie in it, and nothing else.
+
+A run may come from anybody. A pipe would make its reader wait for ever, a device may do worse when it is opened, and a
+link can lead to any file of whoever reads the run::
+
+    refusal(path, run)     why a file is not to be read, if there is a reason
+    open_plain(path)       open what is a plain file, and never wait for it
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["RefusedError", "check_plain", "open_plain", "refusal", "without_refused"]
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+class RefusedError(OSError):
+    """Something in the place of a file is none."""
+
+
+def refusal(path: Path, run: Path) -> str | None:
+    """Say why what is in the place of a file of a run is not read; nothing if it is a plain file, or not there.
+
+    Args:
+        path: The file.
+        run: The run directory. Links are followed as long as they end in it. Where the run is one file, wherever that
+            leads, its folder.
+    """
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            return f"refused: it is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, not a file"
+        if not path.resolve(strict=True).is_relative_to(run.resolve(strict=True)):
+            return "refused: it is a link that leads out of the run"
+    except FileNotFoundError:
+        return "refused: it is a link that leads nowhere" if path.is_symlink() else None
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, folders that are not for us
+        return f"refused: {getattr(error, 'strerror', None) or error}"
+    return None
+
+
+def without_refused(paths: Iterable[Path], run: Path, refuse: Callable[[Path, str], None] | None = None) -> list[Path]:
+    """Return those of some paths that may be read, and tell of the others."""
+    kept = []
+    for path in paths:
+        if (why := refusal(path, run)) is None:
+            kept.append(path)
+        elif refuse is not None:
+            refuse(path, why)
+    return kept
+
+
+def check_plain(path: Path, run: Path) -> None:
+    """Check that a file of a run may be read.
+
+    Raises:
+        RefusedError: It is something else than a file, or lies outside of the run.
+    """
+    if (why := refusal(path, run)) is not None:
+        raise RefusedError(errno.EINVAL, why, str(path))
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a plain file for reading; nothing else is opened, not even for a moment.
+
+    Raises:
+        RefusedError: It is something else than a file.
+        OSError: It cannot be opened.
+    """
+    _check_mode(os.stat(path).st_mode, path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _check_mode(os.fstat(descriptor).st_mode, path)  # it may have become something else
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check_mode(mode: int, path: Path) -> None:
+    if not stat.S_ISREG(mode):
+        what = _KINDS.get(stat.S_IFMT(mode), "no file")
+        raise RefusedError(errno.EINVAL, f"refused: it is {what}, not a file", str(path))
