@@ -112,3 +112,117 @@ if os.environ.get("KILL"):
     start, losses = read(torchrun(2, body, tmp_path)[0])
     assert start == 3
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain_losses(6)[0][3:]))
+
+
+def test_cut_off(tmp_path):
+    """A checkpoint that is cut off is passed over, with a warning; where none is whole, nothing begins anew."""
+    body = """
+    import glob, re, warnings
+    pipeline = DistributedPipeline(tanhs(2), [1, 1], chunks=2, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(pipeline.parameters(), 1e-2)
+    for k in (1, 2, 3):
+        pipeline.save(f"{folder}/checkpoints", optimizer, extra=k, step=k, keep=3)
+
+    def load():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            return pipeline.load(f"{folder}/checkpoints", optimizer), [str(w.message) for w in caught]
+
+    def cut(step, pattern, size):
+        dist.barrier()
+        if rank == 0:
+            for path in glob.glob(f"{folder}/checkpoints/step-0000000{step}/{pattern}"):
+                os.truncate(path, os.path.getsize(path) - 1 if size is None else size)
+        dist.barrier()
+
+    assert load() == (3, [])
+    cut(3, "__1_0.distcp", None)
+    extra, told = load()
+    assert extra == 2
+    assert len(told) == (rank == 0)
+    for text in told:
+        assert re.search(r"step-00000003 is cut off .__1_0.distcp has \\d+ of \\d+ bytes.;", text), text
+        assert text.endswith("; going on from step-00000002 instead")
+    cut(2, ".metadata", 0)
+    extra, told = load()
+    assert extra == 1 and len(told) == 2 * (rank == 0), told
+    cut(1, "*.distcp", 0)
+    error = error_of(load)
+    assert type(error) is ValueError and "no checkpoint in" in str(error), repr(error)
+    """
+    torchrun(2, body, tmp_path)
+
+
+def test_extra_that_differs(tmp_path):
+    """What a checkpoint keeps besides must be the same on all ranks; what is equal may be pickled otherwise."""
+    torchrun(
+        2,
+        """
+        pipeline = DistributedPipeline(tanhs(2), [1, 1], chunks=2, loss_fn=nn.functional.mse_loss)
+        text = "a" * 50
+        equal = [text, text] if rank else [text, "".join(["a"] * 50)]
+        pipeline.save(folder, extra={"text": equal, "t": torch.ones(3), "nan": float("nan"), "big": [1] * 1000})
+        for extra in (rank, {"state": torch.full((3,), float(rank))}, [1, 2, 3][: rank + 1]):
+            error = error_of(pipeline.save, folder, extra=extra, step=7)
+            assert type(error) is ValueError and "on rank 1:" in str(error), repr(error)
+        assert "step: 1 on rank 0, 2 on rank 1" in str(error_of(pipeline.save, folder, step=rank + 1))
+        assert sorted(os.listdir(folder)) == ["script.py", "step-00000000"]
+        """,
+        tmp_path,
+    )
+
+
+def test_loss_with_parameters(tmp_path):
+    """Parameters of a loss are trained and saved with those of the last rank, the same in all replicas."""
+    torchrun(
+        4,
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        class Learned(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+                self.frozen = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=False)
+
+            def forward(self, output, target):
+                return nn.functional.mse_loss(output * self.scale, target)
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        part = slice(mesh.get_local_rank("dp"), None, 2)
+        plain, plain_loss, loss_fn = tanhs(2), Learned(), Learned()
+        if mesh.get_local_rank("dp"):
+            nn.init.zeros_(loss_fn.scale)  # replicas start as the first one
+        settings = {"balance": [1, 1], "chunks": 2, "mesh": mesh}
+        pipeline = DistributedPipeline(tanhs(2), loss_fn=loss_fn, **settings)
+        names = [name for name, _ in pipeline.named_parameters() if name.startswith("loss_fn")]
+        assert names == (["loss_fn.scale", "loss_fn.frozen"] if pipeline.is_last else [])
+        optimizers = [
+            torch.optim.AdamW([*plain.parameters(), *plain_loss.parameters()], 0.1),
+            torch.optim.AdamW(pipeline.parameters(), 0.1),
+        ]
+        for k, (x, y) in enumerate(batches([8, 6, 8])):
+            if k == 2:
+                pipeline.save(folder, optimizers[1])
+                pipeline = DistributedPipeline(tanhs(2), loss_fn=Learned(), **settings)
+                optimizers[1] = torch.optim.AdamW(pipeline.parameters(), 0.1)
+                pipeline.load(folder, optimizers[1])
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            expected = plain_loss(plain(x), y)
+            expected.backward()
+            torch.testing.assert_close(pipeline.step(x[part], y[part], broadcast_loss=True), expected.detach())
+            norms = [
+                nn.utils.clip_grad_norm_([*plain.parameters(), *plain_loss.parameters()], 0.1),
+                pipeline.clip_grad_norm_(0.1),
+            ]
+            torch.testing.assert_close(*norms)
+            for optimizer in optimizers:
+                optimizer.step()
+        learned = dict(pipeline.named_parameters())
+        if pipeline.is_last:
+            torch.testing.assert_close(learned["loss_fn.scale"], plain_loss.scale)
+        error = error_of(DistributedPipeline, tanhs(2), loss_fn=Learned(), data_parallel="fsdp", **settings)
+        assert "data_parallel='ddp'" in str(error), repr(error)
+        """,
+        tmp_path,
+    )

@@ -247,3 +247,50 @@ def test_odds_and_ends(tmp_path):
         tmp_path,
         begin=MODELS,
     )
+
+
+def test_recomputed_once(tmp_path):
+    """A layer that torch.utils.checkpoint runs again runs twice a micro-batch, also where backwards are split."""
+    torchrun(
+        2,
+        """
+        import warnings
+        from torch.utils.checkpoint import checkpoint
+
+        class Checkpointed(nn.Module):
+            def __init__(self, reentrant):
+                super().__init__()
+                self.inner, self.reentrant, self.calls = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), reentrant, 0
+                self.inner.register_forward_pre_hook(self.count)
+
+            def count(self, *_):
+                self.calls += 1
+
+            def forward(self, input):
+                return checkpoint(self.inner, input, use_reentrant=self.reentrant)
+
+        x, y = next(batches([8]))
+        for name in ("interleaved-zero-bubble", "zbv-zero-bubble"):
+            for reentrant in (False, True):
+                torch.manual_seed(0)
+                plain = nn.Sequential(nn.Linear(6, 6), *[Checkpointed(reentrant) for _ in range(3)]).double()
+                pipeline = DistributedPipeline(copy.deepcopy(plain), [1] * 4, chunks=4, schedule=name, loss_fn=mse)
+                counted = [layer for layer in pipeline.module if isinstance(layer, Checkpointed)]
+                for layer in counted:
+                    layer.inner._forward_pre_hooks.clear()
+                    layer.inner.register_forward_pre_hook(layer.count)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    for step in range(3):
+                        for layer in counted:
+                            layer.calls = 0
+                        mse(plain(x), y).backward()
+                        pipeline.step(x, y)
+                assert_same_gradients(pipeline, plain)
+                told = [str(w.message) for w in caught if "recomputes in its backward" in str(w.message)]
+                assert len(told) == (0 if reentrant else len(counted)), told
+                assert all(layer.calls == 8 for layer in counted), [layer.calls for layer in counted]
+        """,
+        tmp_path,
+        begin=MODELS,
+    )

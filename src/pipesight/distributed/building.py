@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 from torch import nn
 
 from pipesight.distributed.places import Places
-from pipesight.distributed.replicas import make_replicas
+from pipesight.distributed.replicas import Averaging, make_alike, make_replicas
 from pipesight.distributed.schedules import Kind
 from pipesight.distributed.shapes import Skeleton
 from pipesight.distributed.stage import Stage
@@ -15,7 +16,7 @@ from pipesight.distributed.weights import Recipe
 from pipesight.pipeline.batchnorm import DeferredBatchNorm
 from pipesight.pipeline.partition import Partition
 
-__all__ = ["make_stages"]
+__all__ = ["learned_with", "make_stages"]
 
 
 def make_stages(
@@ -57,3 +58,31 @@ def make_stages(
         stage.averaging = averaging
         stages.append(stage)
     return stages
+
+
+def learned_with(module: nn.Sequential, loss_fn: Any, last: Stage, places: Places, data_parallel: str) -> nn.Module:
+    """Return what this rank trains and saves: its layers, and in the last stage the loss, if it has parameters.
+
+    Args:
+        module: The layers of this rank.
+        loss_fn: That of the user.
+        last: The last stage of this rank.
+        places: The ranks.
+        data_parallel: As for the pipeline.
+    """
+    if not isinstance(loss_fn, nn.Module) or not any(p.requires_grad for p in loss_fn.parameters()):
+        return module
+    if "loss_fn" in dict(module.named_children()):
+        raise ValueError("loss_fn has parameters, which are saved as 'loss_fn.*', but so is the layer of that name")
+    if data_parallel == "fsdp" and len(places.lines) > 1:
+        raise ValueError(
+            "loss_fn has parameters, which data_parallel='fsdp' does not shard, and optimizers do not take sharded and "
+            "whole ones together; use data_parallel='ddp', or let a layer have them"
+        )
+    if not last.is_last:
+        return module
+    loss_fn.to(places.device)
+    if len(places.lines) > 1:
+        make_alike(loss_fn, places)
+        last.averaging = Averaging(nn.ModuleList([last.submod, loss_fn]), places)
+    return nn.Sequential(OrderedDict([*module.named_children(), ("loss_fn", loss_fn)]))

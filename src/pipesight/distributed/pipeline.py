@@ -20,8 +20,9 @@ from pipesight import context
 from pipesight.context import Where
 from pipesight.distributed import saving, schedules
 from pipesight.distributed.agreement import LAYERS, Agreement, Message
-from pipesight.distributed.building import make_stages
+from pipesight.distributed.building import learned_with, make_stages
 from pipesight.distributed.execution import Execution
+from pipesight.distributed.extras import agree_on_extra
 from pipesight.distributed.failures import Watch
 from pipesight.distributed.losses import LossFunction, LossWeight, Weighing
 from pipesight.distributed.places import Places
@@ -60,7 +61,8 @@ class DistributedPipeline:
         chunks: How many micro-batches a mini-batch is cut into.
         schedule: One of ``pipesight.distributed.schedule_names()``.
         loss_fn: Takes output and target of a micro-batch, returns their loss. The losses of micro-batches are averaged
-            so that the loss is that of the whole batch, or summed if ``loss_fn.reduction`` is ``"sum"``.
+            so that the loss is that of the whole batch, or summed if ``loss_fn.reduction`` is ``"sum"``. If it is a
+            module with parameters, these are trained, and saved as ``loss_fn.*``, on the last rank.
         loss_weight: What the loss of a micro-batch counts in that average, given its output and target; of the output,
             only the shape is known. By default the number of samples, and for ``cross_entropy`` and ``nll_loss`` of
             torch what their mean is over. ``"sum"`` sums losses; ``"samples"`` averages them by samples, and does not
@@ -126,6 +128,7 @@ class DistributedPipeline:
         )
         """The layers of this rank, under the names that they have in the plain model."""
         self.module.training = module.training
+        self._learned = learned_with(self.module, loss_fn, self._stages[-1], self.places, data_parallel)
         self._agreement = Agreement(self.places.control, self._watch)
         self._runner = Runner(
             self.module,
@@ -210,19 +213,20 @@ class DistributedPipeline:
         return self.places.replicas
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of this rank, for an optimizer."""
-        return self.module.parameters()
+        """Yield the parameters of this rank, for an optimizer; on the last rank also those of ``loss_fn``."""
+        return self._learned.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank, with their names in the plain model."""
-        return self.module.named_parameters()
+        return self._learned.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's layers, under the keys of the plain model."""
-        return self.module.state_dict()
+        return self._learned.state_dict()
 
     def train(self, mode: bool = True) -> DistributedPipeline:
         """Set the mode of all layers, as ``nn.Module.train`` does. Call it on every rank."""
+        self._learned.train(mode)
         self.module.train(mode)
         for stage in self._stages:
             stage.submod.train(mode)
@@ -307,15 +311,17 @@ class DistributedPipeline:
         """
         if keep < 1:
             raise ValueError(f"keep must be a positive integer (keep: {keep})")
-        self._agreement.settle({"call": f"save {folder}"})
         number = self._runner.steps if step is None else step
-        content = {"steps": self._runner.steps, "extra": extra}
-        group = self.places.control
+        call: Message = {"call": f"save {folder}", "arguments": {"step": number, "keep": keep}}
+        content, group = {"steps": self._runner.steps, "extra": extra}, self.places.control
         with self._watch.explaining("all ranks to save"):
-            return saving.save(folder, self.module, optimizer, content, step=number, keep=keep, group=group)
+            agree_on_extra(self._agreement, call, extra)
+            return saving.save(folder, self._learned, optimizer, content, step=number, keep=keep, group=group)
 
     def load(self, folder: str | PathLike[str], optimizer: Optimizer | None = None) -> Any:
         """Go on from the latest checkpoint in ``folder``, whatever ranks and partitions wrote it.
+
+        One that is cut off is passed over, with a warning.
 
         Example::
 
@@ -326,14 +332,22 @@ class DistributedPipeline:
 
         Returns:
             What was given to :meth:`save` as ``extra``; ``None`` if there is no checkpoint.
+
+        Raises:
+            ValueError: There are checkpoints, but none is whole.
         """
-        found = saving.complete(folder)
-        messages = self._agreement.settle({"call": f"load {folder}", "latest": found[-1].name if found else None})
-        latest = messages[self.places.lines[0][0]]["latest"]
+        message: Message = {"call": f"load {folder}"}
+        first, error = self._agreement.ranks[0], None
+        if torch.distributed.get_rank() == first:
+            try:
+                message["latest"] = saving.latest(folder)
+            except ValueError as found:
+                error = found
+        latest = self._agreement.settle(message, error)[first]["latest"]
         if latest is None:
             return None
         with self._watch.explaining("all ranks to load"):
-            content = saving.load(Path(folder) / latest, self.module, optimizer, group=self.places.control)
+            content = saving.load(Path(folder) / latest, self._learned, optimizer, group=self.places.control)
         self._runner.steps = content["steps"]
         context.catch_up(self._runner.steps)
         return content["extra"]

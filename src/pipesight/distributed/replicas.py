@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pipesight.distributed.places import Places
 
-__all__ = ["KINDS", "Averaging", "make_replicas"]
+__all__ = ["KINDS", "Averaging", "make_alike", "make_replicas"]
 
 KINDS = ("ddp", "fsdp")
 
@@ -29,10 +29,7 @@ def make_replicas(partition: nn.Module, places: Places, kind: str) -> Averaging 
     """Let the replicas of a partition start alike; return what averages their gradients, unless FSDP does."""
     if len(places.lines) == 1:
         return None
-    source = places.lines[0][places.rank]
-    with torch.no_grad():
-        for tensor in (*partition.parameters(), *partition.buffers()):
-            dist.broadcast(tensor, source, group=places.replicas)
+    make_alike(partition, places)
     if kind == "ddp":
         return Averaging(partition, places)
     mesh = DeviceMesh.from_group(places.replicas, places.device.type)
@@ -42,6 +39,13 @@ def make_replicas(partition: nn.Module, places: Places, kind: str) -> Averaging 
             fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(partition, mesh=mesh, reshard_after_forward=False)
     return None
+
+
+def make_alike(module: nn.Module, places: Places) -> None:
+    """Give the replicas of a module what the first of them has."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor, places.lines[0][places.rank], group=places.replicas)
 
 
 class Averaging:

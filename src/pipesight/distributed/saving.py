@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -36,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
 
-__all__ = ["complete", "load", "save"]
+__all__ = ["complete", "latest", "load", "save"]
 
 _NAME = re.compile(r"step-(\d+)")
 # By name, not by number, so that any rank can hold any part.
@@ -47,6 +48,42 @@ def complete(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the complete checkpoints in ``folder``, the latest last."""
     found = [(int(match[1]), path) for path in Path(folder).glob("step-*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
+
+
+def latest(folder: str | os.PathLike[str]) -> str | None:
+    """Return the name of the latest checkpoint that can be read; ``None`` if there is none at all.
+
+    Raises:
+        ValueError: There are some, but all are cut off.
+    """
+    broken: dict[Path, str] = {}
+    for path in reversed(complete(folder)):
+        if (why := _damage(path)) is None:
+            for other, reason in broken.items():
+                warnings.warn(f"{other} is cut off ({reason}); going on from {path.name} instead", stacklevel=2)
+            return path.name
+        broken[path] = why
+    if broken:
+        told = "; ".join(f"{path.name}: {why}" for path, why in broken.items())
+        raise ValueError(f"no checkpoint in {folder} is whole ({told}); to begin anew, remove them")
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    """Say what is missing of a checkpoint; a disk that was full, or a copy that broke off, may have cut it."""
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:
+        return f".metadata cannot be read: {type(error).__name__}"
+    sizes: dict[str, int] = {}
+    for part in (metadata.storage_data or {}).values():
+        sizes[part.relative_path] = max(sizes.get(part.relative_path, 0), part.offset + part.length)
+    for name, size in sizes.items():
+        file = path / name
+        found = file.stat().st_size if file.is_file() else 0
+        if found < size:
+            return f"{name} has {found} of {size} bytes"
+    return None
 
 
 def save(

@@ -26,6 +26,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from pipesight.context import Observers, Phase, Unrepeatable
 from pipesight.distributed.connected import ConnectedStage
 from pipesight.distributed.minibatch import Checkpoint, Minibatch, Task
+from pipesight.distributed.recomputations import Recomputations
 from pipesight.distributed.replicas import Averaging
 from pipesight.distributed.wiring import Wiring
 from pipesight.pipeline.checkpoint import Buffers, changes_input
@@ -67,6 +68,7 @@ class Stage(ConnectedStage):
         self._skips = any(skip_keys(partition))
         self._buffers = Buffers(partition)
         self._changes_input = False
+        self._recomputations = Recomputations(partition)
         self._repeatable = True  # no layer has asked for `current_microbatch`
         self._tasks: dict[int, Task] = {}
 
@@ -205,8 +207,9 @@ class Stage(ConnectedStage):
             ends, gradients, passed = self._gradients(i, task)
             self._prepare_sharded()
             with self._running_backward(i):
-                if full_backward or not any(leaf.requires_grad for leaf in task.leaves):
-                    if full_backward:
+                whole = full_backward or self._recomputations.in_graph(ends)
+                if whole or not any(leaf.requires_grad for leaf in task.leaves):
+                    if whole:
                         _backward(ends, gradients)
                     else:  # all of it is about weights
                         task.outputs, task.gradients = ends, gradients
@@ -214,7 +217,8 @@ class Stage(ConnectedStage):
                     # It detaches its arguments in place, which views do not let it.
                     ends = [t.clone() if t._is_view() else t for t in ends]
                     parameters = self.submod.parameters()
-                    _, task.groups = _call_torch(stage_backward_input, ends, gradients, task.leaves, parameters)
+                    with self._recomputations.noticed(self.j):
+                        _, task.groups = _call_torch(stage_backward_input, ends, gradients, task.leaves, parameters)
             self.batch.where.end_layer()  # what is left to do is no layer's
             own = [leaf.grad for leaf in task.leaves]
             for leaf in task.leaves:
