@@ -187,6 +187,7 @@ def test_a_collective_that_fails_is_a_symptom(case, tmp_path):
     [
         (RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
         (RuntimeError("[/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"), False),
         (RuntimeError("the connection to the database timed out"), False),
     ],

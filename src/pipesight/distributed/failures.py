@@ -81,7 +81,7 @@ class Watch:
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], where: Where, timeout: float | None) -> None:
-        self._groups, self._where = groups, where
+        self._groups, self._where, self._timeout = groups, where, timeout
         self._ranks, self._rank = dist.get_process_group_ranks(groups[0]), dist.get_rank()
         self._store: Any = dist.distributed_c10d.PrefixStore(f"pipesight/{groups[0].group_name}", _own_client())
         self._main = threading.get_ident()
@@ -196,7 +196,11 @@ class Watch:
                     break
                 time.sleep(0.05)
             known = Answers(self._rank, waited_for, self.calls.begun, self.calls.last, states, silent, gone)
-            text = diagnosis.late(known, seconds_waited(error)) if hurry else diagnosis.broken(known, str(error))
+            text = (
+                diagnosis.late(known, seconds_waited(error) or self._timeout)
+                if hurry
+                else diagnosis.broken(known, str(error))
+            )
             self._post(text)
 
     def _answer_of(self, rank: int, number: int) -> dict[str, Any] | None:

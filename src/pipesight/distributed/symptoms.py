@@ -27,7 +27,7 @@ _BROKEN = re.compile(
     r"(closed by peer|reset by peer|closed the connection|caused pair closure|[Bb]roken pipe|[Ss]ocket (unexpectedly )?"
     r"closed|[Tt]imed? ?out|[Cc]onnection refused|[Nn]o route to host|wait timeout)"
 )
-_GLOO = re.compile(r"gloo|pair\.cc|monitoredBarrier", re.IGNORECASE)
+_GLOO = re.compile(r"gloo|pair\.cc|monitoredBarrier|pair closure", re.IGNORECASE)
 _NETWORK: tuple[type[BaseException], ...] = tuple(
     kind for name in ("DistNetworkError", "DistBackendError") if (kind := getattr(dist, name, None)) is not None
 )
@@ -45,7 +45,7 @@ def is_symptom(error: BaseException) -> bool:
 def is_late(error: BaseException) -> bool:
     """Tell whether a symptom is that nothing came in time."""
     found = _transport_error(error)
-    return found is not None and re.search(r"imed? ?out", str(found)) is not None and "closure" not in str(found)
+    return found is not None and re.search(r"imed? ?out", str(found)) is not None
 
 
 def seconds_waited(error: BaseException) -> float | None:

@@ -7,11 +7,24 @@ from dataclasses import dataclass
 
 from pipesight.report._text import percent, size, time
 from pipesight.report.analysis.analysing import Report
+from pipesight.report.analysis.collectives import Collective
 from pipesight.report.analysis.links import Link
 from pipesight.report.analysis.remarks import Remark
 from pipesight.report.analysis.stragglers import Straggler
+from pipesight.report.analysis.verdict import TITLES
+from pipesight.report.analysis.waits import Held
 
-__all__ = ["Finding", "links_in", "nonfinite_in", "numbers", "remarks_in", "stragglers_in", "warm_up_in"]
+__all__ = [
+    "Finding",
+    "collectives_in",
+    "held_in",
+    "links_in",
+    "nonfinite_in",
+    "numbers",
+    "remarks_in",
+    "stragglers_in",
+    "warm_up_in",
+]
 
 STEPS = 12
 """How many steps a sentence names."""
@@ -47,6 +60,16 @@ def stragglers_in(report: Report) -> list[Finding]:
 def links_in(report: Report) -> list[Finding]:
     """Name the links that are slow, or that much is lost to."""
     return [_link(link) for link in report.links if link.notable]
+
+
+def held_in(report: Report) -> list[Finding]:
+    """Say which ranks keep others waiting, and what they do meanwhile."""
+    return [_held(held) for held in report.held]
+
+
+def collectives_in(report: Report) -> list[Finding]:
+    """Name the collectives: their group, size, and who came last."""
+    return [_collective(collective) for collective in report.collectives]
 
 
 def warm_up_in(report: Report) -> Finding | None:
@@ -90,6 +113,39 @@ def _link(link: Link) -> Finding:
     others = f", others {time(link.others)}" if link.others is not None else ""
     took = f"{time(link.time or 0.0)} for {size(link.size)}{others}"
     return Finding(f"{way}: {took}; costs {percent(link.share)} of the step")
+
+
+def _held(held: Held) -> Finding:
+    doing = "code between steps" if held.doing == "between_steps" else TITLES[held.doing]
+    who = f"rank{'s' * (len(held.ranks) != 1)} {ranks_named(held.ranks)}"
+    wait = f"{time(held.wait)}, {percent(held.share)} of the mean step"
+    return Finding(f"rank {held.rank}: {doing} keeps {who} waiting {wait}")
+
+
+def _collective(collective: Collective) -> Finding:
+    moved = f" of {size(collective.bytes)}" if collective.bytes >= 0 else ""
+    text = f"{collective.name}{moved} among ranks {ranks_named(collective.ranks)}: {_count(collective.calls, 'call')}, "
+    text += f"{time(collective.time)} each"
+    if collective.last is not None:
+        share = f"{collective.last_share:.0%} of the time"
+        text += f", after {time(collective.wait)} of waiting; rank {collective.last} came last {share}"
+    return Finding(text)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Name some ranks, those in a row as a range.
+
+    >>> ranks_named([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    rows: list[list[int]] = []
+    for rank in sorted(ranks):
+        if rows and rows[-1][-1] == rank - 1:
+            rows[-1].append(rank)
+        else:
+            rows.append([rank])
+    parts = [str(row[0]) if len(row) == 1 else f"{row[0]}{', ' if len(row) == 2 else '-'}{row[-1]}" for row in rows]
+    return ", ".join(parts)
 
 
 def _remark(remark: Remark) -> Finding:

@@ -50,6 +50,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "layers": [_layer(layer) for layer in report.layers],
         "stragglers": [asdict(straggler) for straggler in report.stragglers],
         "links": [asdict(link) for link in report.links],
+        "held": [asdict(held) for held in report.held],
+        "collectives": [asdict(collective) for collective in report.collectives],
         "nonfinite": None if report.nonfinite is None else asdict(report.nonfinite),
         "names": [asdict(name) for name in report.names],
     }

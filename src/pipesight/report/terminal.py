@@ -12,7 +12,16 @@ from pipesight.report.analysis.breakdown import OUTSIDE, PARTS
 from pipesight.report.analysis.bubble import LOSSES
 from pipesight.report.analysis.pipelines import PartitionReport, PipelineReport
 from pipesight.report.analysis.verdict import TITLES
-from pipesight.report.findings import Finding, links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
+from pipesight.report.findings import (
+    Finding,
+    collectives_in,
+    held_in,
+    links_in,
+    nonfinite_in,
+    remarks_in,
+    stragglers_in,
+    warm_up_in,
+)
 from pipesight.report.reading.tables import RECOMPUTE, WEIGHT
 from pipesight.report.timeline import DRAWN, Glyphs, coloured, draw_step
 
@@ -24,7 +33,7 @@ LAYERS = 8
 """How many of the slowest layers are listed."""
 PARTITIONS = 16
 """How many partitions are listed; of more, those that stand still most and least."""
-STRAGGLERS, LINKS, REMARKS = 5, 8, 10
+STRAGGLERS, WAITS, LINKS, COLLECTIVES, REMARKS = 5, 5, 8, 5, 10
 """How many of each are named."""
 
 _SHORT = {**TITLES, "fill_and_drain": "fill", "sharing": "sharing", "transfers": "transfer", "host_gaps": "host gap"}
@@ -67,8 +76,12 @@ def render(
         blocks.append(_layers(report, style))
     if stragglers := stragglers_in(report):
         blocks.append(_findings("Stragglers", stragglers, STRAGGLERS, style))
+    if held := held_in(report):
+        blocks.append(_findings("Waits for one rank", held, WAITS, style))
     if links := links_in(report):
         blocks.append(_findings("Links", links, LINKS, style))
+    if collectives := collectives_in(report):
+        blocks.append(_findings("Collectives", collectives, COLLECTIVES, style))
     if report.names:
         blocks.append(_names(report, style))
     if remarks := remarks_in(report):

@@ -12,6 +12,7 @@ from pipesight.plan.measured import Measured, measure_steps
 from pipesight.report.analysis.breakdown import PARTS, StepTimes, Summary, break_down, summary, warm_up
 from pipesight.report.analysis.bubble import Split, split_windows
 from pipesight.report.analysis.changes import Situation, find_changes
+from pipesight.report.analysis.collectives import Collective, find_meetings, name_collectives, waits_in
 from pipesight.report.analysis.facts import (
     PipelineFacts,
     device_of_partition,
@@ -24,9 +25,10 @@ from pipesight.report.analysis.layers import Layer, layers_of, with_weights
 from pipesight.report.analysis.links import Link, find_links
 from pipesight.report.analysis.nonfinite import SIGNS, NonFinite, first_nonfinite
 from pipesight.report.analysis.pipelines import PipelineReport, describe_pipelines, lanes_of
-from pipesight.report.analysis.remarks import Remark, doubts_about, remarks_on, with_ending
+from pipesight.report.analysis.remarks import Remark, doubts_about, remarks_on, with_ending, with_waits
 from pipesight.report.analysis.stragglers import Straggler, find_stragglers
 from pipesight.report.analysis.verdict import Verdict, verdict_on
+from pipesight.report.analysis.waits import Held, Waits
 from pipesight.report.analysis.windows import (
     EVALUATION,
     INCOMPLETE,
@@ -132,6 +134,10 @@ class Report:
     stragglers: tuple[Straggler, ...]
     links: tuple[Link, ...]
     """Between ranks, those that cost most first."""
+    held: tuple[Held, ...]
+    """Ranks that keep others waiting in collectives, those that cost most first."""
+    collectives: tuple[Collective, ...]
+    """Of the main threads, those that take longest first."""
     nonfinite: NonFinite | None
     names: tuple[NameTime, ...]
     """Where the time went, of a trace that has no tasks."""
@@ -200,7 +206,10 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     )
     whole = np.flatnonzero(own.kind != INCOMPLETE)
     splits = [_renumbered(split, whole) for split in splits]
-    times = break_down(found, own, splits, all_minibatches=minibatches, spans=spans, replicas=replicas)
+    meetings = find_meetings(run.communications(), run.description)
+    waits = Waits(waits_in(meetings), spans, minibatches, replicas)
+    did = waits.attributed()
+    times = break_down(found, own, splits, all_minibatches=minibatches, spans=did, replicas=replicas)
     warm = warm_up(times) if len(times) and times.step.min() == first else times.step[:0]
     counted = ~np.isin(times.step, warm)
     counted_minibatches = np.isin(own.step, times.step[counted])
@@ -227,6 +236,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
             processors=processors[pipelines[0].partitions],
         )
     nonfinite = first_nonfinite(run.statistics(words=SIGNS), layers=names)  # before remarks: it finds some
+    held = waits.held(times.where(counted))
     return Report(
         path=str(run.path),
         description=run.description,
@@ -236,7 +246,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         ranks=tuple(run.ranks()),
         replicas=replicas,
         remarks=(*remarks_on(run, own, spans), *doubts_about(run, tasks)),
-        verdict=with_ending(_verdict(overall, pipelines, measured, links), run),
+        verdict=with_ending(with_waits(_verdict(overall, pipelines, measured, links), held), run),
         measured=measured,
         overall=overall,
         left=Left(tuple(warm.tolist()), int((~found.complete).sum())),
@@ -251,6 +261,8 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
             if partition in (None, straggler.partition)
         ),
         links=tuple(link for link in links if partition is None or partition in link.partitions),
+        held=held,
+        collectives=name_collectives(meetings, times.step[counted]),
         nonfinite=nonfinite,
         names=(),
         minibatches=minibatches,
@@ -289,6 +301,8 @@ def _without_tasks(run: Run) -> Report:
         layers=(),
         stragglers=(),
         links=(),
+        held=(),
+        collectives=(),
         nonfinite=nonfinite,
         names=tuple(entries[:NAMES]),
         minibatches=MiniBatches(*[nothing] * 9),

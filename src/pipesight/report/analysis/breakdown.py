@@ -1,9 +1,9 @@
 """Where the time of every step went: computing, each loss inside of windows, and what lies between them.
 
 A step's period is the sum of its parts. Inside of windows, they are the means over the partitions, or over the ranks
-where each has several and computes for one at a time; outside, what the main thread did, of which each moment counts
-once: communication before data loading, before checkpoints, before the optimizer that may have caused them. What is
-left is between steps.
+where each has several and computes for one at a time; outside, what the main thread did, or while it waited for another
+rank, what that one did. Of this each moment counts once: communication before data loading, before checkpoints, before
+the optimizer that may have caused them. What is left is between steps.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from pipesight.report.analysis.bubble import LOSSES, Split
 from pipesight.report.analysis.windows import EVALUATION, MiniBatches, Steps
 from pipesight.report.reading.tables import CHECKPOINT, COMMUNICATION, DATA, OPTIMIZER, Column, Spans
 
-__all__ = ["OUTSIDE", "PARTS", "StepTimes", "Summary", "break_down", "summary", "warm_up"]
+__all__ = ["KINDS", "OUTSIDE", "PARTS", "Cover", "StepTimes", "Summary", "break_down", "summary", "warm_up"]
 
 OUTSIDE = ("evaluation", "data_loading", "optimizer", "checkpoints", "communication", "between_steps")
 """What a step does outside of the windows of its mini-batches."""
 PARTS = ("computing", *LOSSES, *OUTSIDE)
 """All parts of a step."""
 
-_KINDS = {
+KINDS = {
     COMMUNICATION: "communication",
     DATA: "data_loading",
     CHECKPOINT: "checkpoints",
     OPTIMIZER: "optimizer",
 }
+"""What spans of the main thread are, those first that count where several are open."""
 
+_EVER = np.iinfo(np.int64).max // 2
 WARM_UP = 1.5
 """Steps at the beginning that take this many times the median of those around them are warm-up."""
 FIRST = 10
@@ -159,22 +161,22 @@ def _outside(
     steps: Steps, windows: MiniBatches, evaluations: MiniBatches, ranks: Sequence[Spans]
 ) -> tuple[Column, NDArray[np.float64]]:
     """Return how much of each period windows cover, and the parts outside of them, as means over the ranks."""
-    inner = _Cover(windows.begin, windows.end)
+    inner = Cover(windows.begin, windows.end)
     before = inner.within(steps.begin, steps.end)
     parts = dict.fromkeys(OUTSIDE, np.zeros(len(steps)))
     begins, ends = [windows.begin, evaluations.begin], [windows.end, evaluations.end]
-    with_evaluations = _Cover(np.concatenate(begins), np.concatenate(ends)).within(steps.begin, steps.end)
+    with_evaluations = Cover(np.concatenate(begins), np.concatenate(ends)).within(steps.begin, steps.end)
     parts["evaluation"] = (with_evaluations - before).astype(float)
     present = [spans for spans in ranks if len(spans)]
     for own in present:
         reached = with_evaluations
         covers_begin, covers_end = list(begins), list(ends)
-        for kind, name in _KINDS.items():
+        for kind, name in KINDS.items():
             chosen = own.where(own.kind == kind)
             if len(chosen):
                 covers_begin.append(chosen.begin)
                 covers_end.append(chosen.end)
-                cover = _Cover(np.concatenate(covers_begin), np.concatenate(covers_end))
+                cover = Cover(np.concatenate(covers_begin), np.concatenate(covers_end))
                 further = cover.within(steps.begin, steps.end)
                 parts[name] = parts[name] + (further - reached) / len(present)
                 reached = further
@@ -196,7 +198,7 @@ class _Groups:
         return self._order[first:last]
 
 
-class _Cover:
+class Cover:
     """How much of the time some spans cover; moments in several of them count once."""
 
     def __init__(self, begin: Column, end: Column) -> None:
@@ -205,20 +207,25 @@ class _Cover:
         new = np.ones(len(begin), bool)
         new[1:] = begin[1:] > reached[:-1]
         last = np.append(new[1:], True) if len(new) else new
-        self._begin, self._end = begin[new], reached[last]
-        lengths = self._end - self._begin
+        self.begin, self.end = begin[new], reached[last]
+        lengths = self.end - self.begin
         self._before = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
     def _until(self, times: Column) -> Column:
-        at = np.searchsorted(self._begin, times, side="right") - 1
-        inside = np.minimum(times, self._end[at]) - self._begin[at]
+        at = np.searchsorted(self.begin, times, side="right") - 1
+        inside = np.minimum(times, self.end[at]) - self.begin[at]
         return np.where(at < 0, 0, self._before[at] + inside)
 
     def within(self, begin: Column, end: Column) -> Column:
         """Return how much lies between two times each."""
-        if not len(self._begin):
+        if not len(self.begin):
             return np.zeros(len(begin), np.int64)
         return self._until(end) - self._until(begin)
+
+    def complement(self) -> tuple[Column, Column]:
+        """Return the times in between, before and after: where they begin, and where they end."""
+        edges = np.array([-_EVER]), np.array([_EVER])
+        return np.concatenate([edges[0], self.end]), np.concatenate([self.begin, edges[1]])
 
 
 def warm_up(times: StepTimes) -> Column:

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipesight.report.reading.tables import Tasks
 
-__all__ = ["doubts_about_clocks"]
+__all__ = ["clock_error", "doubts_about_clocks"]
 
 NOTABLE = 0.1
 """The share of the median task from which on an error of clocks is worth a word."""
@@ -32,3 +32,19 @@ def doubts_about_clocks(description: Mapping[str, Any], tasks: Tasks) -> str | N
         f"the clocks of ranks agree to {error / 1000:,.0f} µs, and the median task takes {usual:,.0f} µs, so short "
         "waits of one rank for another may be wrong"
     )
+
+
+def clock_error(description: Mapping[str, Any], one: int, other: int) -> float | None:
+    """Return by how much times between two ranks may be wrong, in microseconds: their clocks by that much each."""
+    clock = description.get("clock")
+    ranks = clock.get("ranks") if isinstance(clock, dict) else None
+    total = 0.0
+    for rank in (one, other):
+        if rank == 0:
+            continue  # the clock that others are compared with
+        own = ranks.get(str(rank)) if isinstance(ranks, dict) else None
+        error = own.get("error_ns") if isinstance(own, dict) else None
+        if not isinstance(error, int):
+            return None
+        total += error / 1000
+    return total

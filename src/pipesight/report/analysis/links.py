@@ -21,6 +21,7 @@ import numpy as np
 
 from pipesight.report.analysis._arrivals import arrivals_of
 from pipesight.report.analysis.breakdown import StepTimes
+from pipesight.report.analysis.clocks import clock_error
 from pipesight.report.analysis.windows import MiniBatches
 from pipesight.report.reading.tables import BACKWARD, FORWARD, Column, Table, Tasks, Transfers
 
@@ -119,7 +120,7 @@ def find_links(
                 timed=len(timed),
                 time=float(np.median(timed.time)) if len(timed) else None,
                 others=None,
-                error=_error(description, source, target),
+                error=clock_error(description, source, target),
                 wait=wait,
                 share=min(wait / max(float(period.mean()), 1e-9), 1.0) if len(period) else 0.0,
             )
@@ -253,19 +254,3 @@ def _host(description: Mapping[str, Any], rank: int) -> str | None:
     hosts = description.get("host_of_rank")
     name = hosts.get(rank) if isinstance(hosts, dict) else None
     return name if isinstance(name, str) else None
-
-
-def _error(description: Mapping[str, Any], source: int, target: int) -> float | None:
-    """Return by how much times between two ranks may be wrong, in microseconds: their clocks by that much each."""
-    clock = description.get("clock")
-    ranks = clock.get("ranks") if isinstance(clock, dict) else None
-    total = 0.0
-    for rank in (source, target):
-        if rank == 0:
-            continue  # the clock that others are compared with
-        own = ranks.get(str(rank)) if isinstance(ranks, dict) else None
-        error = own.get("error_ns") if isinstance(own, dict) else None
-        if not isinstance(error, int):
-            return None
-        total += error / 1000
-    return total

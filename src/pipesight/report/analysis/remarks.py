@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipesight.report.analysis.clocks import doubts_about_clocks
-from pipesight.report.analysis.verdict import Verdict
+from pipesight.report.analysis.verdict import MUCH, TITLES, Verdict
+from pipesight.report.analysis.waits import Held
 from pipesight.report.analysis.windows import INCOMPLETE, MiniBatches
 from pipesight.report.reading._processes import KILLED
 from pipesight.report.reading.tables import OPTIMIZER, Spans, Tasks
@@ -17,7 +19,7 @@ from pipesight.report.reading.tables import OPTIMIZER, Spans, Tasks
 if TYPE_CHECKING:
     from pipesight.report.reading.run import Run
 
-__all__ = ["Remark", "doubts_about", "remarks_on", "with_ending"]
+__all__ = ["Remark", "doubts_about", "remarks_on", "with_ending", "with_waits"]
 
 LONGEST = 400
 """Characters of an outcome, which may be the message of an error."""
@@ -49,6 +51,16 @@ def with_ending(verdict: Verdict, run: Run) -> Verdict:
     else:
         return verdict
     return replace(verdict, text=f"{verdict.text} {text}")
+
+
+def with_waits(verdict: Verdict, held: Sequence[Held]) -> Verdict:
+    """Name the rank that most is lost to because others wait for it."""
+    if not held or held[0].share < MUCH:
+        return verdict
+    first = held[0]
+    doing = "its code between steps" if first.doing == "between_steps" else f"its {TITLES[first.doing]}"
+    who = "the others wait" if len(first.ranks) > 1 else f"rank {first.ranks[0]} waits"
+    return replace(verdict, text=f"{verdict.text} Look at rank {first.rank}: {who} for {doing}.")
 
 
 def _restarts(run: Run) -> str | None:

@@ -10,7 +10,15 @@ import numpy as np
 
 from pipesight.report.analysis.analysing import Report
 from pipesight.report.analysis.facts import hosts_of
-from pipesight.report.findings import links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
+from pipesight.report.findings import (
+    collectives_in,
+    held_in,
+    links_in,
+    nonfinite_in,
+    remarks_in,
+    stragglers_in,
+    warm_up_in,
+)
 from pipesight.report.payload.limits import LIMITS, Limits
 from pipesight.report.payload.logs import logs_of
 from pipesight.report.payload.losses import losses_of, losses_of_step
@@ -282,7 +290,13 @@ def _alarm(report: Report, timelines: Timelines, shown: Sequence[int]) -> dict[s
 def findings_of(report: Report) -> list[dict[str, Any]]:
     """Return what stands out, under the terminal's headings."""
     left_out = [*filter(None, [warm_up_in(report)]), *remarks_in(report)]
-    groups = (("Stragglers", stragglers_in(report)), ("Links", links_in(report)), ("Left out, and remarks", left_out))
+    groups = (
+        ("Stragglers", stragglers_in(report)),
+        ("Waits for one rank", held_in(report)),
+        ("Links", links_in(report)),
+        ("Collectives", collectives_in(report)),
+        ("Left out, and remarks", left_out),
+    )
     return [
         {
             "title": title,

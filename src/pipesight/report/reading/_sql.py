@@ -27,7 +27,7 @@ CREATE TEMP TABLE sources (path VARCHAR, number INTEGER, rank INTEGER, own BOOLE
 CREATE TEMP TABLE events (
     file INTEGER, rank INTEGER, pid BIGINT, tid BIGINT, category VARCHAR, name VARCHAR, "begin" BIGINT, "end" BIGINT,
     phase TINYINT, kind TINYINT, step BIGINT, minibatch BIGINT, partition INTEGER, microbatch INTEGER, layer VARCHAR,
-    device VARCHAR, size BIGINT)
+    device VARCHAR, size BIGINT, peers VARCHAR)
 """
 
 # A line that is no JSON is a row of nulls, and so is a value of another type. Metadata, counters and arrows have a name
@@ -41,12 +41,13 @@ SELECT source.number AS file, source.rank AS rank, coalesce(pid, -1) AS pid, coa
     coalesce(args.step, -1) AS step, coalesce(args.minibatch, args.step, -1) AS minibatch,
     {partition} AS partition, {microbatch} AS microbatch,
     coalesce(args.layer, '') AS layer, {device} AS device,
-    coalesce(CASE WHEN cat = 'dftracer' THEN args.lost_events ELSE args.size END, -1) AS size
+    coalesce(CASE WHEN cat = 'dftracer' THEN args.lost_events ELSE args.size END, -1) AS size,
+    coalesce(args."group", '') AS peers
 FROM read_json($paths, format = 'newline_delimited', compression = '{compression}', filename = true,
     ignore_errors = true, maximum_object_size = {longest}, columns = {{
         name: 'VARCHAR', cat: 'VARCHAR', pid: 'BIGINT', tid: 'BIGINT', ts: '{time}', dur: '{time}',
         args: 'STRUCT(step BIGINT, minibatch BIGINT, partition INTEGER, microbatch INTEGER, layer VARCHAR,
-                      device VARCHAR, size BIGINT, lost_events BIGINT)'}}) AS lines
+                      device VARCHAR, size BIGINT, lost_events BIGINT, "group" VARCHAR)'}}) AS lines
 JOIN sources AS source ON lines.filename = source.path
 WHERE dur IS NOT NULL OR name IS NULL
 """
@@ -126,7 +127,8 @@ def events(*, packed: bool, foreign: bool, together: bool = False) -> str:
 
 
 COLUMNS = """
-rank, pid, tid, category, name, "begin", "end", phase, kind, step, minibatch, partition, microbatch, layer, device, size
+rank, pid, tid, category, name, "begin", "end", phase, kind, step, minibatch, partition, microbatch, layer, device,
+size, peers
 """
 PARQUET = "(FORMAT parquet, COMPRESSION zstd, PARTITION_BY (rank), FILENAME_PATTERN 'events-{i}')"
 HIVE = "hive_partitioning = true, hive_types = {rank: INTEGER}"

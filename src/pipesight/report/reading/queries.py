@@ -12,9 +12,31 @@ from typing import Any, TypeAlias
 import narwhals as nw
 import numpy as np
 
-from pipesight.report.reading.tables import Column, LayerRuns, LayerTimes, NameTimes, Spans, Tasks, Transfers
+from pipesight.report.reading.tables import (
+    COMMUNICATION,
+    Column,
+    Communications,
+    LayerRuns,
+    LayerTimes,
+    NameTimes,
+    Spans,
+    Tasks,
+    Transfers,
+)
 
-__all__ = ["COLUMNS", "Fetch", "Frame", "count", "layer_runs", "layer_times", "names", "ranks", "spans", "steps"]
+__all__ = [
+    "COLUMNS",
+    "Fetch",
+    "Frame",
+    "communications",
+    "count",
+    "layer_runs",
+    "layer_times",
+    "names",
+    "ranks",
+    "spans",
+    "steps",
+]
 __all__ += ["tasks", "transfers"]
 
 Frame: TypeAlias = nw.LazyFrame[Any]
@@ -38,6 +60,7 @@ COLUMNS = {
     "layer": "VARCHAR",
     "device": "VARCHAR",
     "size": "BIGINT",
+    "peers": "VARCHAR",
 }
 """Of a frame of events, a row a span. What a span has not is -1, or empty: engines differ in what they make of null.
 
@@ -69,6 +92,15 @@ def spans(events: Frame, fetch: Fetch) -> Spans:
     """Return what main threads did beside pipelines, by rank and begin."""
     found = fetch(events.filter(nw.col("kind") >= 0).select("rank", "kind", "begin", "end"))
     return Spans(**_sorted(found, "rank", "begin", "end", "kind"))
+
+
+def communications(events: Frame, fetch: Fetch) -> Communications:
+    """Return the communication of main threads outside of pipelines, by rank and begin."""
+    columns = ("rank", "name", "peers", "step", "begin", "end", "size")
+    if "peers" not in events.collect_schema().names():  # a dataset of an earlier version
+        return Communications(*[np.zeros(0, np.int64)] * len(columns))
+    chosen = events.filter((nw.col("kind") == COMMUNICATION) & (nw.col("partition") < 0) & (nw.col("peers") != ""))
+    return Communications(**_sorted(fetch(chosen.select(*columns)), "rank", "begin", "end", "name", "peers"))
 
 
 def layer_times(events: Frame, fetch: Fetch, window: range | None = None) -> LayerTimes:

@@ -23,7 +23,15 @@ from pipesight.report.reading._records import LogLine, foreign_statistics, log_l
 
 if TYPE_CHECKING:
     from pipesight.report.reading._loading import Loaded
-    from pipesight.report.reading.tables import LayerRuns, LayerTimes, NameTimes, Spans, Tasks, Transfers
+    from pipesight.report.reading.tables import (
+        Communications,
+        LayerRuns,
+        LayerTimes,
+        NameTimes,
+        Spans,
+        Tasks,
+        Transfers,
+    )
 
 __all__ = ["LogLine", "NotARunError", "Note", "Run", "is_dataset", "open_run"]
 
@@ -92,6 +100,12 @@ class Run:
         from pipesight.report.reading import queries
 
         return queries.spans(self._events.frame, self._events.fetch)
+
+    def communications(self) -> Communications:
+        """Return what the main threads of ranks sent and received beside pipelines."""
+        from pipesight.report.reading import queries
+
+        return queries.communications(self._events.frame, self._events.fetch)
 
     def layer_times(self, steps: range | None = None) -> LayerTimes:
         """Return the time of each layer, in all steps or in some."""

@@ -36,6 +36,7 @@ __all__ = [
     "RECOMPUTE",
     "WEIGHT",
     "Column",
+    "Communications",
     "LayerRuns",
     "LayerTimes",
     "NameTimes",
@@ -110,6 +111,19 @@ class Spans(Table):
     kind: Column
     begin: Column
     end: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Communications(Table):
+    """Calls of torch.distributed outside of pipelines, and waits for them, by ``peers``: ``"0,1"``, or ``"world"``."""
+
+    rank: Column
+    name: Column
+    peers: Column
+    step: Column
+    begin: Column
+    end: Column
+    size: Column
 
 
 @dataclass(frozen=True, slots=True, eq=False)
