@@ -9,6 +9,7 @@ import torch
 from network import Link, two_hosts
 from nodes import nodes
 from pipesight.report.analysis.analysing import analyse
+from pipesight.report.analysis.changes import AT_MOST
 from pipesight.report.reading.run import open_run
 from processes import STRICT_PYTHON
 from torchrun import END, RANK, batches, tanhs, train_plainly
@@ -92,8 +93,25 @@ def test_the_bad_link_is_named(recorded):
     (pipeline,) = report.pipelines
     for row in pipeline.rows:
         assert row.busy + sum(row.losses.values()) == pytest.approx(pipeline.window.mean)
-    assert report.verdict.changes[0].gain == pytest.approx(min(sum(link.share for link in bad), 1.0))
+    collectives = report.overall.parts["communication"] / report.overall.time.mean
+    assert report.verdict.changes[0].gain == pytest.approx(min(sum(link.share for link in bad) + collectives, 1.0))
     assert max(link.share for link in bad) > 0.2
+
+
+def test_what_the_bad_link_costs(recorded, tmp_path):
+    """Over a good network, the job is faster, and by no more than the advice to look at the bad one promised."""
+    with two_hosts(Link()) as hosts:
+        run = tmp_path / "RUN"
+        run_job(hosts, tmp_path, width=256, samples=256, steps=6, through=("-m", "pipesight", "run", "--out", run))
+    reports = []
+    for path in (recorded, run):
+        with open_run(path) as opened:
+            reports.append(analyse(opened))
+    bad, good = (report.overall.time.median for report in reports)
+    change = reports[0].verdict.changes[0]
+    assert change.promise == AT_MOST
+    print(f"| links | {change.what} | at most {change.gain:.0%} | {1 - good / bad:.0%} |")
+    assert 0.2 < 1 - good / bad <= change.gain + 0.05
 
 
 def test_the_bad_link_in_the_terminal(recorded):

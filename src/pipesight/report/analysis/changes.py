@@ -26,6 +26,9 @@ DOUBT = 0.5
 NEXT = 0.05
 """What twice the micro-batches must gain beyond half of that, or half of them beyond twice: each costs memory."""
 
+MUCH = 0.05
+"""Of the step, from which on transfers make plans less sure."""
+
 SIMULATED, AT_MOST, AT_LEAST = "simulated", "at most", "at least"
 
 
@@ -69,11 +72,14 @@ def find_changes(situation: Situation) -> list[Change]:
     """
     measured = situation.measured
     planned = [] if measured is None else _planned(measured)
+    if situation.share(situation.parts.get("transfers", 0.0)) > MUCH and _small_messages(situation.links) is None:
+        # Messages may get into each other's way, which is not simulated.
+        planned = [replace(change, promise=AT_MOST) for change in planned]
     limits = [change for change in _limits(situation) if change.gain > WORTH]
     if not any(change.promise == AT_LEAST for change in planned):  # else there is a plan for larger tasks
         limits += [change for change in (_larger_tasks(situation),) if change.gain > WORTH]
     found = [*planned, *limits]
-    found.sort(key=lambda change: -change.gain * (DOUBT if change.promise == AT_MOST else 1))
+    found.sort(key=_weight, reverse=True)
     fewer = _fewer_partitions(measured) if measured is not None else None
     if fewer is not None and fewer.gain > WORTH:
         found.insert(0, fewer)
@@ -172,18 +178,22 @@ def _schedule(measured: Measured) -> Change | None:
     assert setting is not None
     if measured.facts.ranks is None or setting.rounds > 1:
         return None
-    plans = [
-        predict(measured.costs, other, measured.balance)
-        for name in ("gpipe", "1f1b", "zero-bubble")
-        if name != setting.schedule and runs(other := replace(setting, schedule=name))
-    ]
-    best = min(plans, key=lambda plan: plan.step_seconds, default=None)
-    if best is None:
-        return None
-    what = f'schedule="{NAMES[best.setting.schedule]}" instead of "{measured.schedule_name}"'
-    if best.setting.schedule == "zero-bubble":  # what it costs to compute gradients in two parts is not known
-        return Change(what, "gradients of weights fill what ranks wait", _gain(measured, best), AT_MOST)
-    return Change(what, "ranks wait less for each other", _gain(measured, best), SIMULATED)
+    found = []
+    for name in ("gpipe", "1f1b", "zero-bubble"):
+        if name == setting.schedule or not runs(other := replace(setting, schedule=name)):
+            continue
+        gain = _gain(measured, predict(measured.costs, other, measured.balance))
+        what = f'schedule="{NAMES[name]}" instead of "{measured.schedule_name}"'
+        if name == "zero-bubble":  # what it costs to compute gradients in two parts is not known
+            found.append(Change(what, "gradients of weights fill what ranks wait", gain, AT_MOST))
+        else:
+            found.append(Change(what, "ranks wait less for each other", gain, SIMULATED))
+    return max(found, key=_weight, default=None)
+
+
+def _weight(change: Change) -> float:
+    """Return what a gain counts for."""
+    return change.gain * (DOUBT if change.promise == AT_MOST else 1)
 
 
 def _together(measured: Measured) -> Change | None:
@@ -227,7 +237,10 @@ _ADVICE = {
 def _limits(situation: Situation) -> Iterator[Change]:
     for place in places_to_look_at(situation.links):
         what = f"look at {place.what}; larger micro-batches, fewer cuts there"
-        yield Change(what, _why(place.slowest), place.share, AT_MOST)
+        # Between hosts, collectives go the same way.
+        apart = place.slowest.source_host != place.slowest.target_host
+        also = situation.share(situation.parts.get("communication", 0.0)) if apart else 0.0
+        yield Change(what, _why(place.slowest), min(place.share + also, 1.0), AT_MOST)
     crowded = situation.measured is not None and situation.measured.crowded
     for part, (what, why) in _ADVICE.items():
         if part == "sharing" and crowded:  # for which there is a plan

@@ -1,0 +1,38 @@
+"""Every kind of advice, taken: the step gets faster by what the report promised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipesight.report.analysis.changes import AT_LEAST, AT_MOST
+from promising import CASES, Kept
+
+WITHIN = 0.1
+"""Of the step, by which a promise may be off."""
+TURNS = 3
+"""A machine that stops for a moment breaks any promise; one that is wrong is broken every time."""
+
+
+def is_kept(found: Kept) -> bool:
+    """Tell whether a simulated gain is the measured one within 10 points, and a limit is one."""
+    promised, measured = found.change.gain, found.measured
+    if found.change.promise == AT_MOST:
+        return 0 < measured <= promised + WITHIN / 2
+    if found.change.promise == AT_LEAST:
+        return measured >= promised - WITHIN
+    return abs(measured - promised) <= WITHIN
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_promise_is_kept(case, tmp_path):
+    """Who takes the advice has the gain, by the watch."""
+    torch.set_num_threads(1)
+    found = []
+    for turn in range(TURNS):
+        (folder := tmp_path / str(turn)).mkdir()
+        found.append(case(folder))
+        if is_kept(found[-1]):
+            return
+    raise AssertionError(found)
