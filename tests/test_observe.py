@@ -459,6 +459,20 @@ def test_what_a_program_prints_stays(run, capsys):
     assert messages == ["unseen", "by last resort", "unseen too", "seen"]
 
 
+def test_loggers_tell_a_program_the_truth(run):
+    """Whoever asks a logger whether a level is enabled gets the same answer; lines are recorded all the same."""
+    mine = logging.getLogger("mine.asked")
+    adapter = logging.LoggerAdapter(mine)
+    with observe(run):
+        assert not mine.isEnabledFor(logging.INFO)
+        assert not adapter.isEnabledFor(logging.INFO)
+        assert mine.isEnabledFor(logging.WARNING)
+        mine.info("by itself")
+        mine.log(logging.INFO, "by number")
+        adapter.info("by an adapter")
+    assert [line.rpartition("] ")[2] for line in log_lines(run)] == ["by itself", "by number", "by an adapter"]
+
+
 def test_disabled_loggers_stay_disabled(run):
     """What a program switches off is not recorded either."""
     mine = logging.getLogger("mine.off")

@@ -28,6 +28,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pipesight._patches import Patches
+
 __all__ = [
     "PassRandomness",
     "SavedGenerators",
@@ -186,13 +188,13 @@ def _install() -> Any:
         # Some are tagged that only choose, or repeat what a forward has drawn.
         if torch.Tag.nondeterministic_seeded in op.tags and not base.endswith(("_backward", "_choice")):
             aten.impl(overload_name, functools.partial(_run, op, torch._C.DispatchKeySet(key)))
-    for module in (torch, torch.random):
-        _stand_in(module, "get_rng_state", lambda task: task.generator(_CPU).get_state())
-        _stand_in(module, "set_rng_state", lambda task, state: task.generator(_CPU).set_state(state) and None)
-        _stand_in(module, "manual_seed", lambda task, seed: task.reseed(int(seed)) or task.generator(_CPU))
-    for module in (torch.cuda, torch.cuda.random):
-        _stand_in(module, "get_rng_state", lambda task, device="cuda": task.generator(_indexed(device)).get_state())
-        _stand_in(module, "set_rng_state", _set_cuda_state)
+    _stand_in(torch.random, "get_rng_state", lambda task: task.generator(_CPU).get_state())
+    _stand_in(torch.random, "set_rng_state", lambda task, state: task.generator(_CPU).set_state(state) and None)
+    _stand_in(torch.random, "manual_seed", lambda task, seed: task.reseed(int(seed)) or task.generator(_CPU))
+    _stand_in(
+        torch.cuda.random, "get_rng_state", lambda task, device="cuda": task.generator(_indexed(device)).get_state()
+    )
+    _stand_in(torch.cuda.random, "set_rng_state", _set_cuda_state)
     return key
 
 
@@ -213,14 +215,11 @@ _libraries: list[torch.library.Library] = []  # a library that is collected unre
 
 
 def _stand_in(module: ModuleType, name: str, inside: Callable[..., Any]) -> None:
-    original = getattr(module, name)
-
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def act(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         task = _here.task
         return original(*args, **kwargs) if task is None else inside(task, *args, **kwargs)
 
-    setattr(module, name, function)
+    Patches().wrap(module, name, act, may_raise=True)  # for good
 
 
 def _set_cuda_state(task: _TaskRandomness, new_state: Tensor, device: Any = "cuda") -> None:

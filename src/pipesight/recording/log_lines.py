@@ -4,7 +4,8 @@
 
 What a program prints stays as it is: no handler is added, since `logging.basicConfig` does nothing where there is one,
 and no level is set, since other handlers would print more. Instead, loggers let lines of our level through up to the
-point where handlers are called, and only those that they would have let through anyway beyond it.
+point where handlers are called, and only those that they would have let through anyway beyond it. A program that asks
+a logger for its level gets the answer that it would get anyway.
 """
 
 from __future__ import annotations
@@ -125,9 +126,14 @@ class LogLines:
         enabled, call = self._enabled, self._call
 
         def is_enabled_for(logger: logging.Logger, level: int) -> bool:
+            if enabled(logger, level):
+                return True
             if level < self._level or logger is task_logger or logger.disabled or logger.manager.disable >= level:
-                return enabled(logger, level)
-            return True
+                return False
+            asking = sys._getframe(1)
+            if asking.f_code is _OF_ADAPTER and asking.f_back is not None:
+                asking = asking.f_back
+            return asking.f_code in _LOGGING
 
         def call_handlers(logger: logging.Logger, record: logging.LogRecord) -> None:
             if record.levelno >= self._level:
@@ -224,3 +230,6 @@ def _was_logged() -> bool:
 
 
 _LOG = logging.Logger._log.__code__
+_NAMES = ("debug", "info", "warning", "error", "critical", "log")
+_LOGGING = {getattr(kind, name).__code__ for kind in (logging.Logger, logging.LoggerAdapter) for name in _NAMES}
+_OF_ADAPTER = logging.LoggerAdapter.isEnabledFor.__code__

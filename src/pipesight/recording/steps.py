@@ -10,6 +10,7 @@ mini-batches before an optimizer's step are of one step, and an evaluation is of
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -23,8 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
 from pipesight import context
+from pipesight._patches import Patches
 from pipesight.recording.pipelines import Pipeline
-from pipesight.trace.automatic import Patches, on_outermost
+from pipesight.trace.automatic import on_outermost
 
 __all__ = ["StepCount", "StepFollower"]
 
@@ -79,16 +81,15 @@ class StepCount:
 
     def attach(self) -> None:
         """Begin to count."""
-        patches = self._patches
-        patches.keep(register_optimizer_step_post_hook(self._optimizer_stepped))
-        patches.wrap(dataloader._BaseDataLoaderIter, "__next__", self._before)
-        patches.wrap(torch.autograd, "backward", self._before)
-        patches.wrap(torch.autograd, "grad", self._before)
-        patches.wrap(torch.amp.GradScaler, "step", self._scaler_stepped)
+        self._patches.keep(register_optimizer_step_post_hook(self._optimizer_stepped))
+        watch = functools.partial(self._patches.wrap, may_raise=True)  # statistics do, where they are told to
+        watch(dataloader._BaseDataLoaderIter, "__next__", self._before)
+        watch(torch.autograd, "backward", self._before)
+        watch(torch.autograd, "grad", self._before)
+        watch(torch.amp.GradScaler, "step", self._scaler_stepped)
         if dist.is_available():
-            for owner in (dist, dist.distributed_c10d):
-                patches.wrap(owner, "init_process_group", self._joining)
-                patches.wrap(owner, "destroy_process_group", self._before_parting)
+            watch(dist.distributed_c10d, "init_process_group", self._joining)
+            watch(dist.distributed_c10d, "destroy_process_group", self._before_parting)
         on_outermost.append(self._module_called)
         context.count_steps(self)
 

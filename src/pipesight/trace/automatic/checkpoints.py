@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from pipesight._patches import Patches
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._patch import Patches
 from pipesight.trace.automatic._step import with_step
 from pipesight.trace.node import Node
 
@@ -18,16 +18,14 @@ __all__ = ["instrument_checkpoints"]
 
 def instrument_checkpoints(patches: Patches) -> None:
     """Record ``checkpoint.capture`` and ``checkpoint.restart``."""
-    patches.wrap(torch, "save", _around(ai.checkpoint.capture, "f", 1))
-    patches.wrap(torch, "load", _around(ai.checkpoint.restart, "f", 0))
+    patches.wrap(torch.serialization, "save", _around(ai.checkpoint.capture, "f", 1))
+    patches.wrap(torch.serialization, "load", _around(ai.checkpoint.restart, "f", 0))
     if torch.distributed.is_available():
-        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-        for owner in (checkpoint, checkpoint.state_dict_saver):
-            patches.wrap(owner, "save", _around(ai.checkpoint.capture, "checkpoint_id", None))
-            patches.wrap(owner, "async_save", _around(ai.checkpoint.capture, "checkpoint_id", None))
-        for owner in (checkpoint, checkpoint.state_dict_loader):
-            patches.wrap(owner, "load", _around(ai.checkpoint.restart, "checkpoint_id", None))
+        for name in ("save", "async_save"):
+            patches.wrap(state_dict_saver, name, _around(ai.checkpoint.capture, "checkpoint_id", None))
+        patches.wrap(state_dict_loader, "load", _around(ai.checkpoint.restart, "checkpoint_id", None))
 
 
 def _around(node: Node, keyword: str, position: int | None) -> Callable[..., Any]:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from pipesight import context
 from pipesight._nested import tensors_in
+from pipesight._patches import Patches, unseen
 from pipesight.trace import _span
 from pipesight.trace._places import carried
 from pipesight.trace._span import Args, Place
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._patch import Patches
 from pipesight.trace.automatic._step import with_step
 from pipesight.trace.node import Node
 
@@ -52,25 +52,24 @@ def instrument_collectives(patches: Patches) -> None:
     if not dist.is_available():
         return
     for name, (event, measured) in _CALLS.items():
-        for owner in (dist, dist.distributed_c10d):
-            if hasattr(owner, name):
-                patches.wrap(owner, name, _around(name, getattr(ai.comm, event), measured))
+        function = getattr(dist.distributed_c10d, name, None)
+        if function is not None:
+            arguments = tuple(inspect.signature(function).parameters)
+            around = _around(name in _ASYNCHRONOUS, getattr(ai.comm, event), measured, arguments)
+            patches.wrap(dist.distributed_c10d, name, around)
     patches.wrap(dist.Work, "wait", _wait)
 
 
-def _around(name: str, node: Node, measured: str) -> Callable[..., Any]:
-    names: list[str] = []
-
+def _around(asynchronous: bool, node: Node, measured: str, names: tuple[str, ...]) -> Callable[..., Any]:
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if _span.is_compiling() or not node.recording or _is_inside(node):
+        if not node.recording or _is_inside(node):
             return original(*args, **kwargs)
-        if not names:
-            names.extend(inspect.signature(original).parameters)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         known: dict[str, Any] = {"group": _group(given.get("group"))}
-        known["async"] = name in _ASYNCHRONOUS or bool(given.get("async_op"))
+        known["async"] = asynchronous or bool(given.get("async_op"))
         if measured:
-            known["size"] = sum(tensor.nbytes for tensor in tensors_in(given.get(measured)))
+            with unseen():
+                known["size"] = sum(tensor.nbytes for tensor in tensors_in(given.get(measured)))
         for end in ("src", "dst", "group_src", "group_dst"):
             if isinstance(given.get(end), int):
                 known[end] = given[end]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipesight.trace.automatic._patch import Patches
+from pipesight._patches import Patches
 from pipesight.trace.automatic.checkpoints import instrument_checkpoints
 from pipesight.trace.automatic.collectives import instrument_collectives
 from pipesight.trace.automatic.graphs import instrument_graphs

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pipesight.trace.automatic._patch import Patches
+from pipesight._patches import Patches
 from pipesight.trace.device import device_spans
 
 __all__ = ["instrument_graphs"]

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import _utils, dataloader, get_worker_info
 
+from pipesight._patches import Patches
 from pipesight.trace._span import begin, end, now, past, remove
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._patch import Patches
 from pipesight.trace.automatic._step import with_step
 
 __all__ = ["instrument_loading"]
@@ -54,7 +54,8 @@ def _fetch_in_worker(original: Callable[..., Any], fetcher: Any, indices: Any) -
     worker = get_worker_info()
     if worker is None or not node.recording:  # the main process has its own span
         return original(fetcher, indices)
-    with node(args={"worker": worker.id, "items": len(indices)}):
+    items = len(indices) if isinstance(indices, list) else 1  # without a batch size, it is whatever a sampler yields
+    with node(args={"worker": worker.id, "items": items}):
         return original(fetcher, indices)
 
 

@@ -19,10 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._nested import tensors_in
+from pipesight._patches import Patches, harmless, unseen
 from pipesight.trace import _span
 from pipesight.trace._span import Span, begin, end
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._patch import Patches
 from pipesight.trace.automatic._step import with_step
 from pipesight.trace.device import DeviceSpan, device_spans
 
@@ -96,6 +96,14 @@ class ModuleHooks:
         self._era = next(_eras)
         self.suspend(begins)
 
+    def without(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Do without during a call."""
+        self.suspend(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.suspend(False)
+
     def remove(self) -> None:
         """End it for good."""
         with self._changing:
@@ -107,7 +115,7 @@ class ModuleHooks:
     def _attach(self) -> None:
         if not self._handles:
             self._handles = [
-                register_module_forward_pre_hook(self._started),
+                register_module_forward_pre_hook(self._called),
                 register_module_forward_hook(self._ended, always_call=True),
             ]
 
@@ -116,26 +124,31 @@ class ModuleHooks:
             handle.remove()
         self._handles = []
 
-    def _started(self, module: nn.Module, inputs: Any) -> None:
+    def _called(self, module: nn.Module, inputs: Any) -> None:
         # A pipeline records the layers itself, and their modules run in its workers.
         if _span.is_compiling() or context.current() is not None:
             return
         if _here.era != self._era:
             _here.era, _here.calls = self._era, []
-        calls = _here.calls
-        if not calls:
+        if not _here.calls:
             for told in on_outermost:
                 told(module)
             if not self._handles:  # they led to a pause
                 return
-        node = ai.compute.forward
+        self._started(module, inputs)
+
+    @harmless
+    def _started(self, module: nn.Module, inputs: Any) -> None:
+        calls, node = _here.calls, ai.compute.forward
         call = _Call(module, len(calls))
         if len(calls) < self._depth and node.recording:
             call.args = _args(module, calls[0].module if calls else module, len(calls))
-            call.on_gpu = next((tensor.is_cuda for tensor in tensors_in(inputs)), False)
+            with unseen():
+                call.on_gpu = next((tensor.is_cuda for tensor in tensors_in(inputs)), False)
             call.span, call.on_device = begin(node), device_spans.begin(node) if call.on_gpu else None
         calls.append(call)
 
+    @harmless
     def _ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if _span.is_compiling() or context.current() is not None:
             return
@@ -159,6 +172,8 @@ def instrument_modules(patches: Patches, depth: int) -> ModuleHooks:
     """Record ``compute.forward`` and ``compute.backward`` of modules that are nested less than ``depth`` deep."""
     hooks = ModuleHooks(depth)
     patches.keep(hooks)
+    # Compiled modules ask, and warn of the program's hooks.
+    patches.wrap(nn.modules.module, "_has_any_global_hook", hooks.without)
     patches.wrap(torch.autograd, "backward", _backward)
     patches.wrap(torch.autograd, "grad", _backward)
     return hooks
@@ -173,7 +188,8 @@ def _args(module: nn.Module, outermost: nn.Module, depth: int) -> dict[str, Any]
 
 def _watch_backward(output: Any, call: _Call) -> None:
     """Have autograd say when it comes to a module's output."""
-    node = next((tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
+    with unseen():
+        node = next((tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
     if node is not None:
         # The output of a module is often that of its last child, which was here first.
         kept: Any = node.metadata
@@ -183,6 +199,7 @@ def _watch_backward(output: Any, call: _Call) -> None:
         calls.insert(0, call)
 
 
+@harmless
 def _begin_backwards(calls: list[_Call]) -> None:
     node = ai.compute.backward
     backwards = _here.backwards
@@ -202,7 +219,7 @@ def _end_backwards(depth: int) -> None:
 
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     node = ai.compute.backward
-    if _span.is_compiling() or not node.recording or context.current() is not None:
+    if not node.recording or context.current() is not None:
         return original(*args, **kwargs)
     span = begin(node)
     outer, _here.backwards = _here.backwards, [_Call(None, -1)]

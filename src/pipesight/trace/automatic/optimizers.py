@@ -8,10 +8,10 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from pipesight._patches import Patches, harmless
 from pipesight.trace import _span
 from pipesight.trace._span import Span, begin, end
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._patch import Patches
 from pipesight.trace.automatic._step import with_step
 from pipesight.trace.device import DeviceSpan, device_spans
 
@@ -23,12 +23,14 @@ def instrument_optimizers(patches: Patches) -> None:
     steps: weakref.WeakKeyDictionary[Optimizer, tuple[Span, DeviceSpan | None]] = weakref.WeakKeyDictionary()
     node = ai.compute.step
 
+    @harmless
     def started(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if node.recording and not _span.is_compiling():
             finish(optimizer)  # a step that raised
             on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"][:1])
             steps[optimizer] = (begin(node), device_spans.begin(node) if on_gpu else None)
 
+    @harmless
     def ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not _span.is_compiling():
             finish(optimizer)

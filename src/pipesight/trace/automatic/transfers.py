@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from pipesight._patches import Patches, unseen
 from pipesight.trace import _span
 from pipesight.trace._span import begin, end, now, past, remove
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._patch import Patches
 from pipesight.trace.automatic._step import with_step
 
 __all__ = ["instrument_transfers"]
@@ -26,38 +27,41 @@ def instrument_transfers(patches: Patches) -> None:
 
 def _move_tensor(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     node = ai.device.transfer
-    if _span.is_compiling() or not node.recording or _span.current()[0] is node:  # a module's, with all its tensors
+    if not node.recording or _span.current()[0] is node:  # a module's, with all its tensors
         return original(tensor, *args, **kwargs)
     start = now()
     moved = original(tensor, *args, **kwargs)
-    if moved.device != tensor.device:
-        size = tensor.nelement() * tensor.element_size()
-        past(
-            node,
-            start,
-            now(),
-            with_step(node.args, **{"from": str(tensor.device), "to": str(moved.device), "size": size}),
-        )
+    moment = now()
+    with unseen():
+        if isinstance(moved, Tensor) and moved.device != tensor.device:  # torch.fx gives something else
+            known = {"from": str(tensor.device), "to": str(moved.device), "size": _size(tensor)}
+            past(node, start, moment, with_step(node.args, **known))
     return moved
 
 
 def _move_module(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     node = ai.device.transfer
-    if _span.is_compiling() or not node.recording:
+    if not node.recording:
         return original(module, *args, **kwargs)
-    before = [t.device for t in _tensors(module)]
+    before = _places(module)
     span = begin(node)
     try:
         return original(module, *args, **kwargs)
     finally:
-        copied = [(old, t) for old, t in zip(before, _tensors(module), strict=False) if t.device != old]
+        copied = [
+            (old, new, size) for (old, _), (new, size) in zip(before, _places(module), strict=False) if old != new
+        ]
         if copied:
-            source, first = copied[0]
-            size = sum(t.nelement() * t.element_size() for _, t in copied)
-            end(span, with_step(node.args, **{"from": str(source), "to": str(first.device), "size": size}))
+            size = sum(size for *_, size in copied)
+            end(span, with_step(node.args, **{"from": str(copied[0][0]), "to": str(copied[0][1]), "size": size}))
         else:
             remove(span)
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+def _places(module: nn.Module) -> list[tuple[torch.device, int]]:
+    with unseen():
+        return [(tensor.device, _size(tensor)) for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _size(tensor: Tensor) -> int:
+    return 0 if is_lazy(tensor) else tensor.nelement() * tensor.element_size()
