@@ -237,7 +237,6 @@ def test_mistakes_are_printed_without_a_traceback(check):
     [
         (["none.yaml"], "no such configuration; correct the path (none.yaml)\n"),
         ([""], "CONFIG must be the path of a file"),
-        (["features"], "Is a directory (features)"),
         (["config.yaml", "--feature-dir", "none"], "feature_dirs must name folders (no folder: none)"),
         (["config.yaml", "--feature-dir", "."], "cannot load the features in "),
         (["config.yaml", "--model", "models"], "--model must be module:factory, such as train:build_model"),

@@ -1,6 +1,7 @@
 """Configurations: what is read, what is wrong with it, and what to log of a tensor."""
 
 import contextlib
+import os
 import pickle
 import re
 import time
@@ -609,10 +610,10 @@ def test_disabled_parts_are_checked_too():
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("", " is empty; add a section"),
-        ("# nothing\n---\n", " is empty; add a section"),
-        ("- a\n- b\n", " must be a mapping, from names of sections to sections (found: ['a', 'b'])"),
-        ("just text\n", " must be a mapping, from names of sections to sections (found: 'just text')"),
+        ("", "1: is empty; add a section"),
+        ("# nothing\n---\n", "3: is empty; add a section"),
+        ("- a\n- b\n", "1: must be a mapping, from names of sections to sections (found: ['a', 'b'])"),
+        ("just text\n", "1: must be a mapping, from names of sections to sections (found: 'just text')"),
         ("a: [1,\nb: 2\n", "3: is not valid YAML: expected ',' or ']', but got '<stream end>'"),
         ("a:\n\tb: 1\n", "2: is not valid YAML: found character '\\t' that cannot start any token; indent with spaces"),
         ("a: 1\n---\nb: 2\n", "2: is not valid YAML: but found another document"),
@@ -623,7 +624,24 @@ def test_disabled_parts_are_checked_too():
         ("a: 1\nb: 2021-13-01\n", "2: is not valid YAML: '2021-13-01' is no timestamp (month must be in 1..12)"),
         ("a: 1\n? [x]\n: 2\n", "2: a key must be a word"),
         ("a: !mine x\n", "1: tag '!mine' is not allowed; write plain values"),
-        ("[" * 3000, " is nested too deeply, or contains itself"),
+        ("a: !!timestamp x\n", "1: is not valid YAML: 'x' is no timestamp"),
+        ("a: !!int x\n", "1: is not valid YAML: 'x' is no int (invalid literal for int() with base 10: 'x')"),
+        ("a: 1\nb: !!float x\n", "2: is not valid YAML: 'x' is no float (could not convert string to float: 'x')"),
+        ("a: !!bool x\n", "1: is not valid YAML: 'x' is no bool ('x')"),
+        (
+            "a: !!binary é\n",
+            "1: is not valid YAML: 'é' is no binary (failed to convert base64 data ",
+        ),
+        (
+            "a: !!python/name:os.system\n",
+            "1: tag 'tag:yaml.org,2002:python/name:os.system' is not allowed; write plain ",
+        ),
+        ("a: !!map x\n", "1: tag 'tag:yaml.org,2002:map' is not allowed; write plain values"),
+        ("a: !!set {x}\n", "1: tag 'tag:yaml.org,2002:set' is not allowed; write plain values"),
+        ('a: 1\nb: "\\Uffffffff"\n', "2: is not valid YAML: "),
+        ("a: 1\n<<: 3\n", "2: << must be followed by a mapping, or by a list of mappings"),
+        ("a: &a\n  <<: *a\n", "1: contains itself"),
+        ("[" * 3000, "1: is nested too deeply, or contains itself"),
     ],
 )
 def test_a_file_that_is_no_configuration(content, expected, mistakes):
@@ -680,10 +698,80 @@ def test_a_missing_file_is_an_error(tmp_path):
         load(str(file), REGISTRY)
 
 
-def test_a_folder_is_an_error(tmp_path):
-    """A folder is no configuration."""
-    with pytest.raises(IsADirectoryError):
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_what_is_no_file_is_an_error(tmp_path):
+    """A folder, a pipe that nobody writes to, a device that never ends, and a text in the place of a path."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"#" * ((1 << 20) + 1))
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory; pass the path of a YAML file, or a dict"):
         load(tmp_path, REGISTRY)
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ConfigError, match="cannot be read: it is a pipe or a device"):
+            load(path, REGISTRY)
+    with pytest.raises(ConfigError, match="must have 1 MiB or less"):
+        load(tmp_path / "large", REGISTRY)
+    for text in ("main: {}\n" * 1000, "main\0"):
+        with pytest.raises(ConfigError, match="cannot be read: "):
+            load(text, REGISTRY)
+
+
+def test_mappings_that_bring_in_mappings(tmp_path):
+    """Nine levels of nine merges each have 9**9 pairs, of which one is left."""
+    lines = ["a0: &a0 {enabled: true}"]
+    lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 30)]
+    lines += [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" if i else "l0: &l0 [x]" for i in range(30)]
+    path = tmp_path / "laughs.yaml"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"laughs\.yaml:1: a0: must say which layers it selects"):
+        load(path, REGISTRY)
+
+
+def test_merged_keys(tmp_path):
+    """What << brings in is overridden by what stands beside it, and by what comes earlier in its list."""
+    path = tmp_path / "merged.yaml"
+    path.write_text(
+        "x: &x\n"
+        "  enabled: true\n"
+        "  layers: {layer_types: all}\n"
+        "  LogTensorStats: &f {enabled: true, tensors: [a], stats: [min], freq: 3}\n"
+        "y:\n"
+        "  <<: *x\n"
+        "  enabled: false\n"
+        "  LogTensorStats: {<<: [{freq: 5}, *f], stats: [max]}\n"
+    )
+    x, y = load(path, REGISTRY).sections
+    assert (x.enabled, y.enabled, y.line) == (True, False, 5)
+    rule = y.features[0].rule("a")
+    assert (rule.steps.freq, [request.name for request in rule.stats]) == (5, ["max"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"freq": 10**5000},
+        {"start_step": 10**5000, "end_step": 3},
+        {"start_end_list": [[0, 10**5000]]},
+        {"freq": -(1 << 63)},
+    ],
+)
+def test_numbers_beyond_counting(settings):
+    """Python does not even write them."""
+    (mistake,) = mistakes_of(section(tensors=["x"], stats=["min"], **settings))
+    assert "must" in mistake
+
+
+def test_numbers_of_layers_beyond_counting():
+    """Nothing has so many layers, and nobody has the time to list them."""
+    for numbers in ([10**5000], [f"0-{'9' * 5000}"], ["0-999999", "0-999999"]):
+        config = section(tensors=["x"], stats=["min"])
+        config["main"]["layers"] = {"layer_numbers": numbers}
+        (mistake,) = mistakes_of(config)
+        assert mistake.startswith("main.layers.layer_numbers[")
+
+
+def test_more_mistakes_than_anybody_reads():
+    """The first hundred are listed, so that no file takes minutes to be refused."""
+    assert len(mistakes_of(section(tensors=["x"], stats=[f"maen{i}" for i in range(5000)]))) == 100
 
 
 @pytest.mark.parametrize("config", [None, 3, [], b"x"])

@@ -1,12 +1,17 @@
 """Which layers a section selects."""
 
+import contextlib
 import re
+import time
+import warnings
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesight.stats.config import ConfigError, load
+from pipesight.stats.config import ConfigError, _patterns, load
+from pipesight.stats.config._patterns import compiled
 from pipesight.stats.config.selection import Selection, spans
 from pipesight.stats.registry import Registry
 
@@ -86,7 +91,7 @@ def test_types_and_numbers_agree_with_their_definition(name, types, numbers):
     [
         (Selection(), "all layers"),
         (Selection(exact=frozenset({"b", "a"})), "the names a, b"),
-        (Selection(pattern=re.compile("a.*")), "names that match a.*"),
+        (Selection(pattern=compiled("a.*")), "names that match a.*"),
         (Selection(types=("a", "b"), numbers=frozenset({0, 1, 2, 7})), "names with a or b and numbers 0-2, 7"),
     ],
 )
@@ -143,3 +148,67 @@ def test_a_disabled_section_claims_nothing():
     sections["mlp"]["enabled"] = False
     read = load(sections, registry())
     assert read.section_for("fc").name == "other"
+
+
+HARD = [
+    r"(a+)+$",
+    r"(a|aa)+$",
+    r"(x+x+)+y",
+    r"(.*a){12}",
+    r"(?:a?){40}a{40}",
+    "a?" * 40 + "a" * 40,
+    "(a|aa)" * 40 + "b",
+]
+
+
+@pytest.mark.parametrize("pattern", HARD)
+def test_patterns_that_take_exponential_time(pattern, tmp_path, monkeypatch):
+    """One that would take years on a name is an error with its line, the name and a fix; on other names it matches."""
+    monkeypatch.setattr(_patterns, "LIMIT", 0.2)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config(mlp={"layer_name_regex_pattern": pattern})))
+    read = load(path, registry())
+    assert "zzz" not in read.select(["zzz"])
+    name = "x" * 60 + "a" * 79 + "!"
+    began = time.monotonic()
+    with contextlib.suppress(ConfigError):
+        assert not read.select(["b", name])  # sre may be clever
+    assert time.monotonic() - began < 60
+    if pattern == HARD[0]:
+        with pytest.raises(ConfigError) as raised:
+            read.select(["a" * 50 + "!"])
+        (mistake,) = raised.value.mistakes
+        assert re.fullmatch(
+            rf"{path}:\d+: mlp.layers.layer_name_regex_pattern: takes more than 0.2 s to match the layer 'a.*!' "
+            r"\(layer_name_regex_pattern: '\(a\+\)\+\$'\); write it without a repeat or \| inside of a repeat.*",
+            mistake,
+        )
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(r"(?:layers\.\d+\.)+(?:mlp|attn)", r"(a|b.)*c", r"(?!.*head).*fc\d?", r"((x)|y)+\.z", r"(.)\1+"),
+        *(r".*.*.*.*.*mlp", r"(?i)LAYERS.*", r"", r"(?:ab|a)(?:c|bc)", r"[[a]+b"),
+    ],
+)
+def test_patterns_match_as_re_does(pattern):
+    """Where a pattern is matched makes no difference."""
+    names = [
+        "layers.3.mlp",
+        "layers.3.layers.44.attn",
+        "c",
+        "bxac",
+        "fc1",
+        "head.fc1",
+        "x.z",
+        "xyx.z",
+        "aaa",
+        "abc",
+        "",
+        "[[b",
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = {name: re.compile(pattern).fullmatch(name) is not None for name in names}
+    assert compiled(pattern).match(names) == expected

@@ -14,6 +14,7 @@ Path = tuple[Any, ...]
 
 LONGEST_VALUE = 60
 MOST_WORDS = 16
+MOST_MISTAKES = 100
 
 _SHORT = reprlib.Repr()  # aliases of aliases may make a value that is endless when written
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist = 3, 6, 8
@@ -59,13 +60,23 @@ class Mistakes:
     def __bool__(self) -> bool:
         return bool(self._found)
 
+    def place(self, path: Path) -> tuple[str, int | None]:
+        """Return the source, and the line of ``path`` in it."""
+        return self._document.source, self._document.line(path)
+
     def add(self, path: Path, text: str) -> None:
         """Record a mistake at ``path``."""
         self.at_line(self._document.line(path), f"{dotted(path)}: {text}" if path else text)
 
     def at_line(self, line: int | None, text: str) -> None:
-        """Record a mistake at a line, which may be unknown."""
+        """Record a mistake at a line, which may be unknown.
+
+        Raises:
+            ConfigError: There are so many that nobody would read more.
+        """
         self._found[line or 0, placed(self._document.source, line, text)] = None
+        if len(self._found) >= MOST_MISTAKES:
+            raise self.error()
 
     def error(self) -> ConfigError:
         """Return all that was recorded as one error."""
@@ -91,7 +102,10 @@ def dotted(path: Path) -> str:
 
 def shown(value: object) -> str:
     """Write a value in at most one line."""
-    text = " ".join(_SHORT.repr(value).split())
+    try:
+        text = " ".join(_SHORT.repr(value).split())
+    except ValueError:  # a number with so many digits that Python does not write it
+        text = f"a {type(value).__name__} too long to show"
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 

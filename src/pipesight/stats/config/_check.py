@@ -6,15 +6,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from pipesight.stats._mistakes import Mistakes, Path, nearest, shown
+from pipesight.stats._mistakes import Mistakes, Path, dotted, nearest, shown
+from pipesight.stats.config._patterns import Pattern, compiled
 from pipesight.stats.config.selection import LAYER_KEYS, Selection
+from pipesight.stats.config.steps import is_integer
 from pipesight.stats.registry import BASE, Registry
 
 __all__ = ["check_enabled", "check_layers", "check_level", "check_mapping", "check_names", "find_features"]
 
 ALL = "all"
 SECTION_KEYS = ("enabled", "layers")
-_RANGE = re.compile(r"(\d+)-(\d+)")
+MOST_NUMBERS = 1_000_000
+_RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
 
 
 def check_mapping(value: Any, path: Path, mistakes: Mistakes, what: str) -> dict[str, Any] | None:
@@ -82,11 +85,14 @@ def check_names(value: Any, path: Path, mistakes: Mistakes, *, may_be_all: bool 
         some = " or the word all" if may_be_all else ""
         mistakes.add(path, f"must be a list of names{some} ({key}: {shown(value)})")
         return None
+    seen: set[str] = set()
     for i, name in enumerate(value):
         if not isinstance(name, str) or not name:
             mistakes.add((*path, i), f"must be a name ({key}[{i}]: {shown(name)}); write it in quotes")
-        elif name in value[:i]:
+            continue
+        if name in seen:
             mistakes.add((*path, i), f"is given twice ({key}: {shown(name)}); remove one")
+        seen.add(name)
     names = tuple(name for name in value if isinstance(name, str))
     return (ALL,) if may_be_all and ALL in names else names
 
@@ -130,12 +136,12 @@ def _exact(value: Any, path: Path, mistakes: Mistakes) -> frozenset[str] | None:
     return None if names is None else frozenset(names)
 
 
-def _pattern(value: Any, path: Path, mistakes: Mistakes) -> re.Pattern[str] | None:
+def _pattern(value: Any, path: Path, mistakes: Mistakes) -> Pattern | None:
     if not isinstance(value, str):
         mistakes.add(path, f"must be a regular expression (layer_name_regex_pattern: {shown(value)})")
         return None
     try:
-        return re.compile(value)
+        return compiled(value, dotted(path), *mistakes.place(path))
     except (re.error, OverflowError, RecursionError) as error:
         mistakes.add(path, f"must be a regular expression (layer_name_regex_pattern: {shown(value)}): {error}")
         return None
@@ -151,11 +157,16 @@ def _numbers(value: Any, path: Path, mistakes: Mistakes) -> frozenset[int] | Non
     if ALL in value:
         return None
     numbers: set[int] = set()
+    total = 0
     for i, item in enumerate(value):
         span = _RANGE.fullmatch(item) if isinstance(item, str) else None
-        if span and int(span[1]) <= int(span[2]) < 1_000_000:
+        if span and int(span[1]) <= int(span[2]) < MOST_NUMBERS:
+            total += int(span[2]) + 1 - int(span[1])
+            if total > MOST_NUMBERS:
+                mistakes.add((*path, i), f"the ranges must have {MOST_NUMBERS:,} numbers or fewer together")
+                break
             numbers.update(range(int(span[1]), int(span[2]) + 1))
-        elif isinstance(item, int) and not isinstance(item, bool) and item >= 0:
+        elif is_integer(item) and item >= 0:
             numbers.add(item)
         else:
             rule = "must be an integer of 0 or more, or a range such as '0-3'"

@@ -12,7 +12,7 @@ from typing import Any
 from pipesight.stats._mistakes import Mistakes, Path, nearest, shown
 from pipesight.stats.config._check import ALL, check_enabled, check_mapping, check_names
 from pipesight.stats.config.rules import NOTHING, RuleTable, StatisticRequest, TensorRule
-from pipesight.stats.config.steps import Steps, step_mistakes
+from pipesight.stats.config.steps import Steps, is_integer, step_mistakes
 
 __all__ = ["GEMM_KEYS", "NONFINITE", "TENSOR_KEYS", "FeatureCheck"]
 
@@ -164,7 +164,7 @@ class FeatureCheck:
         if not isinstance(value, list) or not value:
             self._mistakes.add(path, f"must be a list of statistics (stats: {shown(value)})")
             return ()
-        requests: list[StatisticRequest] = []
+        requests: dict[str, StatisticRequest] = {}
         for i, item in enumerate(value):
             where = (*path, i)
             if isinstance(item, dict) and len(item) == 1:
@@ -175,11 +175,11 @@ class FeatureCheck:
                 self._mistakes.add(where, f"must be the name of a statistic (stats[{i}]: {shown(item)})")
                 continue
             request = self._request(name, options, where)
-            if request in requests:
+            if request is not None and request.label in requests:
                 self._mistakes.add(where, f"is given twice (stats: {shown(item)}); remove one")
             elif request is not None:
-                requests.append(request)
-        return tuple(requests)
+                requests[request.label] = request
+        return tuple(requests.values())
 
     def _request(self, name: str, options: Any, path: Path) -> StatisticRequest | None:
         known = self._statistics
@@ -198,7 +198,7 @@ class FeatureCheck:
             if key not in defaults:
                 why = nearest(key, defaults) if defaults else "; it has none"
                 self._mistakes.add((*path, name, key), f"is no option of {name}{why}")
-            elif type(value) is not int or value < 1 or (key == "dims" and value > 2):
+            elif not is_integer(value) or value < 1 or (key == "dims" and value > 2):
                 rule = "1 or 2" if key == "dims" else "an integer of 1 or more"
                 self._mistakes.add((*path, name, key), f"must be {rule} ({key}: {shown(value)})")
         return StatisticRequest(name, tuple({**defaults, **options}.items()))

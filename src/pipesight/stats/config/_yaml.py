@@ -6,6 +6,9 @@ line, and no tag makes anything but plain values.
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
@@ -17,7 +20,11 @@ from pipesight.stats._mistakes import ConfigError, Mistakes, Path, shown
 __all__ = ["DictDocument", "YamlDocument", "read_dict", "read_yaml"]
 
 _MAP, _SEQ, _MERGE = "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:merge"
+_SCALARS = frozenset(
+    f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "timestamp", "binary")
+)
 _TOO_DEEP = "is nested too deeply, or contains itself"
+LARGEST = 1 << 20  # bytes of a file: a second or two of reading
 
 
 class YamlDocument:
@@ -34,7 +41,8 @@ class YamlDocument:
 
     def line(self, path: Path) -> int | None:
         """Return the line of ``path``, or of the nearest thing around it that there is."""
-        node, line = self.root, None
+        node = self.root
+        line = 1 if node is None else node.start_mark.line + 1
         for part in path:
             if isinstance(node, yaml.MappingNode):
                 found = [i for i, key in enumerate(self.keys.get(id(node), [])) if key == part]
@@ -105,7 +113,11 @@ def read_yaml(file: str | FilePath) -> YamlDocument:
             line = text.count("\n", 0, error.position) + 1
             mistakes.at_line(line, f"is not valid YAML: character {chr(error.character)!r} is not allowed")
         except RecursionError:
-            mistakes.at_line(None, _TOO_DEEP)
+            mistakes.at_line(loader.line + 1, _TOO_DEEP)
+        except (ArithmeticError, ValueError) as error:  # such as "\Uffffffff", which is no character
+            if isinstance(error, ConfigError):
+                raise
+            mistakes.at_line(loader.line + 1, f"is not valid YAML: {error}")
         finally:
             loader.dispose()
     if mistakes:
@@ -117,15 +129,31 @@ def read_yaml(file: str | FilePath) -> YamlDocument:
 
 def _text(file: FilePath, mistakes: Mistakes) -> str | None:
     try:
-        content = file.read_bytes()
+        content = _content(file)
     except FileNotFoundError as error:
         raise FileNotFoundError(error.errno, "no such configuration; correct the path", str(file)) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        mistakes.at_line(None, f"cannot be read: {reason}; pass the path of a YAML file, or a dict")
+        return None
+    if len(content) > LARGEST:
+        mistakes.at_line(None, f"must have {LARGEST >> 20} MiB or less; is this a configuration?")
+        return None
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         mistakes.at_line(line, f"is not UTF-8 text (byte {content[error.start]:#04x}); save it as UTF-8")
         return None
+
+
+def _content(file: FilePath) -> bytes:
+    """Read a file, at most a little more than is allowed; one that is none of the disk's would block or never end."""
+    handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    with open(handle, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device")
+        return opened.read(LARGEST + 1)
 
 
 def _reason(error: yaml.MarkedYAMLError) -> str:
@@ -147,6 +175,8 @@ class _Builder:
         self._mistakes = mistakes
         self._made: dict[int, Any] = {}
         self._making: set[int] = set()
+        self._pairs: dict[int, dict[Any, tuple[yaml.Node, yaml.Node]]] = {}
+        self._merging: set[int] = set()
 
     def build(self, node: yaml.Node) -> Any:
         key = id(node)
@@ -170,12 +200,18 @@ class _Builder:
         return None
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
+        if node.tag not in _SCALARS:
+            self._wrong(node, f"tag {shown(node.tag)} is not allowed; write plain values")
+            return None
+        kind = node.tag.rpartition(":")[2]
         try:
             return self._loader.construct_object(node)
-        except yaml.constructor.ConstructorError:
-            self._wrong(node, f"tag {shown(node.tag)} is not allowed; write plain values")
+        except yaml.constructor.ConstructorError as error:
+            self._wrong(node, f"is not valid YAML: {shown(node.value)} is no {kind} ({error.problem})")
         except (ValueError, ArithmeticError, LookupError) as error:  # such as a date with a 13th month
-            self._wrong(node, f"is not valid YAML: {shown(node.value)} is no {node.tag.rpartition(':')[2]} ({error})")
+            self._wrong(node, f"is not valid YAML: {shown(node.value)} is no {kind} ({error})")
+        except AttributeError:  # PyYAML does not look whether it is a date at all
+            self._wrong(node, f"is not valid YAML: {shown(node.value)} is no {kind}")
         return None
 
     def _mapping(self, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -186,9 +222,36 @@ class _Builder:
                 flaw = f"key {shown(key)} is already given in line {lines[key]}; remove one"
                 self._document.flaws.append((line, flaw))
             lines[key] = line
-        self._loader.flatten_mapping(node)
-        keys = self._document.keys[id(node)] = [self._key(key_node) for key_node, _ in node.value]
-        return {key: self.build(value) for key, (_, value) in zip(keys, node.value, strict=True)}
+        pairs = self._merged(node)
+        node.value, self._document.keys[id(node)] = list(pairs.values()), list(pairs)
+        return {key: self.build(value) for key, (_, value) in pairs.items()}
+
+    def _merged(self, node: yaml.MappingNode) -> dict[Any, tuple[yaml.Node, yaml.Node]]:
+        """Return the pairs of a mapping by their keys, those that << brings in first, which others override.
+
+        PyYAML keeps all of them, which are exponentially many if mappings bring in mappings that do.
+        """
+        if id(node) in self._merging:
+            self._wrong(node, "contains itself")
+            return {}
+        if id(node) in self._pairs:
+            return self._pairs[id(node)]
+        self._merging.add(id(node))
+        pairs: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
+        own: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            if key.tag != _MERGE:
+                own[self._key(key)] = key, value
+                continue
+            sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for source in reversed(sources):  # the first of them decides
+                if isinstance(source, yaml.MappingNode):
+                    pairs.update(self._merged(source))
+                else:
+                    self._wrong(source, "<< must be followed by a mapping, or by a list of mappings")
+        self._merging.discard(id(node))
+        self._pairs[id(node)] = {**pairs, **own}
+        return self._pairs[id(node)]
 
     def _key(self, node: yaml.Node) -> Any:
         if isinstance(node, yaml.ScalarNode):

@@ -134,6 +134,10 @@ class Config:
         """
         selected: dict[str, Section] = {}
         mistakes = []
+        layer_names = list(layer_names)
+        for section in self.sections:
+            if section.enabled:
+                section.selection.learn(layer_names)
         for layer in layer_names:
             claims = [section for section in self.sections if section.enabled and section.selection.matches(layer)]
             if len(claims) > 1:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from pipesight.stats.config._patterns import Pattern
 
 __all__ = ["LAYER_KEYS", "MOST_REMEMBERED", "Selection", "spans"]
 
@@ -37,14 +38,26 @@ class Selection:
     """
 
     exact: frozenset[str] | None = None
-    pattern: re.Pattern[str] | None = None
+    pattern: Pattern | None = None
     types: tuple[str, ...] | None = None
     numbers: frozenset[int] | None = None
     ignored: tuple[str, ...] = ()
     _known: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    def learn(self, layer_names: Iterable[str]) -> None:
+        """Decide on many layers at once, where that is cheaper."""
+        if self.pattern is not None and self.exact is None:
+            unknown = [name for name in layer_names if name not in self._known]
+            for name, matches in self.pattern.match(unknown).items():
+                if len(self._known) < MOST_REMEMBERED:
+                    self._known[name] = matches
+
     def matches(self, layer_name: str) -> bool:
-        """Say whether the layer is selected."""
+        """Say whether the layer is selected.
+
+        Raises:
+            ConfigError: The pattern takes too long.
+        """
         known = self._known.get(layer_name)
         if known is None:
             known = self._decide(layer_name)
@@ -56,10 +69,12 @@ class Selection:
         if self.exact is not None:
             return name in self.exact
         if self.pattern is not None:
-            return self.pattern.fullmatch(name) is not None
+            return self.pattern.match([name])[name]
         if self.types is not None and not any(word in name for word in self.types):
             return False
-        return self.numbers is None or any(part.isdecimal() and int(part) in self.numbers for part in name.split("."))
+        return self.numbers is None or any(
+            len(part) < 20 and part.isdecimal() and int(part) in self.numbers for part in name.split(".")
+        )
 
     def __str__(self) -> str:
         if self.exact is not None:

@@ -7,11 +7,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 from pipesight.stats._mistakes import shown
 
-__all__ = ["STEP_KEYS", "Steps", "step_mistakes"]
+__all__ = ["STEP_KEYS", "Steps", "is_integer", "step_mistakes"]
 
 STEP_KEYS = frozenset({"freq", "start_step", "end_step", "start_end_list"})
 
@@ -101,13 +101,13 @@ class Steps:
 def step_mistakes(settings: Mapping[str, Any], *, inclusive: bool = False) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the steps in ``settings``: the key, and the rule it breaks."""
     freq, start, end = settings.get("freq", 1), settings.get("start_step", 0), settings.get("end_step", -1)
-    if not _is_int(freq) or freq < 1:
+    if not is_integer(freq) or freq < 1:
         yield "freq", f"must be an integer of 1 or more (freq: {shown(freq)})"
-    if not _is_int(start) or start < 0:
+    if not is_integer(start) or start < 0:
         yield "start_step", f"must be an integer of 0 or more (start_step: {shown(start)})"
-    if not _is_int(end) or end < -1:
+    if not is_integer(end) or end < -1:
         yield "end_step", f"must be an integer of 0 or more, or -1 for no end (end_step: {shown(end)})"
-    elif _is_int(start) and -1 < end < start:
+    elif is_integer(start) and -1 < end < start:
         yield "end_step", f"must not be before start_step (start_step: {start}, end_step: {end})"
     ranges = settings.get("start_end_list")
     if ranges is None:
@@ -124,7 +124,7 @@ def _range_mistakes(ranges: Any, *, inclusive: bool) -> Iterator[str]:
         return
     good = []
     for pair in ranges:
-        if not _is_list(pair) or len(pair) != 2 or not all(map(_is_int, pair)):
+        if not _is_list(pair) or len(pair) != 2 or not all(map(is_integer, pair)):
             yield f"must hold pairs of integers [start, end] (found: {shown(pair)})"
         elif pair[0] < 0 or pair[1] < -1:
             yield f"must hold steps of 0 or more, or -1 for no end (found: {shown(list(pair))})"
@@ -143,8 +143,9 @@ def _stop(end: int, *, inclusive: bool) -> float:
     return math.inf if end == -1 else end + 1 if inclusive else end
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Whether a value is a whole number, of a size that anything is counted in."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
 def _is_list(value: Any) -> bool:
