@@ -67,7 +67,7 @@ def test_initial_weights(tmp_path):
         nn.init.orthogonal_(model[1].weight)
         nn.init.trunc_normal_(model[2].weight, std=0.02)
         model[3].register_buffer("scale", torch.tensor([1.0, 2.0]))
-        assert all(p.is_meta for p in model.parameters())
+        assert all(p.untyped_storage().device.type == "meta" for p in model.parameters())
         return model
 
     torch.manual_seed(5)
@@ -95,6 +95,74 @@ def test_initial_weights(tmp_path):
     assert 0.01 < two["2.weight"].std() < 0.03
     assert two["3.scale"].tolist() == [1, 2]
     assert two["4.running_var"].tolist() == [1] * 4
+
+
+def test_initial_weights_as_on_the_cpu(tmp_path):
+    """A model that asks where it is built is built as on the CPU; what needs values is, bit by bit, the plain one."""
+    body = """
+    import logging, numpy
+
+    class Asks(nn.Module):  # as transformers does
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(100, 64)
+            self.scale = nn.Parameter(torch.empty(64))
+            where = torch.tensor([]).device
+            if where == torch.get_default_device() == torch.device("cpu") and not self.scale.is_meta:
+                nn.init.normal_(self.embedding.weight, std=0.02)
+                self.scale.data.fill_(3.0)
+            self.table = torch.linspace(0, 1, 5, device=self.scale.device)
+            self.mask = torch.triu(torch.full((3, 3), float("-inf")), 1)
+            self.register_buffer("positions", torch.arange(6).to("cpu").unsqueeze(0), persistent=False)
+            self.register_buffer("numbers", torch.tensor(data=numpy.arange(4.0)).float())
+            self.rates = torch.linspace(0, 1, 3, device="cpu").tolist()
+
+        def forward(self, input):
+            return input + self.scale[:4] + self.mask.exp().sum() + self.table.sum() + self.positions.sum()
+
+    class Looks(Asks):
+        def __init__(self):
+            super().__init__()
+            self.drawn = nn.Parameter(torch.randn(8) * torch.linspace(0, 1, 3)[1].item())
+            self.other = nn.Parameter(torch.tensor(numpy.random.rand(3)))
+
+    class Skips(Asks):
+        def __init__(self):
+            super().__init__()
+            self.drawn = nn.Parameter(torch.empty(8))
+            if self.drawn.untyped_storage().device.type != "meta":
+                nn.init.normal_(self.drawn, 7.0)
+
+    told = []
+    logging.getLogger("pipesight.distributed.whole").addFilter(lambda record: told.append(record.getMessage()))
+    for kind, word in ((Asks, None), (Looks, "item"), (Skips, "leaves '0.drawn' without values")):
+        def factory():
+            return nn.Sequential(*(kind() for _ in range(4)))
+
+        def seed():
+            torch.manual_seed(3)
+            numpy.random.seed(4)
+            return torch.get_rng_state()
+
+        seed()
+        plain, state = factory(), seed()
+        told.clear()
+        pipeline = DistributedPipeline(factory, [2, 2], chunks=2, loss_fn=nn.functional.mse_loss)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert len(told) == (word is not None and rank == 0) and all(word in text for text in told), told
+        expected = dict([*plain.named_parameters(), *plain.named_buffers()])
+        for name, tensor in [*pipeline.named_parameters(), *pipeline.module.named_buffers()]:
+            if word is not None or "embedding" not in name:
+                assert torch.equal(tensor, expected[name]), name
+            else:
+                assert 0.019 < tensor.std() < 0.021, tensor.std()
+        for name, layer in pipeline.module.named_children():
+            assert torch.equal(layer.table, plain[int(name)].table) and torch.equal(layer.mask, plain[int(name)].mask)
+        x = torch.ones(4, 4)
+        output = pipeline.predict(x)
+        assert output is None or torch.allclose(output, plain(x))
+    """
+    torchrun(2, body, tmp_path)
 
 
 def test_mistakes(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
 from pipesight import context
 from pipesight.context import Where
-from pipesight.distributed import saving, schedules
+from pipesight.distributed import saving, schedules, whole
 from pipesight.distributed.agreement import LAYERS, Agreement, Message
 from pipesight.distributed.building import learned_with, make_stages
 from pipesight.distributed.execution import Execution
@@ -31,7 +32,7 @@ from pipesight.distributed.replicas import KINDS
 from pipesight.distributed.running import Runner
 from pipesight.distributed.scaling import GradScaler, refuse_plain_scalers
 from pipesight.distributed.shapes import Skeleton
-from pipesight.distributed.weights import Recipe, build_on_meta
+from pipesight.distributed.weights import Recipe
 from pipesight.pipeline.microbatch import TensorOrTensors
 from pipesight.pipeline.partition import Partition, verify_sequential
 from pipesight.pipeline.settings import check_balance, check_checkpoint, check_chunks
@@ -54,9 +55,10 @@ class DistributedPipeline:
             optimizer.step()
 
     Args:
-        module: The model, or a function without arguments that builds it. The function is called under
-            ``torch.device("meta")``; each rank gives memory and initial weights to its own layers only. The weights
-            depend on the seed and the layer, not on the number of ranks.
+        module: The model, or a function without arguments that builds it. The function is called with tensors that
+            have no memory; each rank gives memory and initial weights to its own layers only. The weights depend on the
+            seed and the layer, not on the number of ranks. If the function needs values, or leaves a tensor without
+            any, it is called on the CPU instead, by one rank of a machine after the other, with the seed of the rank.
         balance: How many layers each partition takes.
         chunks: How many micro-batches a mini-batch is cut into.
         schedule: One of ``pipesight.distributed.schedule_names()``.
@@ -101,14 +103,15 @@ class DistributedPipeline:
         self._checkpoint = check_checkpoint(checkpoint)
         self._data_parallel = data_parallel
         self._weighing = Weighing(loss_fn, loss_weight)
+        self.places = Places(mesh, timeout)
+        sizes = list(balance)
         recipe: Recipe | None = None
         if not isinstance(module, nn.Module):
-            module, recipe = build_on_meta(module)
+            module, recipe = whole.build(module, lambda n: self._layers_of(sizes, n), first=dist.get_rank() == 0)
         verify_sequential(module)
         assert isinstance(module, nn.Sequential)
         verify_skippables(module)
-        self._balance = check_balance(balance, len(module))
-        self.places = Places(mesh, timeout)
+        self._balance = check_balance(sizes, len(module))
         self._kind.check(self._chunks, self.places.ranks, len(self._balance))
         self._where = Where()
         self._watch = Watch([self.places.control, self.places.pipeline, self.places.replicas], self._where, timeout)
@@ -150,6 +153,12 @@ class DistributedPipeline:
         self._devices = {rank: str(answer["device"]) for rank, answer in messages.items()}
         refuse_plain_scalers(self.parameters())
         self._where.pipe = messages[self.places.line[0]]["pipe"]
+
+    def _layers_of(self, balance: list[int], count: int) -> set[int]:
+        """Return which of so many layers this rank has."""
+        sizes = check_balance(balance, count)
+        mine = self._kind.partitions_of(self.places.rank, self.places.ranks, len(sizes))
+        return {k for j in mine for k in range(sum(sizes[:j]), sum(sizes[: j + 1]))}
 
     @property
     def balance(self) -> list[int]:
@@ -338,7 +347,7 @@ class DistributedPipeline:
         """
         message: Message = {"call": f"load {folder}"}
         first, error = self._agreement.ranks[0], None
-        if torch.distributed.get_rank() == first:
+        if dist.get_rank() == first:
             try:
                 message["latest"] = saving.latest(folder)
             except ValueError as found:

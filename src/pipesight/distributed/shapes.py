@@ -107,8 +107,9 @@ class Skeleton:
     def _hollow(self, module: nn.Sequential) -> nn.Sequential:
         """Copy the layers, but neither their numbers nor their hooks."""
         memo: dict[int, Any] = {}
+        attributes = [t for child in module.modules() for t in vars(child).values() if isinstance(t, Tensor)]
         with self._mode:
-            for tensor in (*module.parameters(), *module.buffers()):
+            for tensor in (*module.parameters(), *module.buffers(), *attributes):
                 empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
                 memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if _is_parameter(tensor) else empty
         for child in module.modules():

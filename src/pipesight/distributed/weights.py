@@ -1,13 +1,17 @@
 """Initial weights of some layers of a model that nobody holds whole.
 
-A factory builds the model on the ``meta`` device, where tensors have shapes but no memory. Meanwhile every operator is
-written down. To fill the layers of one partition, the operators that made their tensors run again, for real::
+A factory builds the model on the ``meta`` device, where tensors have shapes but no memory. It does not notice: asked
+for their device, tensors say ``cpu``, since there are models that leave out their initialisation on ``meta``. Meanwhile
+every operator is written down. To fill the layers of one partition, the operators that made their tensors run again,
+for real::
 
     factory()          empty(8, 8) ──> uniform_() ──> ...        on meta, written down
     materialise(...)   the same, for the tensors of some layers  on the CPU, with numbers
 
 Each layer draws from a stream seeded by ``torch.initial_seed()`` and its name, so that its weights depend on nothing
 else: not on the layers before it, nor on how many ranks there are.
+
+What cannot be built so, since it looks at values, or leaves a tensor without any, is built on the CPU (`whole`).
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -43,6 +48,20 @@ class _Operator:
         outputs = [t for t in tree_leaves(self.output) if isinstance(t, Tensor)]
         return {_storage(t) for t in (*outputs, *self.tensors()) if t.is_meta}
 
+    def written(self) -> set[int]:
+        """Return the storages that it gave values to."""
+        outputs = {_storage(t) for t in tree_leaves(self.output) if isinstance(t, Tensor) and t.is_meta}
+        schema = getattr(self.function, "_schema", None)
+        if schema is None:
+            return outputs
+        given = [*zip(schema.arguments, self.args, strict=False)]
+        given += [(a, self.kwargs[a.name]) for a in schema.arguments if a.name in self.kwargs]
+        changed = [value for a, value in given if a.alias_info is not None and a.alias_info.is_write]
+        found = {_storage(t) for t in tree_leaves(changed) if isinstance(t, Tensor) and t.is_meta}
+        if schema.name.split("::")[1].startswith(("empty", "new_empty")):
+            return found
+        return found | (outputs - {_storage(t) for t in self.tensors() if t.is_meta})
+
 
 class Recipe:
     """The operators that made the tensors of a model, in order."""
@@ -54,19 +73,24 @@ class Recipe:
         """Write an operator down."""
         self._operators.append(_Operator(function, args, kwargs, output))
 
+    def without_values(self, module: nn.Module) -> str | None:
+        """Return the name of a tensor that nothing was written to, if there is one."""
+        written: set[int] = set()
+        for operator in self._operators:
+            written |= operator.written()
+        for name, child in module.named_modules():
+            for _, key, tensor in _meta_tensors(child):
+                if _storage(tensor) not in written and tensor.numel():
+                    return f"{name}.{key}".lstrip(".")
+        return None
+
     def materialise(self, layers: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
         """Give the tensors of some layers memory and their initial values, in place."""
         for name, layer in layers:
             self._materialise(name, layer, device)
 
     def _materialise(self, name: str, layer: nn.Module, device: torch.device) -> None:
-        places: list[tuple[dict[str, Any], str, Tensor]] = [
-            (values, key, tensor)
-            for module in layer.modules()
-            for values in (module._parameters, module._buffers)
-            for key, tensor in values.items()
-            if tensor is not None and tensor.is_meta
-        ]
+        places = [place for module in layer.modules() for place in _meta_tensors(module)]
         needed = {_storage(tensor) for _, _, tensor in places}
         chosen: list[_Operator] = []
         for operator in reversed(self._operators):
@@ -91,8 +115,18 @@ class Recipe:
 def build_on_meta(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
     """Call ``factory`` on the meta device; return its module, and the recipe for its weights."""
     recipe = Recipe()
-    with torch.device("meta"), _Values(recipe), _Noting(recipe), _whole_truncated_normal(recipe):
+    with torch.random.fork_rng(devices=[]), _Pretending(recipe), _Noting(recipe), _whole_truncated_normal(recipe):
         return factory(), recipe
+
+
+def _meta_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Return the tensors of a module itself that have no memory, and where they are: attributes too."""
+    return [
+        (values, key, tensor)
+        for values in (module._parameters, module._buffers, vars(module))
+        for key, tensor in values.items()
+        if isinstance(tensor, Tensor) and tensor.is_meta
+    ]
 
 
 class _Noting(TorchDispatchMode):
@@ -106,8 +140,8 @@ class _Noting(TorchDispatchMode):
         return output
 
 
-class _Values(TorchFunctionMode):
-    """Keeps what the meta device would lose: the numbers of ``torch.tensor([1.0])``, and what `torch.nn.init` skips."""
+class _Pretending(TorchFunctionMode):
+    """Puts tensors on the meta device, lets them say ``cpu``, and keeps the numbers of ``torch.tensor([1.0])``."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -115,17 +149,50 @@ class _Values(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(args[0], Tensor):
-            value = func(*args, **{**kwargs, "device": "cpu", "requires_grad": False})
-            output = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-            self._recipe.note(Tensor.copy_, (output, value), {}, output)
-            return output.requires_grad_(kwargs.get("requires_grad", False))
-        if func == _IS_META and sys._getframe(1).f_globals is vars(nn.init):
-            return False  # so that it does its work, and we see the operators
+        if kwargs.get("device") is None and func in _device_constructors():
+            if func in _FROM_NUMBERS and not any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+                return self._constant(func, args, kwargs)
+            return func(*args, **{**kwargs, "device": _META})
+        if func in _MOVES and args[0].is_meta:
+            return _moved(func, args, kwargs)
+        if func in _QUESTIONS and args[0].is_meta and not _is_torch(sys._getframe(1)):
+            return _QUESTIONS[func]
         return func(*args, **kwargs)
 
+    def _constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        value = func(*args, **{**kwargs, "device": "cpu", "requires_grad": False})
+        output = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
+        self._recipe.note(Tensor.copy_, (output, value), {}, output)
+        return output.requires_grad_(kwargs.get("requires_grad", False))
 
-_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+_META = torch.device("meta")
+_FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
+_MOVES = (Tensor.to, Tensor.cpu)
+_QUESTIONS: dict[Any, Any] = {
+    Tensor.device.__get__: torch.device("cpu"),
+    Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+}
+
+
+def _is_torch(frame: Any) -> bool:
+    """Tell whether code of torch's asks, which must know; but `torch.nn.init` would do nothing."""
+    name = str(frame.f_globals.get("__name__"))
+    return frame.f_globals is globals() or (name.split(".")[0] == "torch" and name != "torch.nn.init")
+
+
+def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do all of ``tensor.to(...)`` but go to the CPU."""
+    if func is Tensor.cpu:
+        return args[0]
+    rest = [value.dtype if isinstance(value, Tensor) else value for value in args[1:] if not _is_cpu(value)]
+    kwargs = {key: value for key, value in kwargs.items() if not _is_cpu(value)}
+    return func(args[0], *rest, **kwargs) if rest or kwargs else args[0]
+
+
+def _is_cpu(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) and torch.device(value).type == "cpu"
 
 
 @contextlib.contextmanager
