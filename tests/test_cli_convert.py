@@ -317,9 +317,10 @@ def test_dataset_is_a_run(tmp_path):
     (run / "trace/rank-00007.pfw.gz").touch()
     ended = convert(run, "--to", "parquet")
     assert ended.returncode == 0
-    assert ended.stdout == f"48 spans of 3 ranks, in {tmp_path / 'run.parquet'}\n"
+    assert ended.stdout == f"48 spans and 0 other events of 3 ranks, in {tmp_path / 'run.parquet'}\n"
     assert ended.stderr == f"pipesight convert: {run / 'trace/rank-00007.pfw.gz'}: left out: it is empty\n"
-    assert sorted(path.name for path in (tmp_path / "run.parquet/events").iterdir()) == ["rank=0", "rank=1", "rank=2"]
+    files = ["rank-00000-0.parquet", "rank-00001-0.parquet", "rank-00002-0.parquet"]
+    assert sorted(path.name for path in (tmp_path / "run.parquet/events").iterdir()) == files
     with open_run(run) as before, open_run(tmp_path / "run.parquet") as after:
         for name in ("tasks", "layer_times", "names"):
             columns = getattr(before, name)().columns()

@@ -164,6 +164,6 @@ def test_damaged_dataset(dataset, tmp_path):
         (copy / "notes.json").write_text(content)
         with open_run(copy) as run:
             assert len(run.notes) == (content == "{")
-    next((copy / "events/rank=1").iterdir()).write_bytes(b"nothing")
+    (copy / "events/rank-00001-0.parquet").write_bytes(b"nothing")
     with pytest.raises(NotARunError, match="cannot be read"):
         open_run(copy)

@@ -40,7 +40,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         choices=["chrome", "parquet"],
         default="chrome",
         help='chrome: a JSON object {"traceEvents": [...]}, for chrome://tracing and Perfetto; parquet: a folder of '
-        "Parquet files, a folder for each rank, for `pipesight report` and for DuckDB, Dask and Spark (chrome)",
+        "Parquet files with every event, for `pipesight report`, pandas, polars, DuckDB, Dask and Spark (chrome)",
     )
     add(
         "-o",
@@ -73,11 +73,12 @@ def _to_parquet(options: argparse.Namespace) -> int:
     output = options.output or _stem(options.trace.absolute(), ".parquet")
     try:
         _check_folder(output, options.trace, force=options.force)
-        with open_run(options.trace) as run:
-            run.write_dataset(output)
+        with open_run(options.trace, whole=True) as run:
+            others = run.write_dataset(output) - run.events
             for note in run.notes:
                 _note(str(note))
-            print(f"{_count(run.events, 'span')} of {_count(len(run.ranks()), 'rank')}, in {output}")
+            what = f"{_count(run.events, 'span')} and {_count(others, 'other event')}"
+            print(f"{what} of {_count(len(run.ranks()), 'rank')}, in {output}")
     except (FileExistsError, FileNotFoundError, NotARunError) as error:
         return _fail(str(error), WRONG)
     except OSError as error:

@@ -14,6 +14,7 @@ import narwhals
 import numpy as np
 
 from pipesight.report.reading._dataset import EVENTS
+from pipesight.report.reading.queries import of_dataset
 
 if TYPE_CHECKING:
     from pipesight.report.reading._loading import Events
@@ -49,8 +50,8 @@ class DaskEvents:
         except ImportError as error:
             raise ImportError(f'Dask is not installed ({error}): pip install "pipesight[dask]"') from error
         self._client = client
-        found = dask.dataframe.read_parquet(str(dataset.absolute() / EVENTS))
-        self._frame: Frame = narwhals.from_native(found.assign(rank=found["rank"].astype("int64"))).lazy()
+        found = dask.dataframe.read_parquet(str(dataset.absolute() / EVENTS), dtype_backend="numpy_nullable")
+        self._frame: Frame = of_dataset(narwhals.from_native(found).lazy())
 
     @property
     def frame(self) -> Frame:
@@ -76,7 +77,7 @@ class SparkEvents:
         except ImportError as error:
             raise ImportError(f'Spark is not installed ({error}): pip install "pipesight[spark]"') from error
         session = sql.SparkSession.builder.getOrCreate() if session is None else session
-        self._frame: Frame = narwhals.from_native(session.read.parquet(str(dataset.absolute() / EVENTS)))
+        self._frame: Frame = of_dataset(narwhals.from_native(session.read.parquet(str(dataset.absolute() / EVENTS))))
 
     @property
     def frame(self) -> Frame:

@@ -1,6 +1,6 @@
-"""A run as a dataset: its events in Parquet, a folder for each rank, beside the files of the run that hold no events.
+"""A run as a dataset: all its events in Parquet, in files of each rank, beside those of its files that hold no events.
 
-    DATASET/events/rank=0/events-0.parquet      for each rank, in the layout of Hive, which every engine reads
+    DATASET/events/rank-00000-0.parquet         every event with all that it says; nothing else is in this folder
     DATASET/run.json, ranks, stats, logs        as they were
     DATASET/notes.json                          what was left out when the events were read
 
@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipesight.report.reading._files import Note
+from pipesight.report.reading._files import NotARunError, Note
 from pipesight.report.reading._opening import check_plain, open_plain, refusal
 from pipesight.report.reading._records import foreign_statistics
 
 if TYPE_CHECKING:
     from pipesight.report.reading._duckdb import DuckEvents
 
-__all__ = ["EVENTS", "NOTES", "is_dataset", "read_notes", "write_dataset"]
+__all__ = ["EVENTS", "NOTES", "check_schema", "is_dataset", "read_notes", "write_dataset"]
 
 EVENTS = "events"
 NOTES = "notes.json"
@@ -33,7 +33,24 @@ _BESIDE = ("run.json", "ranks", "stats", "logs")
 
 def is_dataset(path: Path) -> bool:
     """Tell whether a folder is what `write_dataset` makes."""
-    return (path / EVENTS).is_dir() and next((path / EVENTS).glob("rank=*/*.parquet"), None) is not None
+    return (path / EVENTS).is_dir() and next((path / EVENTS).rglob("*.parquet"), None) is not None
+
+
+def check_schema(path: Path) -> None:
+    """Refuse a dataset whose columns are not those of this version.
+
+    Raises:
+        NotARunError: they are others, or cannot be read.
+    """
+    from pipesight.report.reading._duckdb import schema_of
+    from pipesight.report.reading._sql import SCHEMA
+
+    found = schema_of(next(iter(sorted((path / EVENTS).rglob("*.parquet")))))
+    if found != SCHEMA:
+        raise NotARunError(
+            f"a dataset of another version of pipesight: {str(path)!r} (its schema: {found}, this one's: {SCHEMA}); "
+            "make it anew from the run: pipesight convert RUN --to parquet"
+        )
 
 
 def write_dataset(
@@ -43,8 +60,10 @@ def write_dataset(
     source: Path,
     target: Path,
     records: Sequence[tuple[Path, int]] = (),
-) -> None:
+) -> int:
     """Write events and the files beside them into a folder, which is there when all of it is, instead of an older one.
+
+    Returns how many events there are, spans and others.
 
     Args:
         events: the events.
@@ -59,7 +78,7 @@ def write_dataset(
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         partial.mkdir()
-        events.write(partial / EVENTS)
+        count = events.write(partial / EVENTS)
         for name in _BESIDE if source.is_dir() else ():
             if (source / name).is_dir():
                 shutil.copytree(source / name, partial / name, ignore=functools.partial(_refused, source))
@@ -74,6 +93,7 @@ def write_dataset(
         if target.exists():
             shutil.rmtree(target)
         partial.rename(target)
+        return count
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipesight.report.reading.queries import Frame
     from pipesight.report.reading.tables import Column
 
-__all__ = ["DuckEvents", "FileFacts", "Source", "UnreadableError"]
+__all__ = ["DuckEvents", "FileFacts", "Source", "UnreadableError", "schema_of"]
 
 MEMORY = "512MB"
 """What DuckDB may take before it writes to disk."""
@@ -57,10 +57,17 @@ class FileFacts:
 
 
 class DuckEvents:
-    """A table of events in a database of its own, which is gone when it is closed."""
+    """A table of events in a database of its own, which is gone when it is closed.
 
-    def __init__(self) -> None:
+    Args:
+        whole: take every event, with all that its line says, so that a dataset can be made of them; else spans alone.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
         import duckdb
+
+        self.is_whole = whole
+        self._is_dataset = False
 
         self._folder = tempfile.TemporaryDirectory(prefix="pipesight-", ignore_cleanup_errors=True)
         self._database = duckdb.connect(
@@ -74,6 +81,8 @@ class DuckEvents:
         )
         self._database.execute("SET enable_progress_bar = false")  # it goes to stdout when a query takes seconds
         self._database.execute(_sql.SOURCES)
+        if whole:
+            self._database.execute(_sql.WHOLE)
         atexit.register(_forget)
 
     @property
@@ -98,7 +107,7 @@ class DuckEvents:
             for packed in (True, False):
                 paths = [glob.escape(str(source.path)) for source in sources if source.packed == packed]
                 if paths:
-                    query = _sql.events(packed=packed, foreign=foreign, together=len(paths) > 1)
+                    query = _sql.events(packed=packed, foreign=foreign, together=len(paths) > 1, whole=self.is_whole)
                     run(f"INSERT INTO events {query}", {"paths": paths})
             run("COMMIT")
         except duckdb.Error as error:
@@ -116,23 +125,30 @@ class DuckEvents:
             self._database.execute(statement, {"files": list(numbers)})
 
     def settle(self) -> dict[int, FileFacts]:
-        """Return what was in each file, by its number, and leave out lines that are no spans."""
+        """Return what was in each file, by its number, and leave out lines that are no events, or of no use."""
         rows = self._database.execute(_sql.FACTS).fetchall()
-        self._database.execute(_sql.SETTLING)
+        self._database.execute(_sql.SETTLING_ALL if self.is_whole else _sql.SETTLING)
         return {number: FileFacts(*facts) for number, *facts in rows}
 
-    def write(self, folder: Path) -> None:
-        """Write the events as Parquet, into a folder for each rank.
+    def write(self, folder: Path) -> int:
+        """Write every event as Parquet, into files for each rank; return how many there are.
 
         Raises:
             OSError: the disk is full, for example.
         """
         import duckdb
 
+        rows = "SELECT * FROM dataset" if self._is_dataset else _sql.DATASET
         try:
-            self._database.execute(f"COPY (SELECT {_sql.COLUMNS} FROM events) TO {_quoted(folder)} {_sql.PARQUET}")
+            found = self._database.execute(f"COPY ({rows}) TO {_quoted(folder)} {_sql.PARQUET}").fetchall()
         except duckdb.Error as error:
             raise OSError(str(error).partition("\n")[0]) from None
+        for file in sorted(folder.glob("process_rank=*/events-*.parquet")):
+            rank, part = int(file.parent.name.partition("=")[2]), file.stem.partition("-")[2]
+            file.rename(folder / f"rank-{rank:05}-{part}.parquet")
+        for empty in folder.glob("process_rank=*"):
+            empty.rmdir()
+        return int(found[0][0])
 
     @classmethod
     def of_parquet(cls, folder: Path) -> Self:
@@ -144,11 +160,11 @@ class DuckEvents:
         import duckdb
 
         made = cls()
-        files = _quoted(Path(glob.escape(str(folder)), "rank=*", "*.parquet"))
+        made.is_whole = made._is_dataset = True
+        files = _quoted(Path(glob.escape(str(folder)), "*.parquet"))
         try:
-            made._database.execute("DROP TABLE events")
-            made._database.execute(f"CREATE TEMP VIEW events AS SELECT * FROM read_parquet({files}, {_sql.HIVE})")
-            made._database.execute("SELECT count(*) FROM events").fetchall()  # opens all of them
+            made._database.execute(f"CREATE TEMP VIEW dataset AS SELECT * FROM read_parquet({files})")
+            made._database.execute("SELECT count(*) FROM dataset").fetchall()  # opens all of them
         except duckdb.Error as error:
             made.close()
             raise NotARunError(f"cannot be read: {str(folder)!r} ({str(error).partition(chr(10))[0]})") from None
@@ -156,10 +172,15 @@ class DuckEvents:
 
     @property
     def frame(self) -> Frame:
-        """The events, as a lazy frame."""
+        """The spans, as a lazy frame."""
         import narwhals
 
-        return narwhals.from_native(self._database.table("events"))
+        from pipesight.report.reading.queries import of_dataset
+
+        if self._is_dataset:
+            return of_dataset(narwhals.from_native(self._database.view("dataset")))
+        spans: Frame = narwhals.from_native(self._database.table("events"))
+        return spans.filter(narwhals.col("kind") >= -1) if self.is_whole else spans
 
     def fetch(self, query: Frame) -> Mapping[str, Column]:
         """Run a query, and return its columns."""
@@ -170,6 +191,23 @@ class DuckEvents:
         """Let go of it all."""
         self._database.close()
         self._folder.cleanup()
+
+
+def schema_of(file: Path) -> int:
+    """Return the version of the columns of a file of a dataset; 1 if it says none.
+
+    Raises:
+        NotARunError: the file is damaged.
+    """
+    import duckdb
+
+    query = f"SELECT value::VARCHAR FROM parquet_kv_metadata({_quoted(Path(glob.escape(str(file))))}) WHERE key = "
+    try:
+        with duckdb.connect() as database:
+            found = database.execute(f"{query} 'pipesight_events'::BLOB").fetchall()
+    except duckdb.Error as error:
+        raise NotARunError(f"cannot be read: {str(file)!r} ({str(error).partition(chr(10))[0]})") from None
+    return int(found[0][0]) if found and found[0][0].isdecimal() else 1
 
 
 def _quoted(path: Path) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipesight.report.reading._attempts import Attempt, choose, own_restarts
 from pipesight.report.reading._checking import Checks
 from pipesight.report.reading._clocks import NO_SHIFT, Shift
-from pipesight.report.reading._dataset import EVENTS, is_dataset, read_notes
+from pipesight.report.reading._dataset import EVENTS, check_schema, is_dataset, read_notes
 from pipesight.report.reading._describing import complete
 from pipesight.report.reading._duckdb import DuckEvents, FileFacts, Source, UnreadableError
 from pipesight.report.reading._files import NotARunError, Note, TraceFile, find_files, read_object
@@ -59,10 +59,20 @@ class Loaded:
     """Files of others that may hold statistics, and their ranks."""
     checks: Checks = field(default_factory=Checks)
     attempt: Attempt = field(default_factory=Attempt)
+    asked: int | None = None
+    """Which attempt was asked for."""
+    whole: bool = False
+    """Whether it is every event, and not just what a report needs."""
 
 
-def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None) -> Loaded:
+def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None, whole: bool = False) -> Loaded:
     """Read a run's events into DuckDB, or have an engine read those of a dataset.
+
+    Args:
+        path: a run directory, a folder, a file or a dataset.
+        engine: as for `open_run`.
+        attempt: which one to read.
+        whole: take every event, with all that it says, and not just what a report needs.
 
     Raises:
         NotARunError: there is nothing to be found, or not as the engine needs it.
@@ -78,8 +88,8 @@ def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None) -
             f"no dataset for an engine other than DuckDB in {str(path)!r}; make one: "
             f"pipesight convert {shlex.quote(str(path))} --to parquet"
         )
-    events = DuckEvents()
-    loaded = Loaded(events)
+    events = DuckEvents(whole=whole)
+    loaded = Loaded(events, asked=attempt, whole=whole)
     meanwhile = threading.Thread(target=_import_rest)
     meanwhile.start()
     try:
@@ -106,6 +116,7 @@ def _open_dataset(path: Path, engine: object, asked: int | None) -> Loaded:
     for file in (path / EVENTS).rglob("*"):
         if not file.is_dir() and (why := refusal(file, path)) is not None:
             raise NotARunError(f"{file}: {why}")
+    check_schema(path)
     notes = read_notes(path)
     description, _, _, apart = _describe(path, notes)
     attempt = choose(path, (), asked=asked, description=description, apart=apart)
@@ -254,7 +265,7 @@ def _tell(loaded: Loaded, file: TraceFile, facts: FileFacts, sieve: Sieve | None
     """Note what is wrong with a file, now, or once it has been checked."""
 
     def look(text: Unpacker) -> Iterator[Note]:
-        yield from _notes(file, facts, sieve, text)
+        yield from _notes(file, facts, sieve, text, whole=loaded.whole)
 
     if sieve is not None:
         loaded.notes.extend(look(sieve.unpacker))
@@ -262,7 +273,7 @@ def _tell(loaded: Loaded, file: TraceFile, facts: FileFacts, sieve: Sieve | None
         loaded.checks.when_done(file.path, lambda text: loaded.notes.extend(look(text)))
 
 
-def _notes(file: TraceFile, facts: FileFacts, sieve: Sieve | None, text: Unpacker) -> Iterator[Note]:
+def _notes(file: TraceFile, facts: FileFacts, sieve: Sieve | None, text: Unpacker, *, whole: bool) -> Iterator[Note]:
     def note(words: str) -> Note:
         return Note(file.path, words)
 
@@ -292,6 +303,8 @@ def _notes(file: TraceFile, facts: FileFacts, sieve: Sieve | None, text: Unpacke
         yield note(f"left out: {skipped:,} {'line that is no event' if skipped == 1 else 'lines that are no events'}")
     if not facts.spans and file.form != "records":
         yield note("there are no spans in it")
+    if whole and text.has_surrogates:
+        yield note("half characters, which are no Unicode, are replaced by \ufffd")
 
 
 def _has_lines(path: Path) -> bool:

@@ -7,11 +7,12 @@ every engine gives the same table, row for row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import narwhals as nw
 import numpy as np
 
+from pipesight.report.reading._codes import KINDS, PHASES
 from pipesight.report.reading.tables import (
     COMMUNICATION,
     Column,
@@ -33,6 +34,7 @@ __all__ = [
     "layer_runs",
     "layer_times",
     "names",
+    "of_dataset",
     "ranks",
     "spans",
     "steps",
@@ -62,10 +64,40 @@ COLUMNS = {
     "size": "BIGINT",
     "peers": "VARCHAR",
 }
-"""Of a frame of events, a row a span. What a span has not is -1, or empty: engines differ in what they make of null.
+"""Of a frame of spans. What a span has not is -1, or empty: engines differ in what they make of null.
 
 ``phase`` is that of a task, or of a layer if ``layer`` is there too; ``kind`` is that of a span of the main thread.
 """
+
+_RENAMED = {
+    "rank": "process_rank",
+    "begin": "started",
+    "end": "ended",
+    "partition": "partition_index",
+    "size": "size_bytes",
+}
+"""What columns are called in a dataset, where words that are reserved in SQL would be in the way."""
+
+
+def of_dataset(rows: Frame) -> Frame:
+    """Return the spans of a dataset, with numbers for words, and no null."""
+
+    def column(name: str, kind: str) -> nw.Expr:
+        given = nw.col(_RENAMED.get(name, name))
+        if name in ("phase", "kind"):
+            return _code(given.fill_null(""), PHASES if name == "phase" else KINDS)
+        return given.fill_null("" if kind == "VARCHAR" else -1)
+
+    spans = rows.filter(nw.col("event") == "span")
+    return spans.select(**{name: column(name, kind) for name, kind in COLUMNS.items()})
+
+
+def _code(given: nw.Expr, words: Sequence[str]) -> nw.Expr:
+    number: Any = nw.lit(-1)
+    for code, word in enumerate(words):
+        number = nw.when(given == word).then(nw.lit(code)).otherwise(number)
+    return cast("nw.Expr", number)
+
 
 _TASK = ("step", "minibatch", "partition", "microbatch", "phase")
 

@@ -155,8 +155,11 @@ class Run:
         """Yield the log lines, rank by rank."""
         return log_lines(self.path / "logs", self._note, attempt=self.attempt)
 
-    def write_dataset(self, folder: str | os.PathLike[str]) -> None:
+    def write_dataset(self, folder: str | os.PathLike[str]) -> int:
         """Write the run as a dataset, as ``pipesight convert --to parquet`` does: events in Parquet, and all the rest.
+
+        Every event is written, with all that it says. A run that was opened for spans alone is read again for that.
+        Returns how many events there are.
 
         Raises:
             OSError: it could not be written.
@@ -164,18 +167,24 @@ class Run:
         """
         from pipesight.report.reading._dataset import write_dataset
         from pipesight.report.reading._duckdb import DuckEvents
+        from pipesight.report.reading._loading import load
 
         if not isinstance(self._events, DuckEvents):
             raise TypeError(f"the run is a dataset already: {str(self.path)!r}")
-        records = self._loaded.records
-        write_dataset(self._events, self.notes, source=self.path, target=Path(folder), records=records)
+        if self._events.is_whole:
+            records = self._loaded.records
+            return write_dataset(self._events, self.notes, source=self.path, target=Path(folder), records=records)
+        with Run(self.path, load(self.path, attempt=self._loaded.asked, whole=True)) as whole:
+            return whole.write_dataset(folder)
 
     def _note(self, note: Note) -> None:
         if note not in self._loaded.notes:
             self._loaded.notes.append(note)
 
 
-def open_run(path: str | os.PathLike[str], *, engine: object = "duckdb", attempt: int | None = None) -> Run:
+def open_run(
+    path: str | os.PathLike[str], *, engine: object = "duckdb", attempt: int | None = None, whole: bool = False
+) -> Run:
     """Read a run directory, a folder of traces, one trace, or a dataset that `pipesight convert --to parquet` made.
 
     Example::
@@ -188,6 +197,7 @@ def open_run(path: str | os.PathLike[str], *, engine: object = "duckdb", attempt
         engine: what runs the queries. A dataset can be left to a cluster: ``"dask"``, ``"spark"``, a client of Dask or
             a session of Spark.
         attempt: which one of a run that was restarted, from 0; the last by default.
+        whole: read every event with all that it says, for `Run.write_dataset`; tables need spans alone.
 
     Raises:
         NotARunError: there is no event to be found.
@@ -199,4 +209,4 @@ def open_run(path: str | os.PathLike[str], *, engine: object = "duckdb", attempt
     folder = Path(path)
     if folder.name == "trace" and (folder.parent / "run.json").is_file():
         folder = folder.parent
-    return Run(folder, load(folder, engine=engine, attempt=attempt))
+    return Run(folder, load(folder, engine=engine, attempt=attempt, whole=whole))
