@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import shlex
+import textwrap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ __all__ = ["Events", "Loaded", "load"]
 
 _BATCH = 2**27  # bytes of files that are read together
 _FILES = 128  # and how many, as DuckDB keeps something of each
+FORMAT_VERSION = 1
+"""The newest format of ``run.json`` that is known."""
+MOST_RANKS = 1_000_000
 _BAD_LINES = 3  # that a whole file may have: brackets, and one that is being written
 
 
@@ -139,6 +143,8 @@ def _load(path: Path, loaded: Loaded, events: DuckEvents, asked: int | None) -> 
         choose=lambda there: choose(path, there, asked=asked, description=description, apart=apart),
     )
     loaded.notes += notes
+    if description and (missing := _missing(found, size)) is not None:
+        loaded.notes.append(Note(path, missing))
     loaded.description = loaded.attempt.about(description)
     if shifts and not loaded.attempt.described:
         loaded.notes.append(Note(path / "run.json", "clocks of ranks were compared in another attempt than this one"))
@@ -210,6 +216,8 @@ def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, 
         except (OSError, ValueError) as error:
             notes.append(Note(file, f"left out: {error}"))
             continue
+        if (news := _unknown(facts)) is not None:
+            notes.append(Note(file, news))
         if file.name == "run.json":
             description = facts
         else:
@@ -222,6 +230,27 @@ def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, 
         if isinstance(rank, int):
             by_rank[rank] = facts
     return description, processes, shifts, own_restarts(description, by_rank)
+
+
+def _unknown(facts: Mapping[str, Any]) -> str | None:
+    """Say that a description is of another format than the one that is known here, if it is."""
+    version = facts.get("format_version", FORMAT_VERSION)
+    if type(version) is int and version <= FORMAT_VERSION:
+        return None
+    told = textwrap.shorten(repr(version), 40, placeholder="..")
+    return f"of format version {told}, and {FORMAT_VERSION} is known here: some of it may be misread"
+
+
+def _missing(found: Sequence[TraceFile], size: object) -> str | None:
+    """Say of which ranks there is no trace, if there should be one."""
+    there = {file.rank for file in found}
+    if not there:
+        return "there is no trace in it"
+    if type(size) is not int or len(there) >= size:
+        return None
+    missing = [rank for rank in range(min(size, MOST_RANKS)) if rank not in there]
+    shown = ", ".join(map(str, missing[:8])) + (", .." if len(missing) > 8 else "")
+    return f"there is no trace of rank{'s' * (len(missing) != 1)} {shown} of {size:,}"
 
 
 def _batches(files: Sequence[tuple[int, TraceFile]]) -> Iterator[list[tuple[int, TraceFile]]]:
