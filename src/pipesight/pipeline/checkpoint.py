@@ -121,7 +121,11 @@ def _differ(before: Tensor | None, after: Tensor | None) -> bool:
     return not (before.shape == after.shape and before.dtype == after.dtype and torch.equal(before, after))
 
 
-def changes_input(partition: nn.Module) -> bool:
-    """Tell whether the first layer may change its input in place, by what it says of itself."""
-    first = next(partition.children(), None)
-    return first is not None and any(getattr(module, "inplace", False) is True for module in first.modules())
+def changes_input(partition: nn.Module, seen_not_to: bool = True) -> bool:
+    """Tell whether a partition may change its input in place, by what its layers say of themselves.
+
+    The first layer is believed. A later one may get the input, too, if those before hand it through; the first time,
+    it is taken to, and the caller sees what comes of it.
+    """
+    first = next(partition.children(), partition)
+    return any(getattr(m, "inplace", False) is True for m in (first if seen_not_to else partition).modules())

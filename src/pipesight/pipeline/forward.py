@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipesight.context import Unrepeatable, Where
+from pipesight.pipeline.aliasing import region_of
 from pipesight.pipeline.checkpoint import changes_input
 from pipesight.pipeline.microbatch import Form, lone
 from pipesight.pipeline.passes import Pass
@@ -49,7 +50,7 @@ class ForwardPass(Pass):
         stages = [self.stages[j] for j in partitions]
         for stage in stages if self._grad else ():
             self.parameters[stage.j] = stage.trainable()
-            stage.changes_input = changes_input(stage.partition)
+            stage.changes_input = changes_input(stage.partition, stage.leaves_input)
         # A layer may differentiate something. Autograd's own threads are no help if one of them is the caller, who
         # waits for the layer.
         alone = self.surroundings.in_backward
@@ -65,13 +66,17 @@ class ForwardPass(Pass):
         """Wait for what a task needs, run it, and send its outputs on."""
         relay = self.relay
         packet = relay.get((i, stage.j), stage.j)
+        regions = [region_of(t) for t in packet.tensors] if self._grad and packet.graph is None else []
         tensors = self.receive(packet, stage, i, where)
         graph: Graph | None = packet.graph
         # What comes as part of a graph is no root of it.
         needed = packet.needed if graph is None else [False] * len(packet.needed)
-        inputs = Inputs(tensors, needed, len(tensors), packet.form)
+        inputs = Inputs(tensors, needed, len(tensors), packet.form, regions)
         for key in stage.arriving:
             packet = relay.get((i, key), stage.j)
+            if self._grad and packet.graph is None:
+                regions.append(region_of(packet.tensors[0]))
+                self.minibatch.changes[i].check_skip(key.name, self.routes.source[key], regions[-1])
             inputs.tensors += self.receive(packet, stage, i, where)
             inputs.needed += packet.needed if packet.graph is None else [False]
         del packet, tensors, needed
@@ -101,11 +106,14 @@ class ForwardPass(Pass):
 
     def _run_kept(self, stage: Stage, i: int, inputs: Inputs, graph: Graph | None) -> list[Packet]:
         """Run a task and keep its graph, if it has one."""
-        minibatch = self.minibatch
+        given = inputs
         if graph is not None:
             # Micro-batches are views of one tensor: a change to one of them would count as a change to all.
-            inputs = inputs.safe_from(stage, minibatch.input_storages)
-        outputs, form = self.call(stage, i, inputs, graph)
+            given = inputs.safe_from(stage, self.minibatch.input_storages)
+        versions = given.versions()
+        outputs, form = self.call(stage, i, given, graph)
+        if graph is not None and inputs.regions:
+            self._note_changes(stage, i, inputs, given, versions)
         if graph is not None and graph.first == stage.j and True not in inputs.needed and not any(graph.outs):
             graph = None  # nothing here gets a gradient
         if graph is not None and self.tokens[i].asked and stage.j < self.n - 1:
@@ -120,8 +128,10 @@ class ForwardPass(Pass):
         """
         checkpoint = Checkpoint(inputs, inputs.versions(), stage.buffers.save(), {})
         graph = Graph(stage.j)
+        given = inputs.safe_from(stage)
+        versions = given.versions()
         try:
-            outputs, form = self.call(stage, i, inputs.safe_from(stage), graph, saves=checkpoint)
+            outputs, form = self.call(stage, i, given, graph, saves=checkpoint)
         except Unrepeatable:
             stage.buffers.restore(checkpoint.buffers)
             raise
@@ -129,10 +139,19 @@ class ForwardPass(Pass):
         if inputs.versions() != checkpoint.versions:
             raise RuntimeError(
                 "a layer of a checkpointed partition changed the partition's input in place, so that it cannot be "
-                "recomputed; give the first layer an attribute inplace = True to have the input copied, or use "
+                "recomputed; give that layer an attribute inplace = True to have the input copied, or use "
                 "checkpoint='never'"
             )
+        self._note_changes(stage, i, inputs, given, versions)
         return self._hand_on(stage, i, outputs, form, graph, checkpoint)
+
+    def _note_changes(self, stage: Stage, i: int, inputs: Inputs, given: Inputs, versions: list[int | None]) -> None:
+        """Note what a task changed in place of ``inputs``, or of copies of them, which it was ``given``."""
+        changed = [k for k, (now, before) in enumerate(zip(given.versions(), versions, strict=True)) if now != before]
+        if changed:
+            self.minibatch.changes[i].note(stage.j, inputs.regions, changed)
+        elif given is not inputs:
+            stage.leaves_input = True
 
     def _hand_on(
         self,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pipesight.context import MicrobatchToken
+from pipesight.pipeline.aliasing import Changes
 from pipesight.pipeline.backward import BackwardPass
 from pipesight.pipeline.forward import ForwardPass
 from pipesight.pipeline.gradients import OutputGradients, expect_no_gradient
@@ -74,7 +75,8 @@ class MiniBatch:
         self.randomness = PassRandomness()
         self.streams = Streams([stage.device for stage in stages])
         self.graphs: dict[tuple[int, int], Graph] = {}
-        self.reach = Reach(routes)
+        self.changes = [Changes() for _ in microbatches]
+        self.reach = Reach(routes, len(self.inputs_needed))
         self.parameters: list[list[Tensor]] = [[] for _ in stages]
         """The tensors of each partition that get gradients; `forward` finds them."""
         self.versions: list[list[int]] = [[] for _ in stages]
@@ -108,11 +110,11 @@ class MiniBatch:
             total.accumulate()
             return [*backward.input_gradients(needed), *gradients]
 
-    def used_parameters(self) -> list[Tensor]:
-        """Return the tensors that the outputs depend on, inputs aside, after `forward`."""
-        used = self.reach.parameters(self.m, self.n, len(self._output_sizes[0]))
+    def dependencies(self) -> tuple[set[int], list[Tensor]]:
+        """Return what the outputs depend on, after `forward`: the positions of inputs, and the parameters."""
+        inputs, used = self.reach.dependencies(self.m, self.n, len(self._output_sizes[0]))
         found = {id(p): p for parameters in self.parameters for p in parameters if id(p) in used}
-        return list(found.values())
+        return inputs, list(found.values())
 
     def _cut(self, outputs: OutputGradients) -> list[Packet]:
         """Cut the gradients of the gathered outputs into those of the micro-batches, which alone remain."""

@@ -1,4 +1,4 @@
-"""Which parameters the output of a mini-batch depends on, as the graph of the plain model would show it.
+"""Which inputs and parameters the output of a mini-batch depends on, as the graph of the plain model would show it.
 
 The graphs of the tasks are not part of the caller's graph, in which the whole pipeline is one node. A parameter that
 this node has an edge to gets a gradient, or `None`; then its hooks are called, and `DistributedDataParallel` takes it
@@ -38,7 +38,8 @@ _NOTHING: Notes = []
 class Reach:
     """The notes of one mini-batch."""
 
-    def __init__(self, routes: SkipRoutes) -> None:
+    def __init__(self, routes: SkipRoutes, inputs: int) -> None:
+        self._inputs = inputs
         self._leaving = routes.leaving
         self._notes: dict[tuple[int, int], Notes] = {}
         self._known: dict[int, int] = {}  # for a partition, a micro-batch in which every output led to everything
@@ -78,8 +79,9 @@ class Reach:
             self._known.setdefault(stage.j, i)
         return stage.meet_strangers(graph, leaves)
 
-    def parameters(self, m: int, n: int, outputs: int) -> set[int]:
-        """Return the ids of what the outputs of any micro-batch depend on."""
+    def dependencies(self, m: int, n: int, outputs: int) -> tuple[set[int], set[int]]:
+        """Return the positions of inputs, and the ids of leaves, that the outputs of any micro-batch depend on."""
+        inputs: set[int] = set()
         used: set[int] = set()
         last: list[Any] = []
         for i in range(m):
@@ -92,7 +94,8 @@ class Reach:
                 if place in live:
                     live |= stopped
                     used |= ids
-        return used
+            inputs |= {k for k in range(self._inputs) if (0, k) in live}
+        return inputs, used
 
 
 def _follow(start: GradientEdge, stops: Mapping[tuple[Any, int], Place]) -> tuple[set[Place], set[Tensor]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipesight.pipeline.aliasing import Region
 from pipesight.pipeline.checkpoint import Buffers, SavedBuffers
 from pipesight.pipeline.gradients import run_graph
 from pipesight.pipeline.microbatch import Form
@@ -38,7 +39,8 @@ class Stage:
         self.repeatable = True  # no layer has asked for `current_microbatch`
         self._strangers: list[weakref.ref[Tensor]] = []
         self.new = True  # no mini-batch has come through yet
-        self.changes_input = False
+        self.changes_input = False  # a layer may change what comes in
+        self.leaves_input = False  # it has been seen not to
         self.phony = torch.empty(0, device="cpu", requires_grad=True)
 
     def trainable(self) -> list[Tensor]:
@@ -83,13 +85,14 @@ class Inputs:
     needed: list[bool]  # which of them want a gradient
     count: int  # how many come from the partition before
     form: Form  # makes of those what the first layer takes
+    regions: list[Region | None]  # where they came from, unless they are part of a graph
 
     def versions(self) -> list[int | None]:
         """Return a number for each tensor that changes when it is changed in place."""
         return [None if t is None or t.is_inference() else t._version for t in self.tensors]
 
     def safe_from(self, stage: Stage, storages: set[int] | None = None) -> Inputs:
-        """Return inputs that the partition may change: copies, if its first layer would.
+        """Return inputs that the partition may change: copies, if a layer would.
 
         Given ``storages``, by address, only tensors in these are copied.
         """
@@ -99,7 +102,7 @@ class Inputs:
             t.clone() if t is not None and (storages is None or t.untyped_storage().data_ptr() in storages) else t
             for t in self.tensors
         ]
-        return Inputs(copies, self.needed, self.count, self.form)
+        return Inputs(copies, self.needed, self.count, self.form, self.regions)
 
 
 @dataclass(slots=True)

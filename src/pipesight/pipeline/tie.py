@@ -38,7 +38,8 @@ together has autograd's number of the run."""
 
 def tie(minibatch: MiniBatch, inputs: Sequence[Tensor], outputs: Sequence[Tensor], differentiable: list[bool]) -> Any:
     """Return ``outputs`` as results of the caller's graph: those marked ``differentiable`` lead to ``minibatch``."""
-    parameters = minibatch.used_parameters()
+    used, parameters = minibatch.dependencies()
+    inputs = [t if k in used else t.detach() for k, t in enumerate(inputs)]
     returned: Returned = {}
     phony = _Inlet.apply(minibatch, returned, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     device = minibatch.stages[-1].device

@@ -1,0 +1,76 @@
+"""Tensors that share memory on their way through the partitions, and what layers change in place.
+
+In the plain model, a layer that changes its input in place changes it for everyone who holds it: if it was stashed
+before, the skip is changed as well. Between partitions it is not: each has a graph, and maybe a copy, of its own. That
+would give other numbers without a word, so it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Changes", "Region", "region_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The memory of a tensor."""
+
+    storage: int
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    itemsize: int
+
+    def overlaps(self, other: Region) -> bool:
+        """Tell whether any element is in both."""
+        if self.storage != other.storage or 0 in self.size or 0 in other.size:
+            return False
+        if self.itemsize != other.itemsize:
+            return True
+        extent = max(r.offset + sum((n - 1) * s for n, s in zip(r.size, r.stride, strict=True)) for r in (self, other))
+        taken = torch.zeros(extent + 1, dtype=torch.bool, device="cpu")
+        taken.as_strided(self.size, self.stride, self.offset).fill_(True)
+        return bool(taken.as_strided(other.size, other.stride, other.offset).any())
+
+
+def region_of(tensor: Tensor | None) -> Region | None:
+    """Return where a tensor is, or ``None`` if it is nowhere that could be shared, as a sparse one."""
+    if tensor is None or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+        return None
+    storage = tensor.untyped_storage().data_ptr()
+    return Region(storage, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride(), tensor.itemsize)
+
+
+class Changes:
+    """What the partitions have changed in place, of one micro-batch."""
+
+    def __init__(self) -> None:
+        self._changed: list[tuple[int, Region]] = []
+
+    def note(self, j: int, regions: Sequence[Region | None], changed: Sequence[int]) -> None:
+        """Note that partition j, into which tensors came from ``regions``, changed some of them; raise if shared."""
+        for k in changed:
+            region = regions[k]
+            if region is None:
+                continue
+            if any(o is not None and n != k and o.overlaps(region) for n, o in enumerate(regions)):
+                raise _refusal(j, "that came into it under two names, in a tuple or as a skip")
+            self._changed.append((j, region))
+
+    def check_skip(self, name: str, source: int, region: Region | None) -> None:
+        """Raise if a partition after ``source``, which stashed a skip, has changed it."""
+        for j, changed in self._changed:
+            if j > source and region is not None and region.overlaps(changed):
+                raise _refusal(j, f"that had been stashed as the skip '{name}'")
+
+
+def _refusal(j: int, which: str) -> RuntimeError:
+    return RuntimeError(
+        f"partition {j} changed a tensor in place {which}: the other would be changed in the plain model, but not in a "
+        "pipeline; use inplace=False, clone() the tensor first, or put these layers into one partition"
+    )
