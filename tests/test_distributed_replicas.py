@@ -46,6 +46,12 @@ def test_gradients_of_the_whole_batch(tmp_path):
                 loss = pipeline.eval_step(x[part], y[part])
                 if pipeline.is_last:
                     torch.testing.assert_close(loss, mse(plain(x), y).detach())
+        (x, y), summed = next(batches([6])), nn.MSELoss(reduction="sum")
+        part = slice(0, 0) if replica == 0 else slice(None)  # the first step of all, and a replica without samples
+        pipeline = DistributedPipeline(tanhs(2), [1, 1], chunks=2, loss_fn=summed, mesh=mesh)
+        loss = pipeline.step(x[part], y[part], broadcast_loss=True)
+        torch.testing.assert_close(loss, summed(tanhs(2)(x), y).detach())
+
         def make(**settings):
             return DistributedPipeline(tanhs(2), [1, 1], chunks=2, loss_fn=mse, **settings)
         assert "'ddp' or 'fsdp'" in str(error_of(make, mesh=mesh, data_parallel="zero"))

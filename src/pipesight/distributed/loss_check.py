@@ -105,8 +105,8 @@ class LossCheck:
         if count == 1:  # halves of it stand for the micro-batches of replicas
             outputs, targets, losses, weights = self._halves(form, outputs[0], target)
         total = sum(weights)
-        if not total and not weighing.sums:
-            return False
+        if not (total or weighing.sums) or not any(t.numel() for output in outputs for t in output):
+            return False  # a replica may have no samples
         learns = bool(evidence.gradients) and count > 1
         together = [t.requires_grad_() if learns and t.is_floating_point() else t for t in gather(outputs)]
         with torch.set_grad_enabled(learns):
