@@ -195,6 +195,6 @@ def excuse(original: Path, run: Path, done: list[Change], report: dict[str, Any]
         now = run / file.relative_to(original)
         if not now.exists() and (file.parent.name in ("stats", "logs") or not (original / "run.json").exists()):
             return "excused: a file that is gone, and that nothing else tells of"
-        if now.exists() and file.read_bytes() != now.read_bytes() and not file.name.endswith(".gz"):
+        if now.is_file() and file.read_bytes() != now.read_bytes() and not file.name.endswith(".gz"):
             return "excused: a file without checksums says something else"
     raise AssertionError(f"the report differs, and says nothing of it:\n{key_of(report)}\n{truth}")

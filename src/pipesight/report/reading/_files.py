@@ -128,7 +128,7 @@ def _candidates(path: Path, notes: list[Note]) -> list[Path]:
     folder = path / "trace" if (path / "trace").is_dir() else path
     files = sorted(folder.rglob("*"), key=_order)
     traces = without_refused((file for file in files if file.name.endswith(TRACES)), path, refuse)
-    others = [file for file in files if file.name.endswith(_OTHERS) and not file.is_dir() and not _is_ours(path, file)]
+    others = [file for file in files if file.name.endswith(_OTHERS) and not _is_ours(path, file)]
     others = without_refused(others, path, refuse)
     if not traces:
         return others
