@@ -3,6 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
+import torch
+from torch.nn import functional
+
+from pipesight.distributed.loss_check import Evidence, LossCheck
+from pipesight.distributed.losses import Weighing
+from pipesight.pipeline.microbatch import lone
 from torchrun import RANK, torchrun
 
 LOSSES = (
@@ -225,12 +232,11 @@ def test_weights_span_replicas(tmp_path):
         batch, count = tokens(12), lambda output, target: (target != -100).sum()
         empty = batch[0], batch[1].clone()
         empty[1][:5] = -100  # one replica has padding only
-        for kind in ("ddp", "fsdp"):
-            for schedule in ("1f1b", "interleaved-zero-bubble", "dualpipev"):
-                settings = {"schedule": schedule, "data_parallel": kind}
-                for tried in (batch, empty):
-                    compare(piped(F.cross_entropy, **settings), swapped, F.cross_entropy, tried, part, str(settings))
-                    compare(piped(flat, count, **settings), plain, flat, tried, part, str(settings))
+        for kind, schedule in (("ddp", "1f1b"), ("ddp", "dualpipev"), ("fsdp", "interleaved-zero-bubble")):
+            settings = {"schedule": schedule, "data_parallel": kind}
+            for tried in (batch, empty):
+                compare(piped(F.cross_entropy, **settings), swapped, F.cross_entropy, tried, part, str(settings))
+                compare(piped(flat, count, **settings), plain, flat, tried, part, str(settings))
         for settings in ({}, {"schedule": "gpipe", "chunks": 1}):
             for targets in (batch[1], batch[1].clamp(min=0)):
                 pipeline = piped(flat, **settings)
@@ -263,3 +269,32 @@ def test_padded_language_model_of_the_documents(tmp_path):
     body = program.replace("torch.distributed.destroy_process_group()\n", "")
     output, _ = torchrun(4, plain, tmp_path, begin=body, end="")
     assert output.strip() == shown
+
+
+def token_loss(output, target):
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 10.0])
+def test_rounding_is_no_difference(dtype, spread):
+    """Weights that fit pass the check in any precision; those that do not fail, also where all losses are equal."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [1, 5, 3, 7]
+    outputs = [(spread * torch.randn(2, 7, 50, generator=generator)).to(dtype) for _ in counts]
+    targets = [torch.randint(50, (2, 7), generator=generator) for _ in counts]
+    for target, count in zip(targets, counts, strict=True):
+        target[:, count:] = -100
+    for weights, fit in (([2.0 * count for count in counts], True), ([2.0] * 4, False)):
+        evidence, factor = Evidence(4), 1 / sum(weights)
+        for i, weight in enumerate(weights):
+            leaf = outputs[i].clone().requires_grad_()
+            evidence.outputs[i], evidence.losses[i] = (lone, [outputs[i]]), token_loss(leaf, targets[i]).detach()
+            (token_loss(leaf, targets[i]) * (weight * factor)).backward()
+            evidence.gradients[i] = [leaf.grad]
+        check = LossCheck(Weighing(token_loss, None), 1)
+        if fit:
+            assert check.verify(evidence, targets, weights, factor)
+        else:
+            with pytest.raises(ValueError, match="the gradients differ by"):
+                check.verify(evidence, targets, weights, factor)
