@@ -158,3 +158,13 @@ def test_a_page_goes_through_no_link(tmp_path):
     assert called("report", run, "--html")[0] == 0
     assert mine.read_text() == SECRET
     assert not (run / "report.html").is_symlink()
+
+
+@pytest.mark.parametrize("wrong", [1, "x", None, {}, [[]], True])
+def test_hosts_that_are_none(tmp_path, wrong):
+    """Whatever run.json and the other ranks say of hosts and ranks, there is a report."""
+    run = made(tmp_path / "run")
+    for file in (run / "run.json", run / "ranks/rank-00001.json"):
+        facts = json.loads(file.read_text())
+        file.write_text(json.dumps({**facts, "hosts": wrong, "host_of_rank": wrong, "rank": wrong, "host": wrong}))
+    assert called("report", run)[0] == 0

@@ -10,11 +10,16 @@ __all__ = ["complete"]
 
 def complete(description: dict[str, Any], other: dict[str, Any]) -> None:
     """Add what another rank knows: its host, and of a pipeline over several ranks, its own layers."""
-    hosts = description.setdefault("hosts", [description.get("host")])
+    hosts, by_rank = description.get("hosts"), description.get("host_of_rank")
+    if not isinstance(hosts, list):
+        hosts = description["hosts"] = [description.get("host")]
     if other.get("host") not in hosts:
         hosts.append(other.get("host"))
-    by_rank = description.setdefault("host_of_rank", {description.get("rank", 0): description.get("host")})
-    by_rank[other.get("rank")] = other.get("host")
+    if not isinstance(by_rank, dict):
+        rank = description.get("rank")
+        by_rank = description["host_of_rank"] = {rank if type(rank) is int else 0: description.get("host")}
+    if type(rank := other.get("rank")) is int:
+        by_rank[rank] = other.get("host")
     for ours, theirs in zip(_dicts(description, "pipelines"), _dicts(other, "pipelines"), strict=False):
         if "ranks" not in ours:
             continue  # a pipeline of one rank: the other has one of its own
