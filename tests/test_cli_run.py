@@ -335,15 +335,57 @@ def test_options_that_are_wrong(folder, monkeypatch, capsys, arguments, message)
 
 
 def test_directory_that_is_not_empty(folder):
-    """A second run does not touch the first, unless told to."""
+    """A second run does not touch the first, unless told to; reports of the first mention it."""
     assert record(folder, "train.py", 1).returncode == 0
     before = description(folder / "RUN")
     done = record(folder, "train.py", 2)
-    assert done.returncode == 2
-    assert "--overwrite" in done.stderr
+    assert done.returncode == 0
+    there, where = done.stderr.splitlines()
+    assert there == f"{folder}/RUN holds a recording already; this one goes into {folder}/RUN-2"
+    assert where == f"pipesight: recorded in {folder}/RUN-2; see it with: pipesight report {folder}/RUN-2"
     assert description(folder / "RUN") == before
-    assert record(folder, "--overwrite", "train.py", 2).returncode == 0
-    assert {task["args"]["step"] for task in tasks(folder / "RUN")} == {0, 1}
+    assert {task["args"]["step"] for task in tasks(folder / "RUN-2")} == {0, 1}
+    reports = [warm.run("-m", "pipesight", "report", name, cwd=folder) for name in ("RUN", "RUN-2")]
+    assert [done.stderr for done in reports] == ["pipesight: RUN-2 was recorded after RUN\n", ""]
+    assert record(folder, "--overwrite", "train.py", 3).returncode == 0
+    assert {task["args"]["step"] for task in tasks(folder / "RUN")} == {0, 1, 2}
+    (folder / "mine").mkdir()
+    write(folder, "", "mine/file.py")
+    done = warm.run("-m", "pipesight", "run", "--out", "mine", "train.py", "1", cwd=folder)
+    assert done.returncode == 2
+    assert "must be empty" in done.stderr
+
+
+def test_program_that_records_itself(folder):
+    """What a program asks for itself steps back, with a sentence each; what it says of steps is heard."""
+    program = """
+    import pipesight, torch, train
+    from pipesight import trace
+
+    with pipesight.observe("OWN", stats={}) as run:
+        run.step(7)
+        train.main(1)
+        run.watch(torch.nn.Linear(1, 1))
+        run.flush()
+        assert run.path.name == "RUN", run
+    with trace.start("own") as session:
+        train.main(1)
+    trace.stop()
+    train.main(1)
+    """
+    done = record(folder, write(folder, program))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0"] * 3
+    own, traced, _ = done.stderr.splitlines()
+    assert own == (
+        f"this program is recorded by `pipesight run` already, into {folder}/RUN; observe('{folder}/OWN') steps back, "
+        "and what it would record has to be asked of `pipesight run`"
+    )
+    assert traced.endswith("trace.start('own') steps back")
+    assert len(tasks(folder / "RUN")) == 3 * 4
+    assert {task["args"]["step"] for task in tasks(folder / "RUN")} == {7}
+    assert description(folder / "RUN")["outcome"] == "ok"
+    assert not (folder / "OWN").exists()
 
 
 def test_no_trace(folder):

@@ -58,7 +58,7 @@ def test_as_it_is(whole):
 
 
 def test_started_again(whole):
-    """Where all is done, or the folder of the recording is taken, it says what to do, and leaves both alone."""
+    """Where all is done, it says what to do; where the recording is taken, the next goes beside it."""
     folder, _ = whole
     before = (folder / "RUN/run.json").read_bytes()
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
@@ -67,12 +67,12 @@ def test_started_again(whole):
         surroundings = {**os.environ, **alone, "MASTER_PORT": str(free_port())}
         options = [*SMALL, "--steps", str(STEPS + more), "--out", "RUN"]
         ended = warm.run(EXAMPLE / "train.py", *options, cwd=folder, env=surroundings)
-        assert ended.returncode == more, ended.stderr
-        said.append((ended.stderr if more else ended.stdout).strip().splitlines()[-1])
-    assert said[0].startswith("nothing to do: checkpoints has step 60;")
-    assert said[0].endswith("another --checkpoints to begin anew")
-    assert said[1].startswith("a run directory must be empty")
-    assert said[1].endswith("or replace it: --overwrite")
+        assert ended.returncode == 0, ended.stderr
+        said.append((ended.stderr if more else ended.stdout).strip().splitlines())
+    assert said[0][-1].startswith("nothing to do: checkpoints has step 60;")
+    assert said[0][-1].endswith("another --checkpoints to begin anew")
+    assert f"{folder}/RUN holds a recording already; this one goes into {folder}/RUN-2" in said[1]
+    assert description(folder / "RUN-2")["outcome"] == "ok"
     assert (folder / "RUN/run.json").read_bytes() == before
 
 

@@ -663,18 +663,57 @@ def test_exit_of_the_program(run, code, outcome):
     assert description(run)["outcome"] == outcome
 
 
-def test_directory_that_is_not_empty(run):
-    """A run is not mixed with what is there; `overwrite` replaces a recording, and nothing else."""
-    with observe(run, stats=STATS):
-        train(pipeline(), 2)
+def test_directory_of_another_recording(run, caplog):
+    """A recording is left alone: the next goes beside it, with a number, unless it is to be replaced."""
+    for number, where in enumerate(["RUN", "RUN-2", "RUN-3"], 1):
+        with observe(run, stats=STATS) as recording:
+            train(pipeline(), number)
+        assert recording.path == run.with_name(where)
+        assert {e["args"]["step"] for e in tasks(recording.path)} == set(range(number))
+    assert [record.message for record in caplog.records] == [
+        f"{run} holds a recording already; this one goes into {run}-{number}" for number in (2, 3)
+    ]
     (run / "mine.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"must be empty, but .* holds .*overwrite=True"), observe(run):
-        pytest.fail("went on")
-    with observe(run, overwrite=True):
-        train(pipeline(), 1)
-    assert {e["args"]["step"] for e in tasks(run)} == {0}
+    with observe(run, overwrite=True) as recording:
+        train(pipeline(), 4)
+    assert recording.path == run
+    assert {e["args"]["step"] for e in tasks(run)} == {0, 1, 2, 3}
     assert not (run / "stats/rank-00000.jsonl").exists()
     assert (run / "mine.txt").read_text() == "mine"
+
+
+def test_directory_of_something_else(run):
+    """A run is not mixed with what is no recording."""
+    run.mkdir()
+    (run / "mine.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"must be empty, but .* holds 'mine.txt'"), observe(run):
+        pytest.fail("went on")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_agree_on_a_number(run, monkeypatch, ranks):
+    """The ranks that one torchrun starts take the same directory, in any order, whatever was recorded before."""
+
+    def claim(rank, launch, *, pid=1, local=2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/torchelastic_a/{launch}/attempt_0/{rank}/error.json")
+        directory = RunDirectory(run)
+        directory.claim()
+        directory.description.parent.mkdir(exist_ok=True)
+        facts = {"rank": rank, "restart": 0, "launch": directory.launch, "pid": pid}
+        directory.description.write_text(json.dumps(facts))
+        return directory.path.name
+
+    for rank in range(ranks):
+        assert claim(rank, "one", pid=os.getpid()) == "RUN"
+    assert [claim(rank, "two", pid=os.getpid()) for rank in (1, 0)] == ["RUN-2", "RUN-2"]
+    assert [claim(rank, "two", pid=os.getpid()) for rank in (1, 0)] == ["RUN-3", "RUN-3"]  # the same processes again
+    assert [claim(rank, "three") for rank in (0, 1)] == ["RUN-4", "RUN-4"]
+    assert [claim(rank, "three") for rank in (0, 1)] == ["RUN-4", "RUN-4"]  # started anew
+    with pytest.raises(FileExistsError, match="record into another one"):  # of several machines
+        claim(0, "four", local=1)
 
 
 def test_ranks_that_begin_while_rank_0_looks(run, monkeypatch):

@@ -13,12 +13,14 @@ from torch import nn
 from torch.distributed import isend as imported_before
 from torch.utils.data import DataLoader, Dataset
 
+import pipesight
 import warm
 from pipesight import trace
 from pipesight._patches import Patches, harmless
 from pipesight.testing import capture_events
 
 TO = torch.Tensor.to
+STATS = {"enabled": True, "tensors": ["activation"], "stats": ["mean"]}
 FUNCTIONS = [
     torch.save,
     torch.load,
@@ -136,6 +138,22 @@ def test_loader_without_batches(watched, caplog):
     """Workers are asked for single samples by whatever a sampler yields."""
     assert sorted(DataLoader(Samples(), batch_size=None, num_workers=1)) == [0, 1, 2]
     assert not caplog.records
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_scripts_of_watched_models(tmp_path, capsys):
+    """A model whose statistics are logged can be scripted; one that has been is left alone, with a sentence."""
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), torch.ones(3, 2)
+    config = {"all": {"enabled": True, "layers": {"layer_name_regex_pattern": ".*"}, "LogTensorStats": STATS}}
+    with pipesight.observe(tmp_path / "RUN", stats=config):
+        expected = model(x)
+        hooks = list(model[0]._forward_hooks.items())
+        scripted = torch.jit.script(model)
+        assert torch.equal(scripted(x), expected)
+        assert list(model[0]._forward_hooks.items()) == hooks != []
+    with pipesight.observe(tmp_path / "RUN", stats=config):
+        assert torch.equal(scripted(x), expected)
+    assert "2 layers of this RecursiveScriptModule, such as '0', are not watched" in capsys.readouterr().err
 
 
 # What is watched, and by whom.
@@ -297,3 +315,25 @@ def test_batches_of_point_to_point(tmp_path):
     (tmp_path / "program.py").write_text(POINT_TO_POINT)
     for done in warm.torchrun(2, "program.py", cwd=tmp_path, timeout=120):
         assert done.returncode == 0, done.stderr
+
+
+HANDLER = """
+import os, signal
+from pipesight import trace
+
+def handle(number, frame):
+    if callable(before):
+        before(number, frame)
+    print("in peace", flush=True)
+
+with trace.start("trace"):
+    before = signal.signal(signal.SIGTERM, handle)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("goes on")
+"""
+
+
+def test_handlers_that_call_the_one_before(tmp_path):
+    """A program that handles SIGTERM, and calls the handler that it found, is not ended by ours."""
+    done = warm.run("-c", HANDLER, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "in peace\ngoes on\n"), done.stderr

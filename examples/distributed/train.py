@@ -3,10 +3,10 @@
     torchrun --standalone --nproc-per-node 2 train.py
     torchrun --standalone --nproc-per-node 2 train.py --schedule zbv-zero-bubble --checkpoints other --out RUN
 
-Start it again with the same options, and it goes on from its last checkpoint, after a crash or a preemption; to record
-that, too, name another --out. What it learns from, and what dropout leaves out, depend on the seed and the step alone,
-so that the losses are those of a run that nothing happened to. It may also go on with another schedule, balance or
-number of processes.
+Start it again with the same options, and it goes on from its last checkpoint, after a crash or a preemption; that is
+recorded into RUN-2, if all ranks are on one machine. What it learns from, and what dropout leaves out, depend on the
+seed and the step alone, so that the losses are those of a run that nothing happened to. It may also go on with another
+schedule, balance or number of processes.
 """
 
 import argparse

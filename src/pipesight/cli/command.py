@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from pipesight._version import __version__
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
+        if getattr(options, "other_path", None) is None:
+            _say_if_later(getattr(options, "run_path", None))
         return run(options)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -54,6 +57,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         # As in `pipesight demo | head`. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
+
+
+def _say_if_later(run: Path | None) -> None:
+    """Say that there is a later recording of the same name, with a number behind it."""
+    if run is None:
+        return
+    run = run.absolute()
+    name, _, number = run.name.rpartition("-")
+    count = (
+        int(number) if number.isascii() and number.isdecimal() and (run.with_name(name) / "run.json").is_file() else 1
+    )
+    first = run.name if count == 1 else name
+    last = count
+    while run.name and (run.with_name(f"{first}-{last + 1}") / "run.json").is_file():
+        last += 1
+    if last > count:
+        print(f"pipesight: {first}-{last} was recorded after {run.name}", file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):

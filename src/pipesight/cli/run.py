@@ -34,8 +34,8 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add = parser.add_argument
     # Required, too; but argparse would say so before it named an option that it does not know, such as --ot.
-    add("--out", type=Path, metavar="RUN", help="the run directory; it must be empty or not be there")
-    add("--overwrite", action="store_true", help="replace the recording that is in RUN")
+    add("--out", type=Path, metavar="RUN", help="the run directory; if it holds a recording, RUN-2 is the next")
+    add("--overwrite", action="store_true", help="replace the recording that is in RUN instead")
     add("--stats", type=Path, metavar="FILE", help="log the tensor statistics that this YAML file chooses")
     add("--steps", metavar="A:B", help="record steps A to B only, both included; 10:, :20, 15 or 0:2,100:102 work too")
     add("--every", type=int, default=1, metavar="N", help="record each Nth step only (1)")
@@ -77,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
             max_bytes=_size(options.max_bytes),
             overwrite=options.overwrite,
         )
+        observation.of_command = True
         observation.__enter__()
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, OSError) and error.filename is not None:
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         observation.__exit__(None if ended_by is None else type(ended_by), ended_by, None)
     except BaseException as late:  # a rank that is missing at the end, for example
         ended_by = ended_by or late
-    _say_where(options.out)
+    _say_where(options.out if observation.path == options.out.absolute() else observation.path)
     return _end(ended_by)
 
 

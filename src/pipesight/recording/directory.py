@@ -14,6 +14,10 @@ count differently, so the number is the next one after that of the description w
                      attempt 0       attempt 1: run.json is of attempt 0, and of this torchrun
     node of rank 1   told 0 ─ crash  told 1
                      attempt 0       attempt 1
+
+What was recorded before is left alone: the next recording of the same name goes beside it, into ``RUN-2``, ``RUN-3``
+and so on. The ranks of one machine come to the same number, as the descriptions say which start of torchrun they are
+of; those of several machines cannot, and are told to choose.
 """
 
 from __future__ import annotations
@@ -81,11 +85,15 @@ class RunDirectory:
         return []
 
     def claim(self, *, overwrite: bool = False) -> None:
-        """Make the directory, or see that it is free for this rank.
+        """Make the directory, or see that it is free for this rank, or take the next of its name that is.
 
         Raises:
-            FileExistsError: It is not, or its name is that of a file.
+            FileExistsError: It holds something else than a recording, or its name is that of a file.
         """
+        asked, number = self.path, 1
+        while not overwrite and self._is_of_another():
+            number += 1
+            self.path = asked.with_name(f"{asked.name}-{number}")
         if self.path.exists() and not self.path.is_dir():
             raise FileExistsError(f"a run directory must be a folder, but {str(self.path)!r} is a file; name another")
         left = _read(self.description)
@@ -136,6 +144,19 @@ class RunDirectory:
             recorded = file.relative_to(self.path).parts[0] in _FOLDERS and _RANK.search(file.name)
             if not file.is_dir() and not (recorded and 0 < _rank_of(file) < self.ranks):
                 yield file
+
+    def _is_of_another(self) -> bool:
+        """Tell whether there is a recording, and not of this run; asked where all ranks get the same answer."""
+        if not (self.path / "run.json").is_file():
+            return False
+        if self.ranks > 1:
+            if self.launch is None or _number("LOCAL_WORLD_SIZE", 0) != self.ranks:  # some are on other machines
+                return False
+            others = [_read(file) for file in (self.path / "run.json", *(self.path / "ranks").glob("*.json"))]
+            if any(facts.get("launch") != self.launch for facts in others):
+                return True
+        left = _read(self.description)
+        return bool(left) and not self._goes_on(left)
 
     def _goes_on(self, left: dict[str, Any]) -> bool:
         """Tell whether what a rank has left is of an attempt before: of this torchrun, or that of another node."""

@@ -59,7 +59,8 @@ def observe(
             train()
 
     Args:
-        path: The run directory; it is made.
+        path: The run directory; it is made. If it holds a recording, that is left alone, and this one goes into the
+            next of its name: ``RUN-2``.
         trace: Record tasks and layers of pipelines, and what else PyTorch does.
         stats: Log the statistics that this configuration says, a YAML file or a dict.
         logs: Keep the log lines from this level on; ``None`` for none.
@@ -67,13 +68,13 @@ def observe(
         every: Record each Nth step only, counted from the first of a window.
         max_bytes: Of trace and log lines of one rank; the oldest go. ``None`` for no limit.
         first_step: The number of the first step, after a checkpoint was loaded for example.
-        overwrite: Replace the recording that is there.
+        overwrite: Replace the recording that is there instead.
 
     Returns:
         What to use as a context manager; it gives itself.
 
     Raises:
-        FileExistsError: The directory is not empty.
+        FileExistsError: The directory holds something else than a recording.
         ConfigError: The configuration of statistics has mistakes.
         RuntimeError: Something is being recorded already.
     """
@@ -117,6 +118,9 @@ class Observation:
         self._left_out = 0
         self._process = 0
         self._begun = False
+        self._steps_back = False
+        self.of_command = False
+        """Whether this is of ``pipesight run``: what the program itself then wants recorded steps back."""
         self._pipelines: dict[int, KnownPipeline] = {}
         self._meeting = threading.Lock()
         self._complaints: set[str] = set()
@@ -166,6 +170,8 @@ class Observation:
         if self._begun:
             raise RuntimeError("an observation can be used once; call observe() again for another")
         if _running is not None and _running._process == os.getpid():
+            if _running.of_command:
+                return self._step_back(_running)
             raise RuntimeError(
                 f"a run is being recorded already, into {str(_running.path)!r}; one process records one run at a time"
             )
@@ -175,7 +181,10 @@ class Observation:
                 f"a trace is being written already, to {str(under_way.path)!r}, and a run has its own; "
                 "leave out trace.start(), or observe(..., trace=False)"
             )
+        asked = self.path
         self._directory.claim(overwrite=self._overwrite)
+        if self.path != asked and self._directory.rank == 0:
+            logger.warning("%s holds a recording already; this one goes into %s", asked, self.path)
         with contextlib.ExitStack() as stack:
             stack.callback(self._directory.leave)
             self._start(stack)
@@ -187,12 +196,28 @@ class Observation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _running
+        if self._steps_back:
+            return
         if _running is self:
             _running = None
         if self._process == os.getpid():  # else a forked process leaves the block
             self._finish(outcome_of(error), failed=error is not None)
         else:
             self._let_go()
+
+    def _step_back(self, running: Observation) -> Observation:
+        """Record nothing, as another does already; what the program says of steps and models goes to that one."""
+        if running._directory.rank == 0:
+            logger.warning(
+                "this program is recorded by `pipesight run` already, into %s; observe(%r) steps back, and what it "
+                "would record has to be asked of `pipesight run`",
+                running.path,
+                str(self.path),
+            )
+        self._begun = self._steps_back = True
+        self._directory, self._count = running._directory, running._count
+        self._session, self._statistics = running._session, running._statistics
+        return self
 
     def _start(self, stack: contextlib.ExitStack) -> None:
         directory = self._directory
@@ -210,6 +235,7 @@ class Observation:
             stack.callback(self._log_lines.remove)
         if self._trace:
             self._session = tracing.start(directory.trace, max_bytes=room.part_bytes, max_parts=room.parts)
+            self._session.of_command = self.of_command
             stack.callback(self._session.stop)
             trace_session.on_finish(self._end_with_process)
             stack.callback(trace_session.on_finish, self._end_with_process, remove=True)

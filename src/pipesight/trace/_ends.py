@@ -84,6 +84,10 @@ class Ends:
         return become
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
+        if signal.getsignal(number) != self._terminate:
+            # The program has a handler, which calls the one that it found: without us, there is none to be called.
+            self._flush()
+            return
         try:
             self._finish(signal.Signals(number).name)
         finally:

@@ -36,6 +36,8 @@ class Session:
     def __init__(self, file: TraceFile, *, from_environment: bool = False) -> None:
         self._file = file
         self.from_environment = from_environment
+        self.of_command = False
+        """Whether ``pipesight run`` began it: what the program itself then begins or ends steps back."""
         self._before: dict[str, str | None] = {}
 
     @property
@@ -100,6 +102,20 @@ class Session:
             os.environ[name] = str(value)
 
 
+class _Guest(Session):
+    """What a program gets that is traced already: its end is not that of the trace."""
+
+    def pause(self) -> None:
+        """Let it be recorded."""
+
+    def resume(self) -> None:
+        """Let it be recorded."""
+
+    def stop(self) -> None:
+        """Write what there is so far."""
+        flush()
+
+
 _session: Session | None = None
 
 
@@ -145,6 +161,13 @@ def start(
     if max_parts is not None and not 0 < max_parts <= MOST:
         raise ValueError(f"max_parts must be more than 0, or None for all (max_parts: {max_parts})")
     given = _file_in(path)
+    if _session is not None and _session.of_command:
+        logger.warning(
+            "this program is traced by `pipesight run` already, into %s; trace.start(%r) steps back",
+            _session.path,
+            os.fspath(path),
+        )
+        return _Guest(_session._file)
     if _session is not None and not _session.from_environment:
         raise RuntimeError(
             f"a trace is being written already, to {str(_session.path)!r}; end it first: pipesight.trace.stop()"
@@ -208,7 +231,7 @@ def _file_in(path: str | os.PathLike[str]) -> Path:
 
 def stop() -> None:
     """End the trace that `start` began, if any."""
-    if _session is not None:
+    if _session is not None and not _session.of_command:
         _session.stop()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
+from pipesight._patches import Patches
 from pipesight.stats import api
 from pipesight.stats._mistakes import shown
 from pipesight.stats.current import running
@@ -97,6 +98,7 @@ class Watch:
         self._handles: list[RemovableHandle] = []
         self._leaves: list[RemovableHandle] = []  # hooks of tensors that outlive the step
         self._hooks: list[Hook] = []
+        self._patches = Patches()
         self._skipped: set[tuple[str, str]] = set()
         self._stepped = False
         self._steps: AgreedSteps | None = None
@@ -105,6 +107,13 @@ class Watch:
         self._first_step = session.step_count
         self._weights = Weights(self._model, self._log_weights, begins=self._begin, ended=self._after_optimizer)
         names = {plain: layer for name, layer in named_layers(self._model) if (plain := _plain_name(name))}
+        scripted = [name for name, layer in names.items() if isinstance(layer, torch.jit.ScriptModule)]
+        if scripted:
+            session.messages.warning(
+                f"{len(scripted)} layers of {self._what}, such as {scripted[0]!r}, are not watched: "
+                "what torch.jit.script or torch.jit.trace has made takes no hooks"
+            )
+        names = {name: layer for name, layer in names.items() if name not in scripted}
         partitions = partitions_of(self._model if isinstance(model, nn.Module) else model)
         session.layers.add(names, {name: partitions[layer] for name, layer in names.items() if layer in partitions})
         selected = session.config.select(names)
@@ -187,6 +196,7 @@ class Watch:
             handle.remove()
         for hook in self._hooks:
             hook.stop()
+        self._patches.undo()
         self._handles.clear()
         self._leaves.clear()
         self._hooks.clear()
@@ -215,7 +225,8 @@ class Watch:
 
     def _attach_to_model(self) -> None:
         self._handles += self._weights.attach()
-        if self._auto:
+        self._patches.wrap(torch.jit, "script", self._without_hooks)
+        if self._auto and not isinstance(self._model, torch.jit.ScriptModule):
             self._handles += [
                 self._model.register_forward_pre_hook(self._hook(self._before_model), prepend=True),
                 self._model.register_forward_hook(self._hook(self._after_model)),
@@ -224,6 +235,20 @@ class Watch:
             self._steps = AgreedSteps(self._session, lambda: self._stepped)
             self._steps.attach()
         _forget_compiled(self._wrapped)
+
+    def _without_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let a model be scripted, which would compile its hooks."""
+        tables = [table for m in self._model.modules() for table in (m._forward_hooks, m._forward_pre_hooks)]
+        before = [dict(table) for table in tables]
+        try:
+            for table in tables:
+                for key in [key for key, hook in table.items() if isinstance(hook, Hook)]:
+                    del table[key]
+            return original(*args, **kwargs)
+        finally:
+            for table, hooks in zip(tables, before, strict=True):
+                table.clear()
+                table.update(hooks)
 
     def _hook(self, function: Callable[..., object]) -> Hook:
         self._hooks.append(Hook(function))
