@@ -128,11 +128,11 @@ def test_the_bubble_is_that_of_the_report(page, run):
 
 
 def test_shares_say_of_what(page):
-    """The bubble is a share of the window, the parts are of the step; a gain was simulated, or is a limit."""
+    """The bubble is a share of the window, the parts are of the step; a gain that is a limit says so."""
     assert "bubble of the window" in page.text("#figures")
     assert "shares of the step" in page.text("#time-facts")
     changes = page.text("#changes")
-    assert re.search(r"saves \d+\.\d%\s.* · simulated · ", changes)
+    assert re.search(r"saves at least \d+\.\d%\s.* · lower limit · ", changes)
     assert re.search(r"saves at most \d+\.\d%\s.* · upper limit · ", changes)
 
 
