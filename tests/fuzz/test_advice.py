@@ -3,6 +3,7 @@ why there are none."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tempfile
 from pathlib import Path
@@ -15,10 +16,13 @@ from hypothesis import strategies as st
 
 from pipesight.cli.command import main
 from pipesight.plan import NoTasksError, best_plans, measure, settings
+from pipesight.plan.planning import WORTH
+from pipesight.plan.table import Outcome
 from pipesight.report.analysis.analysing import analyse
 from pipesight.report.reading.run import open_run
 from synthetic import Made
 
+PARTS = {"num_workers": "data_loading", "fused": "optimizer", "between steps": "between_steps", "disturbs": "jitter"}
 TIMES = st.sampled_from([0, 1, 7, 100, 5000])
 
 
@@ -65,7 +69,7 @@ def runs(draw):
 
 
 @given(case=runs())
-@cases.fuzz(60)
+@cases.fuzz(20)
 def test_any_run_is_reported_and_planned(case):
     """The report has no NaN in it; the plan has finite numbers, or is refused in one line."""
     made, killed = case
@@ -81,16 +85,61 @@ def test_any_run_is_reported_and_planned(case):
                 cases.account("advice", "agreed: nothing to plan by")
                 return
             found = measure(run)
-    assert report.overall is not None
-    assert 0 < found.step_seconds < math.inf
-    assert 0 <= found.bubble <= 1
-    assert found.steps >= 1
-    plans = best_plans(found.costs, settings(found.costs, partitions=found.devices))
-    assert plans
-    for plan in plans:
+    overall, changes = report.overall, report.verdict.changes
+    assert overall is not None
+    assert found.step_seconds == pytest.approx(overall.time.median * 1e-6)
+    assert (found.bubble, found.steps) == (overall.bubble, overall.steps)
+    counts = {found.devices} | ({min(found.processors, len(found.costs.layers))} if found.crowded else set())
+    possible = [s for n in counts for s in settings(found.costs, partitions=n, recorded=found.schedule.chunks)]
+    outcome = Outcome(found.costs, best_plans(found.costs, possible), found)
+    for plan in outcome.plans:
         assert 0 <= plan.step_seconds < math.inf
         assert 0 <= plan.bubble <= 1
+    agree(report, outcome)
+    for change in changes:
+        assert WORTH < change.gain <= 1
+    for words, part in PARTS.items():
+        for change in changes:
+            if words in change.what:
+                assert change.gain <= overall.parts[part] / overall.time.mean + 1e-9
     cases.account("advice", "agreed")
+
+
+def agree(report, outcome):
+    """Check that report and planner promise the same."""
+    found, changes = outcome.measured, report.verdict.changes
+    saves = {}
+    for plan in outcome.plans:
+        saves[plan.setting] = (1 - plan.step_seconds / max(outcome.baseline, 1e-12), plan.balance)
+    planned = [
+        change for change in changes if any(word in change.what for word in ("chunks=", "balance=", "checkpoint="))
+    ]
+    if outcome.keep() is not None:
+        assert not planned
+    elif found.setting is not None:
+        assert changes
+    if "Nothing" in report.verdict.text:
+        assert outcome.keep() is not None
+    for change in planned:
+        setting = found.setting
+        if setting is None or "," in change.what.replace(", ", " ").split("]")[-1]:
+            continue
+        if change.what.startswith("balance=") and " instead of " in change.what:
+            assert change.gain == pytest.approx(saves[setting][0])
+        elif change.what.startswith("checkpoint="):
+            one = dataclasses.replace(setting, checkpoint="never")
+            check_one(change, saves[one], found.balance)
+        elif "chunks=" in change.what and " instead of " in change.what:
+            chunks = int(change.what.split("chunks=")[1].split()[0])
+            check_one(change, saves[dataclasses.replace(setting, chunks=chunks)], found.balance)
+
+
+def check_one(change, row, balance):
+    """Check the gain of one change against the plan's, which may have a better balance."""
+    saved, best = row
+    assert change.gain <= saved + 1e-9
+    if best == balance:
+        assert change.gain == pytest.approx(saved)
 
 
 def test_refusals_are_one_line(tmp_path, capsys):

@@ -114,6 +114,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
             schedules=options.schedule,
             checkpoints=options.checkpoint,
             chunks=chunks,
+            recorded=None if measured is None else measured.schedule.chunks,
             rounds=options.rounds or _rounds(measured),
         )
     ]

@@ -16,7 +16,7 @@ from pipesight.plan.costs import Costs
 from pipesight.plan.search import find
 from pipesight.plan.simulation import Simulation
 
-__all__ = ["WORTH", "DoesNotFitError", "Plan", "best_plans", "predict", "settings", "simulated"]
+__all__ = ["WORTH", "DoesNotFitError", "Plan", "best_plans", "near", "predict", "settings", "simulated"]
 
 WORTH = 0.01
 """Of the step, what a change must gain to be named: less is within what can be told."""
@@ -140,6 +140,15 @@ def _size(count: float) -> str:
     return f"{math.ceil(round(count / 1024**power * 100, 6)) / 100:.8g}{('', 'Ki', 'Mi', 'Gi', 'Ti')[power]}B"
 
 
+def near(chunks: int) -> list[int]:
+    """Return numbers of micro-batches to try in place of one: half and twice as many, and that again.
+
+    >>> near(3)
+    [1, 3, 6, 12]
+    """
+    return [count for count in (chunks // 4, chunks // 2, chunks, 2 * chunks, 4 * chunks) if count]
+
+
 def settings(
     costs: Costs,
     *,
@@ -147,6 +156,7 @@ def settings(
     schedules: Sequence[str] = SCHEDULES,
     checkpoints: Sequence[str] = CHECKPOINT_MODES,
     chunks: Sequence[int] = (),
+    recorded: int | None = None,
     rounds: int = 2,
 ) -> Iterator[Setting]:
     """Yield the settings that are possible, of all that are asked for.
@@ -157,6 +167,7 @@ def settings(
         schedules: Names, of `SCHEDULES`.
         checkpoints: Modes.
         chunks: Numbers of micro-batches; by default powers of two, up to eight a partition, and no more than samples.
+        recorded: How many micro-batches a run had; by default, as many, and half and twice as many, are possible too.
         rounds: Stages a device, where they are interleaved.
 
     Raises:
@@ -168,6 +179,8 @@ def settings(
         if not 1 <= count <= most:
             raise ValueError(f"chunks must be between 1 and the samples of a batch (chunks: {count}, samples: {most})")
     counts = chunks or [count for count in (2**k for k in range(11)) if count <= min(8 * partitions, most)]
+    if not chunks and recorded is not None:
+        counts = sorted({*counts, *(count for count in near(recorded) if count <= most)})
     for schedule in schedules:
         for checkpoint in checkpoints:
             for count in counts:

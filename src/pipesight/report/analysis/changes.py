@@ -13,7 +13,7 @@ from pipesight.plan.blocks import Blocks, Setting
 from pipesight.plan.costs import Costs
 from pipesight.plan.distributed import NAMES, runs
 from pipesight.plan.measured import SMALL_MESSAGE, Measured
-from pipesight.plan.planning import WORTH, Plan, best_plans, predict, settings
+from pipesight.plan.planning import WORTH, Plan, best_plans, near, predict, settings
 from pipesight.plan.search import find
 from pipesight.report.analysis.facts import PipelineFacts
 from pipesight.report.analysis.links import Link, places_to_look_at
@@ -91,10 +91,12 @@ def find_changes(situation: Situation) -> list[Change]:
 
 def _planned(measured: Measured) -> list[Change]:
     """Return what one change of the setting gains or, if none does, several together."""
-    if measured.setting is None:
+    found = []
+    if measured.setting is not None:
+        ways = (_balance(measured), _chunks(measured), _checkpoint(measured), _schedule(measured))
+        found = [change for change in ways if change is not None and change.gain > WORTH]
+    elif measured.schedule.devices < measured.devices:  # which share devices; plans give each one of its own
         return []
-    ways = (_balance(measured), _chunks(measured), _checkpoint(measured), _schedule(measured))
-    found = [change for change in ways if change is not None and change.gain > WORTH]
     return found or [change for change in (_together(measured),) if change is not None]
 
 
@@ -144,8 +146,8 @@ def _chunks(measured: Measured) -> Change | None:
     assert setting is not None
     m = setting.chunks
     found: Change | None = None
-    for chunks in (m // 2, m // 4, m * 2, m * 4):
-        if chunks < 1 or (most is not None and chunks > most) or (chunks % setting.partitions and setting.rounds > 1):
+    for chunks in sorted(near(m), key=lambda count: (count > m, abs(count - m))):  # the nearest first
+        if chunks == m or (most is not None and chunks > most) or (chunks % setting.partitions and setting.rounds > 1):
             continue
         changed = replace(setting, chunks=chunks)
         if measured.facts.ranks is not None and not runs(changed):
@@ -198,12 +200,14 @@ def _weight(change: Change) -> float:
 
 def _together(measured: Measured) -> Change | None:
     """Take the plan that `pipesight plan` would, if one change alone gains too little."""
-    setting = measured.setting
-    assert setting is not None
-    if not measured.layers_known:
-        return None
     over_ranks = measured.facts.ranks is not None
-    possible = settings(measured.costs, partitions=measured.devices, schedules=(*NAMES,) if over_ranks else ("gpipe",))
+    possible = settings(
+        measured.costs,
+        partitions=measured.devices,
+        schedules=(*NAMES,) if over_ranks else ("gpipe",),
+        recorded=measured.schedule.chunks,
+        rounds=max(2, measured.schedule.stages // measured.devices),
+    )
     plans = best_plans(measured.costs, [one for one in possible if not over_ranks or runs(one)])
     gain = _gain(measured, plans[0])
     if gain <= WORTH:
