@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipesight.plan import DeadlockError, gpipe, interleaved, one_f_one_b, recorded, simulate, zero_bubble
 from pipesight.plan.schedules import B, F, R, W
+from pipesight.plan.sharing import Crowd, rates_of
 
 
 def plain(schedule, durations, delays):
@@ -225,3 +226,38 @@ def test_large_schedules_take_few_fronts(monkeypatch):
     monkeypatch.setattr(module._Walk, "front", counted)
     simulate(gpipe(64, 256), np.ones((4, 1, 1)))
     assert fronts == 2 * (64 + 256 - 1)
+
+
+# Devices that slow each other down.
+
+
+def test_one_processor_does_all_of_the_work():
+    """On one processor, all devices together take as long as their tasks one after the other, and no longer."""
+    schedule = gpipe(3, 4)
+    durations = np.random.default_rng(0).uniform(0.5, 1.5, (4, 3, 4, 5))
+    found = simulate(schedule, durations, rates=(1.0,))
+    work = np.where(np.isnan(found.begin), 0.0, durations).sum(axis=(0, 1, 2))
+    assert found.makespan == pytest.approx(work)
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, zero_bubble])
+def test_enough_processors_slow_nobody_down(make):
+    """With a rate of 1 for each, or as good as that, tasks run when they would on devices of their own."""
+    schedule, draw = make(3, 5), np.random.default_rng(1).uniform
+    times, delays, gaps = draw(0.5, 1.5, (4, 3, 5, 3)), draw(0, 0.3, (2, 3, 5, 3)), draw(0, 0.2, 4)
+    alone = simulate(schedule, times, delays=delays, gaps=gaps)
+    together = simulate(schedule, times, delays=delays, gaps=gaps, rates=(1.0, 1.0, 1 - 1e-13))
+    for one, other in ((alone.begin, together.begin), (alone.end, together.end), (alone.busy, together.busy)):
+        np.testing.assert_allclose(one, other)
+
+
+def test_rates_are_found_again():
+    """From tasks that ran on fewer processors than there are devices, both rates and work are told."""
+    schedule, work = gpipe(4, 8), np.array([1000.0, 0, 2000.0, 0])[:, None, None] * np.ones((4, 4, 8))
+    rates = (1.0, 1.0, 0.6, 0.4)
+    found = simulate(schedule, work, rates=rates)
+    kind, stage, i = schedule.order.reshape(-1, 3).T
+    begin, end = (np.rint(times[kind, stage, i])[None].astype(int) for times in (found.begin, found.end))
+    told = rates_of(begin, end, (kind * 4 + stage)[None], processors=2)
+    assert told == pytest.approx(rates, rel=0.1)
+    assert Crowd(begin, end).work(told)[0] == pytest.approx(work[kind, stage, i], rel=0.15)

@@ -28,7 +28,7 @@ _PARTIAL = 400_000
 """So many unfinished cuts are looked at before the search gives up on proving that there is none better."""
 _SAME = 1e-9
 """Times that differ by less, relative to their size, differ by rounding."""
-_CROWDED = 64
+_CROWDED = 16
 """So many cuts are simulated where devices slow each other down, which takes longer, and makes cuts more alike."""
 _TOGETHER = 2**22
 """So many times of tasks are simulated at once."""

@@ -42,13 +42,13 @@ class Crowd:
 
     def __init__(self, begin: NDArray[np.int64] | _Times, end: NDArray[np.int64] | _Times) -> None:
         tasks = begin.shape[1]
-        times = np.concatenate([begin, end], axis=1).astype(float)
+        times = np.concatenate([end, begin], axis=1).astype(float)  # what ends makes room for what begins then
         order = np.argsort(times, axis=1, kind="stable")
         self._place = np.argsort(order, axis=1, kind="stable")
         self._tasks = tasks
         times = np.take_along_axis(times, order, axis=1)
         self._lengths = np.diff(times, axis=1)
-        self._level = np.cumsum(np.where(order < tasks, 1, -1), axis=1)[:, :-1]
+        self._level = np.cumsum(np.where(order < tasks, -1, 1), axis=1)[:, :-1]
 
     @property
     def most(self) -> int:
@@ -64,7 +64,7 @@ class Crowd:
         done = np.zeros((len(self._level), self._level.shape[1] + 1))
         np.cumsum(value[np.maximum(self._level, 0)] * self._lengths, axis=1, out=done[:, 1:])
         at = np.take_along_axis(done, self._place, axis=1)
-        return np.asarray(at[:, self._tasks :] - at[:, : self._tasks])
+        return np.asarray(at[:, : self._tasks] - at[:, self._tasks :])
 
     def shares(self) -> _Times:
         """Return the share of each task's time in which 1, 2, ... tasks ran: by mini-batch, task and number."""

@@ -246,7 +246,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         ranks=tuple(run.ranks()),
         replicas=replicas,
         remarks=(*remarks_on(run, own, spans), *doubts_about(run, tasks)),
-        verdict=with_ending(with_waits(_verdict(overall, pipelines, measured, links), held), run),
+        verdict=with_ending(with_waits(_verdict(overall, pipelines, measured, links, times.where(counted)), held), run),
         measured=measured,
         overall=overall,
         left=Left(tuple(warm.tolist()), int((~found.complete).sum())),
@@ -405,17 +405,23 @@ def _main(splits: Sequence[Split], minibatches: MiniBatches, counted: Column) ->
 
 
 def _verdict(
-    overall: Overall | None, pipelines: Sequence[PipelineReport], measured: Measured | None, links: Sequence[Link]
+    overall: Overall | None,
+    pipelines: Sequence[PipelineReport],
+    measured: Measured | None,
+    links: Sequence[Link],
+    times: StepTimes,
 ) -> Verdict:
     if overall is None or not pipelines:
         return Verdict("No step is complete, so there is nothing to tell of its bubble.", ())
     pipeline = pipelines[0]
+    # The last step ends with what it did last, so that what comes before the next is missing.
+    whole = times.where(times.follows.astype(bool)) if times.follows.any() else times
     situation = Situation(
         facts=pipeline.facts,
         measured=measured,
-        period=overall.time.mean,
-        parts=overall.parts,
-        turnaround=overall.turnaround,
+        period=float(whole.period.mean()),
+        parts={name: float(part.mean()) for name, part in zip(PARTS, whole.parts, strict=True)},
+        turnaround=float(whole.turnaround.mean()),
         links=links,
     )
     return verdict_on(

@@ -63,6 +63,8 @@ class StepTimes:
     step: Column
     begin: Column
     period: Column
+    follows: Column
+    """Whether the period ends where the next step begins; of others, not all was recorded."""
     window: Column
     minibatches: Column
     microbatches: Column
@@ -147,6 +149,7 @@ def break_down(
         step=steps.step,
         begin=steps.begin,
         period=period,
+        follows=steps.follows,
         window=covered.astype(np.int64),
         minibatches=steps.count,
         microbatches=per_step(minibatches.chunks).astype(np.int64),

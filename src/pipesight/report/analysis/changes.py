@@ -51,9 +51,9 @@ class Situation:
     measured: Measured | None
     """What plans are made of."""
     period: float
-    """The mean of a step."""
+    """The mean of steps that were recorded to the next."""
     parts: Mapping[str, float]
-    """Of the mean step, by name."""
+    """Of these, by name."""
     turnaround: float = 0.0
     """Of the host gaps, what lies between forward and backward."""
     links: Sequence[Link] = ()
