@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipesight.distributed import DistributedPipeline, init_process_group, schedule_names
+from pipesight.distributed import DistributedPipeline, GradScaler, init_process_group, schedule_names
 from pipesight.testing import capture_events
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -111,3 +111,31 @@ def test_save_and_load(tmp_path):
         assert name == same
         assert torch.equal(mine, theirs)
     assert next(iter(another.state.values()))["step"] == 2
+
+
+def test_padding_and_overflows():
+    """Losses with padding and class weights are those of the plain model; a scaler of ranks works as torch's own."""
+    weight = torch.rand(8, device="cuda")
+    loss_fn = nn.CrossEntropyLoss(weight=weight, ignore_index=3)
+    plain = model()
+    pipeline = pipeline_of(copy.deepcopy(plain), "1f1b", loss_fn=loss_fn)
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (plain, pipeline)]
+    scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**10), GradScaler(pipeline, 2.0**10)]
+    for k in range(3):
+        input, target = batch(23)[0], torch.randint(8, (23,), device="cuda")
+        target[:6] = 3  # a micro-batch of padding only
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = loss_fn(plain(input), target)
+        scalers[0].scale(expected).backward()
+        loss = pipeline.step(input, target, scaler=scalers[1])
+        torch.testing.assert_close(loss, expected.detach())
+        if k == 1:
+            for parameters in (plain.parameters(), pipeline.parameters()):
+                next(iter(parameters)).grad.fill_(float("inf"))
+        for scaler, optimizer in zip(scalers, optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    for mine, theirs in zip(pipeline.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
