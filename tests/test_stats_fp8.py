@@ -111,6 +111,13 @@ def test_long_rows(recipe):
     assert measure_blockwise(x, block_size=384) == measure_blockwise(x.view(3000, 384), block_size=384)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_transposed(recipe):
+    """Blocks of a transposed matrix are those of its copy."""
+    x = spread(256, 128).t()
+    assert_same(measure_fp8(x, recipe=recipe), measure_fp8(x.contiguous(), recipe=recipe))
+
+
 def test_scale_of_ones_own():
     """With a scale that is too small elements overflow; with one too large they underflow."""
     x = torch.tensor([1.0, 2.0, -3.0, 500.0, -1e-5])

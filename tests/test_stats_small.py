@@ -96,3 +96,11 @@ def test_threads():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_negated_views(dtype):
+    """A view that torch negates when it is read is negated."""
+    x = torch._neg_view(torch.arange(1.0, 6.0).to(dtype))
+    row = SmallRows().add(x, powers=False, smallest=True)
+    assert (row.moments() if row else measure(x)).mean == -3

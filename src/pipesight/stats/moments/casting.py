@@ -16,6 +16,7 @@ from pipesight.stats.moments.shards import local_part
 __all__ = ["measure_fp8"]
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2})
+LEAST = 5e-324  # what a scale is at least: that of the least float64 would be 0
 PIECE = 1 << 16  # elements that are cast at a time
 
 
@@ -42,7 +43,8 @@ def measure_fp8(
         if numbers.device.type == "mps":  # has no float64
             numbers = numbers.cpu()
         if block is None and scale_inv is None:
-            scale_inv = _amax(numbers) / FORMATS[format]
+            amax = _amax(numbers)
+            scale_inv = max(amax / FORMATS[format], LEAST) if amax else 0.0
         for matrix in matrices(numbers, width=block or 1):
             for part in matrix.split(max(1, PIECE // matrix.size(1))):
                 result = result.merge(_cast(part.to(torch.float64), format, block, scale_inv))
@@ -74,8 +76,9 @@ def _cast(x: Tensor, format: str, block: int | None, scale_inv: float | None) ->
         scales = torch.full((1,), scale_inv or 0.0, dtype=torch.float64, device=x.device)
         known = scales
     else:
-        x = torch.nn.functional.pad(x, (0, -x.size(1) % block)).view(-1, block)
-        scales = _power_of_two(x.abs().amax(1, keepdim=True) / limit)
+        x = torch.nn.functional.pad(x, (0, -x.size(1) % block)).reshape(-1, block)
+        amax = x.abs().amax(1, keepdim=True)
+        scales = torch.where(amax > 0, _power_of_two(amax / limit), 0.0)
         known = scales[scales > 0]
         scales = torch.where(scales > 0, scales, 1.0)
     scaled = x / scales
@@ -95,7 +98,7 @@ def _cast(x: Tensor, format: str, block: int | None, scale_inv: float | None) ->
 
 
 def _power_of_two(x: Tensor) -> Tensor:
-    """The least power of two that is not below x, between 2**-127 and 2**127; 0 for 0."""
-    fraction, exponent = torch.frexp(x)
+    """The least power of two that is not below x, between 2**-127 and 2**127."""
+    fraction, exponent = torch.frexp(torch.clamp(x, min=2.0**-127))
     exponent = torch.where(fraction == 0.5, exponent - 1, exponent).clamp_(-127, 127)
-    return torch.where(x > 0, torch.ldexp(torch.ones_like(x), exponent), 0.0)
+    return torch.ldexp(torch.ones_like(x), exponent)

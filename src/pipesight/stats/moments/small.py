@@ -72,8 +72,8 @@ class SmallRows:
     def add(self, tensor: Tensor, *, powers: bool, smallest: bool) -> SmallRow | None:
         """Copy a tensor that is small; return its moments to be."""
         size = tensor.numel()
-        if not 0 < size <= MOST or tensor.dtype not in FLOAT32 or not is_ordinary(tensor):
-            return None
+        if not 0 < size <= MOST or tensor.dtype not in FLOAT32 or not is_ordinary(tensor) or tensor.is_neg():
+            return None  # torch may copy a negated view to another dtype as it is not negated
         row = SmallRow(self)
         with self._lock:
             if self._buffer is None:
@@ -89,7 +89,7 @@ class SmallRows:
 
     def _copy(self, tensor: Tensor, size: int) -> None:
         assert self._buffer is not None
-        if tensor.dtype is torch.float32 and not tensor.is_neg():  # numpy asks for the interpreter less often
+        if tensor.dtype is torch.float32:  # numpy asks for the interpreter less often
             room = self._array[self._used : self._used + size]
             np.copyto(room.reshape(tensor.shape), tensor.numpy())
         else:
