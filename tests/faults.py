@@ -42,7 +42,7 @@ def strike(case, folder):
     environment["FOLDER"] = str(folder)
     stuck = [case["rank"]] if case["what"] in ("stop", "sleep") else []
     ranks = case["pp"] * case["dp"]
-    settings = {"agent": case["agent"], "timeout": 60, "stuck": stuck, "cwd": folder}
+    settings = {"agent": case["agent"], "timeout": 90, "stuck": stuck, "cwd": folder}
     done = warm.torchrun(ranks, __file__, env=environment, **settings)
     return [(rank.returncode, rank.stderr) for rank in done]
 

@@ -44,6 +44,7 @@ __all__ = ["RankFailedError", "Watch"]
 
 _PATIENCE = 1.0  # seconds for a note to appear, after a connection broke
 _ANSWERS = 5.0  # seconds for ranks to answer that are there
+_STORE = 15.0  # and for the store
 _LINGERS = 5.0  # seconds that the rank with the store waits for others to read the note
 _NO_TAG = 1_000_003  # of nothing that is ever sent: a real message must not meet a receiver of another size
 _COURTESY = 0.3  # seconds in which the rank with the cause prints it first
@@ -89,16 +90,19 @@ class Watch:
         self.waits_for: str | None = None
         """What this rank waits for, if it waits in a collective."""
         self._symptom: str | None = None  # what it waited for until a connection broke
+        self._lost = False  # the store
+        self._rounds = 0  # of the thread that answers
+        self._keeper: dict[str, Any] | None = None  # where the first rank is, which may keep the store
         self._presence = Presence()
         self._store.set(f"address/{self._rank}", json.dumps(self._presence.address()))
         self._ended = threading.Event()
         self._interval = 0.5 if timeout is None else min(0.5, max(0.1, timeout / 10))
         _tell_uncaught(self)
-        thread = threading.Thread(target=_answer, args=(weakref.ref(self), self._ended), daemon=True)
-        thread.name = "pipesight-watch"
-        thread.start()
+        self._thread = threading.Thread(target=_answer, args=(weakref.ref(self), self._ended), daemon=True)
+        self._thread.name = "pipesight-watch"
+        self._thread.start()
         wait_at_exit()
-        kept = (self._ended, thread, self._presence, self._store, self._rank, self._ranks, self.calls)
+        kept = (self._ended, self._thread, self._presence, self._store, self._rank, self._ranks, self.calls)
         weakref.finalize(self, _leave, *kept)  # at exit at the latest
 
     def fail(self, error: BaseException) -> None:
@@ -149,23 +153,31 @@ class Watch:
         waited_for = waited_for or f"other ranks {notes[0] if notes else self._place()}"
         self._symptom = waited_for
         hurry = is_late(error)
-        note = self._read(0.0 if hurry else _PATIENCE)
-        if note is None:
+        self._lost = not self._store_answers()
+        note = None if self._lost else self._read(0.0 if hurry else _PATIENCE)
+        if note is None and not self._lost:
             self._diagnose(error, waited_for, hurry)
             note = self._read(_PATIENCE)
         self._break()
         if note is None:
-            return RankFailedError(_store_gone(waited_for))
+            return RankFailedError(self._store_gone(waited_for))
         with contextlib.suppress(Exception):
             self._store.set(f"told/{self._rank}", "")
         if note["rank"] != self._rank and note["traceback"]:
             time.sleep(_COURTESY)
         return RankFailedError(note["text"])
 
+    def _store_answers(self) -> bool:
+        """Tell whether the other thread got an answer of the store: what keeps it may be gone, or hang."""
+        before, until = self._rounds, time.monotonic() + _STORE
+        while self._thread.is_alive() and self._rounds == before and time.monotonic() < until:
+            time.sleep(0.02)
+        return self._rounds != before
+
     def _read(self, patience: float) -> dict[str, Any] | None:
         """Return the note on the board; wait a while for it, and longer if a rank is about to write one."""
         until = latest = time.monotonic() + patience
-        with contextlib.suppress(Exception):
+        try:
             asked = self._store.add("question", 0) if patience else 0
             while True:
                 if self._store.check(["failure"]):
@@ -176,7 +188,9 @@ class Watch:
                 if patience and self._store.add("question", 0) > asked:
                     until = latest + _ANSWERS
                 time.sleep(0.02)
-        return None
+        except Exception:
+            self._lost = True
+            return None
 
     def _diagnose(self, error: BaseException, waited_for: str, hurry: bool) -> None:
         """Ask all ranks where they are, and post which of them is the cause, unless somebody else has."""
@@ -202,6 +216,13 @@ class Watch:
                 else diagnosis.broken(known, str(error))
             )
             self._post(text)
+
+    def _store_gone(self, waited_for: str) -> str:
+        if _outlives_ranks():
+            host = os.environ.get("MASTER_ADDR", "?")
+            return f"waited for {waited_for}, but the store on {host} is gone; the cause is told there"
+        what = "does not answer" if self._keeper is not None and not is_gone(self._keeper) else "is gone"
+        return f"rank 0 {what}, and with it the store: rank {self._rank} waited for {waited_for}"
 
     def _answer_of(self, rank: int, number: int) -> dict[str, Any] | None:
         for key in (f"left/{rank}", f"state/{rank}"):
@@ -233,6 +254,8 @@ class Watch:
         return {"waits": waits, "where": place, **calls, "left": False, "question": question}
 
     def _answer_if_asked(self) -> None:
+        if self._keeper is None and not _outlives_ranks() and self._store.check(["address/0"]):
+            self._keeper = json.loads(self._store.get("address/0"))
         if (number := self._store.add("question", 0)) > 0:
             self._store.set(f"state/{self._rank}", json.dumps(self._state(number)))
 
@@ -244,13 +267,6 @@ def _own_client() -> Any:
         return store.clone()
     except Exception:  # not before torch 2.8, nor for every kind
         return store
-
-
-def _store_gone(waited_for: str) -> str:
-    if _outlives_ranks():
-        host = os.environ.get("MASTER_ADDR", "?")
-        return f"waited for {waited_for}, but the store on {host} is gone, with what kept it; the cause is told there"
-    return f"rank 0 is gone, and with it the store: rank {dist.get_rank()} waited for {waited_for}"
 
 
 def _outlives_ranks() -> bool:
@@ -267,6 +283,7 @@ def _answer(watch: weakref.ref[Watch], ended: threading.Event) -> None:
             mine._answer_if_asked()
         except Exception:
             return  # the store is gone
+        mine._rounds += 1
         interval = mine._interval
         del mine
         ended.wait(interval)
