@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ PIPELINE = ["schedule", "partitions", "chunks", "balance", "devices", "checkpoin
 CLOCK = ["offset_correction_ns", "drift", "drift_since_ns", "error_ns"]
 LAYERS = [["embed", "block0"], ["block1", "head"]]
 
+DAMAGED = (ValueError, LookupError, OSError, EOFError, TypeError, AttributeError, zlib.error)
+"""What a change may meet in files that were damaged before."""
 Change = tuple[Any, ...]
 """What is done to a run: the kind, a place from 0 to 1 that chooses the file, and more."""
 
@@ -274,8 +277,8 @@ def do(run: Path, change: Change) -> None:
         if (file := chosen(files_of(run), place)) is not None:
             BYTES[kind](file, *more)
     elif kind in EDITS:
-        with contextlib.suppress(ValueError, LookupError, OSError, EOFError, TypeError, AttributeError):
+        with contextlib.suppress(*DAMAGED):
             edit(run, kind, place, *more)
     else:
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(*DAMAGED):
             put(run, kind, place, *more)
