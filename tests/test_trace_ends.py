@@ -296,6 +296,29 @@ os.execl(sys.executable, sys.executable, 'script.py', 'again')
     assert sum(line["cat"] != "dftracer" for line in lines_of(tmp_path / "run.pfw.gz")) == 5
 
 
+def test_fork_in_a_thread(run, tmp_path):
+    """A process that a thread forked ends with its last thread, as it would without a trace, and all is written."""
+    body = """
+start('run', interval=60)
+def later():
+    time.sleep(0.2)
+    record(3)
+def fork():
+    if os.fork() == 0:
+        record(2)
+        threading.Thread(target=later, daemon=True).start()
+        return
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+thread = threading.Thread(target=fork)
+thread.start()
+thread.join()
+"""
+    ended = run(body)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\n", "")
+    (path,) = tmp_path.glob("run-*.pfw.gz")
+    assert counts(path) == (5, 5, 0)
+
+
 # Workers of a DataLoader.
 
 

@@ -3,6 +3,7 @@
     return, exception, sys.exit     atexit
     os._exit, os.exec*              replaced in the module `os`, while there is a trace
     SIGTERM, SIGHUP                 a handler, where the program has none
+    the last thread ends            as that of a process that another thread than the main one forked: a destructor
 
 The workers of torch's DataLoader get a handler of SIGTERM from torch that ends them on the spot. That is how they end
 where workers are kept until the program ends, so ours takes its place there, and leaves with the same status.
@@ -16,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -36,6 +38,8 @@ class Ends:
         self._real: dict[str, Callable[..., Any]] = {}
         self._ours: dict[str, Callable[..., Any]] = {}
         self._is_loader_worker = False
+        self._forks_in_main_thread = True
+        self._of_thread = threading.local()
 
     def watch(self) -> None:
         """From now on."""
@@ -59,9 +63,15 @@ class Ends:
                 if signal.getsignal(number) == self._terminate:
                     signal.signal(number, signal.SIG_DFL)
 
+    def before_fork(self) -> None:
+        """Note which thread forks."""
+        self._forks_in_main_thread = threading.current_thread() is threading.main_thread()
+
     def after_fork(self) -> None:
         """Begin anew in a forked process: the thread that forked is the main one there."""
         self._handle_signals()
+        if not self._forks_in_main_thread:
+            self._of_thread.end = _AtEnd(self._end_with_threads)
         self._meet_loader_worker()
 
     def _handle_signals(self) -> None:
@@ -82,6 +92,15 @@ class Ends:
             return self._real[name](*args)
 
         return become
+
+    def _end_with_threads(self) -> None:
+        """End the process when the last thread of the program has: ours would keep it."""
+        while any(map(_is_of_program, threading.enumerate())):
+            time.sleep(0.01)
+        try:
+            self._finish(None)
+        finally:
+            self._real.get("_exit", os._exit)(0)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         if signal.getsignal(number) != self._terminate:
@@ -119,3 +138,18 @@ class Ends:
 
         vars(set_worker_signal_handlers)["_pipesight"] = True
         handling._set_worker_signal_handlers = set_worker_signal_handlers
+
+
+def _is_of_program(thread: threading.Thread) -> bool:
+    return not thread.name.startswith("pipesight-trace") and not isinstance(thread, threading._DummyThread)
+
+
+class _AtEnd:
+    """Calls something when the thread ends that has this among its own."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end, self._thread = end, threading.get_ident()
+
+    def __del__(self) -> None:
+        if threading.get_ident() == self._thread:  # else another thread has forked, and this one is not there
+            self._end()

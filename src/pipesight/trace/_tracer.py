@@ -306,6 +306,10 @@ class Tracer:
         _span.on_thread.remove(self._meet_thread)
         self._ends.unwatch()
 
+    def before_fork(self) -> None:
+        """Get ready for a fork."""
+        self._ends.before_fork()
+
     def after_fork(self) -> None:
         """Begin anew in a forked process: what was recorded before the fork is the parent's."""
         self._begin()
@@ -332,4 +336,4 @@ def _announce(*, last: bool) -> None:
 
 
 tracer = Tracer()
-os.register_at_fork(after_in_child=tracer.after_fork)
+os.register_at_fork(before=tracer.before_fork, after_in_child=tracer.after_fork)
