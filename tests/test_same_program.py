@@ -1,5 +1,7 @@
 """Programs that know nothing of a recording print the same, and end the same, with and without one."""
 
+import json
+
 import pytest
 
 import warm
@@ -86,8 +88,12 @@ for name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBu
     layers = [nn.Linear(4, 4) for _ in range(total)]
     stages = [PipelineStage(layers[place], place, total, torch.device("cpu")) for place in places]
     schedule = kind(stages if several else stages[0], 4, loss_fn=nn.functional.mse_loss)
-    losses = []
-    schedule.step(*[x][rank:], **({"target": y, "losses": losses} if total - 1 in places else {}))
+    optimizer = torch.optim.SGD([p for place in places for p in layers[place].parameters()], 0.1)
+    for _ in range(2):
+        losses = []
+        optimizer.zero_grad()
+        schedule.step(*[x][rank:], **({"target": y, "losses": losses} if total - 1 in places else {}))
+        optimizer.step()
     print(rank, name, [loss.item() for loss in losses], [layers[place].weight.grad.sum().item() for place in places])
 dist.destroy_process_group()
 """
@@ -111,9 +117,13 @@ def test_one_process(tmp_path, program):
 
 
 def test_pipelines_of_torch(tmp_path):
-    """torch.distributed.pipelining by itself, with its schedules."""
+    """torch.distributed.pipelining by itself, with its schedules; statistics are merged while ranks wait for others."""
     (tmp_path / "program.py").write_text(PIPELINES)
-    plain, recorded = (warm.torchrun(2, *how, cwd=tmp_path, timeout=300) for how in (("program.py",), THROUGH["run"]))
+    chosen = {"enabled": True, "tensors": ["activation"], "stats": ["mean"]}
+    config = {"all": {"enabled": True, "layers": {"layer_name_regex_pattern": ".*"}, "LogTensorStats": chosen}}
+    (tmp_path / "stats.yaml").write_text(json.dumps(config))
+    run = ("-m", "pipesight", "run", "--out", "RUN", "--stats", "stats.yaml", "program.py")
+    plain, recorded = (warm.torchrun(2, *how, cwd=tmp_path, timeout=300) for how in (("program.py",), run))
     assert [rank.returncode for rank in plain + recorded] == [0] * 4, recorded
     assert [rank.stdout for rank in recorded] == [rank.stdout for rank in plain]
     assert all(rank.stdout.count("\n") == 6 for rank in plain)

@@ -1,8 +1,9 @@
 """Which training step this is: found from the optimizers' steps, unless the program says.
 
 A step ends with an optimizer's step. The next begins with whatever comes first of what belongs to it: a batch is
-fetched, a model called, a backward begun. So two optimizers that step one after the other end one step, several
-mini-batches before an optimizer's step are of one step, and an evaluation is of the step that it precedes::
+fetched, a model called, a backward begun, something sent or received. So two optimizers that step one after the other
+end one step, several mini-batches before an optimizer's step are of one step, and an evaluation is of the step that it
+precedes::
 
     fetch  forward  backward  step  |  fetch  evaluate  forward  backward  forward  backward  step  step  |  fetch ...
     0      0        0         0     |  1      1         1        1         1        1         1     1     |  2
@@ -88,6 +89,8 @@ class StepCount:
         watch(torch.autograd, "grad", self._before)
         watch(torch.amp.GradScaler, "step", self._scaler_stepped)
         if dist.is_available():
+            for name in ("send", "recv", "isend", "irecv"):  # ranks that wait for each other turn to a step together
+                watch(dist.distributed_c10d, name, self._before)
             watch(dist.distributed_c10d, "init_process_group", self._joining)
             watch(dist.distributed_c10d, "destroy_process_group", self._before_parting)
         on_outermost.append(self._module_called)
