@@ -627,6 +627,7 @@ def test_disabled_parts_are_checked_too():
         ("a: !!timestamp x\n", "1: is not valid YAML: 'x' is no timestamp"),
         ("a: !!int x\n", "1: is not valid YAML: 'x' is no int (invalid literal for int() with base 10: 'x')"),
         ("a: 1\nb: !!float x\n", "2: is not valid YAML: 'x' is no float (could not convert string to float: 'x')"),
+        (f"a: 0x{'f' * 5000}\n", "1: a number must fit 64 bits ('0xffff"),
         ("a: !!bool x\n", "1: is not valid YAML: 'x' is no bool ('x')"),
         (
             "a: !!binary é\n",
@@ -767,6 +768,9 @@ def test_numbers_of_layers_beyond_counting():
         config["main"]["layers"] = {"layer_numbers": numbers}
         (mistake,) = mistakes_of(config)
         assert mistake.startswith("main.layers.layer_numbers[")
+    config = section(tensors=["x"], stats=["min"], on_nonfinite=10**5000)
+    config["main"]["enabled"] = 10**5000
+    assert len(mistakes_of({**config, 10**5000: 1})) == 3
 
 
 def test_more_mistakes_than_anybody_reads():

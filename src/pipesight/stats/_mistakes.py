@@ -94,7 +94,7 @@ def dotted(path: Path) -> str:
     text = ""
     for part in path:
         if isinstance(part, int) and not isinstance(part, bool):
-            text += f"[{part}]"
+            text += f"[{shown(part)}]"
         else:
             text += f".{part}" if text else f"{part}"
     return text
@@ -119,7 +119,7 @@ def nearest(word: object, words: Iterable[str]) -> str:
     """
     known = sorted({*words})
     by_lower = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(str(word).lower(), by_lower, n=1)
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1) if isinstance(word, str) else []
     if found:
         return f"; did you mean {by_lower[found[0]]!r}?"
     if not known:

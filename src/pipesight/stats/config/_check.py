@@ -59,8 +59,8 @@ def check_enabled(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> b
         return False
     enabled = settings["enabled"]
     if not isinstance(enabled, bool):
-        word = str(enabled).lower()
-        fix = f"; write {word} without quotes" if isinstance(enabled, str) and word in ("true", "false") else ""
+        word = enabled.lower() if isinstance(enabled, str) else ""
+        fix = f"; write {word} without quotes" if word in ("true", "false") else ""
         mistakes.add((*path, "enabled"), f"must be true or false (enabled: {shown(enabled)}){fix}")
         return False
     return enabled

@@ -205,7 +205,10 @@ class _Builder:
             return None
         kind = node.tag.rpartition(":")[2]
         try:
-            return self._loader.construct_object(node)
+            value = self._loader.construct_object(node)
+            if not isinstance(value, int) or abs(value) < 1 << 63:
+                return value
+            self._wrong(node, f"a number must fit 64 bits ({shown(node.value)})")
         except yaml.constructor.ConstructorError as error:
             self._wrong(node, f"is not valid YAML: {shown(node.value)} is no {kind} ({error.problem})")
         except (ValueError, ArithmeticError, LookupError) as error:  # such as a date with a 13th month
