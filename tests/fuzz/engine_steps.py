@@ -108,14 +108,16 @@ class Log:
             model.register_full_backward_hook(lambda m, gi, go: self.note("module backward", "", *gi, *go))
 
     def note(self, kind, name, *tensors):
+        if "backward" in kind and all(t is None for t in tensors):
+            return  # such a hook ties the outputs of its module together, too: None goes on from those left out
         self.calls[kind, name].append([None if t is None else t.detach().clone() for t in tensors])
 
     def after(self, name, grad):
         # Where a gradient that is None comes to a parameter, plain autograd calls the hook, though it added nothing.
-        state = None if grad is None else (id(grad), grad._version)
-        if state is not None and self.last.get(name) != state:
+        last, version = self.last.get(name, (None, 0))
+        if grad is not None and (grad is not last or grad._version != version):
             self.note("after", name, grad)
-        self.last[name] = state
+        self.last[name] = grad, 0 if grad is None else grad._version
 
     def forward(self, kind, name, value):
         where = context.current()
