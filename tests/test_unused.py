@@ -128,6 +128,26 @@ def test_hooks_behind_an_output_that_the_loss_leaves_out(used, checkpoint):
 
 
 @modes
+def test_hooks_after_a_backward_that_did_not_call_them(checkpoint):
+    """What torch.autograd.grad reached inside of a partition is forgotten when the next backward begins."""
+    plain = nn.Sequential(Fn(lambda s, x: (x * s.a, x * s.b)))
+    pipe = GPipe(copy.deepcopy(plain), [1], chunks=2, checkpoint=checkpoint)
+    calls = []
+    for model in (pipe, plain):
+        seen = []
+        model[0].b.register_hook(seen.append)
+        for _ in range(2):
+            total(model(rand(5, 3))).backward()
+            torch.autograd.grad(total(model(rand(5, 3))), [model[0].a])
+            model(rand(5, 3))[0].sum().backward()
+        calls.append(seen)
+    ours, theirs = calls
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_equal_tensors(one, other, "hook")
+
+
+@modes
 def test_distributed_data_parallel_finds_unused_parameters(checkpoint, tmp_path):
     """What no rank used has no gradient, rather than zeros that an optimizer would act on."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

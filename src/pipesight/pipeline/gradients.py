@@ -117,12 +117,14 @@ def silence_hooks(parameters: Iterable[Tensor]) -> None:
     inside a partition. And it calls all of them for every parameter that some output depends on, also if the caller's
     loss leaves that output out.
     """
+    backward: int = torch._C._current_graph_task_id()
     for parameter in parameters:
         for hooks, kind in ((parameter._backward_hooks, _WaitingHook), (_hooks_after(parameter), _AfterHook)):
             if hooks:
                 for key, hook in list(hooks.items()):
                     if not isinstance(hook, kind):
-                        hooks[key] = kind(hook)
+                        hooks[key] = hook = kind(hook)
+                    hook.begin(backward)
 
 
 def expect_no_gradient(parameters: Iterable[Tensor]) -> None:
@@ -141,7 +143,12 @@ class _WaitingHook:
         self._hook = hook
         # This one counts the calls of its siblings, and expects one for each parameter that autograd comes to.
         self._counts = str(getattr(hook, "__qualname__", "")).startswith("register_multi_grad_hook.")
-        self._reached = False
+        self._backward, self._reached = -1, False
+
+    def begin(self, backward: int) -> None:
+        """Forget what was noted in another backward. That may never have called this: torch.autograd.grad does not."""
+        if backward != self._backward:
+            self._backward, self._reached = backward, False
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
         if _here.inside:
@@ -157,7 +164,13 @@ class _AfterHook:
     def __init__(self, hook: Callable[[Tensor], None]) -> None:
         functools.update_wrapper(self, hook, updated=())
         self._hook = hook
+        self._backward = -1
         self.before: tuple[Tensor | None, int] | None = None
+
+    def begin(self, backward: int) -> None:
+        """Forget what was noted in another backward."""
+        if backward != self._backward:
+            self._backward, self.before = backward, None
 
     def __call__(self, parameter: Tensor) -> None:
         before, self.before = self.before, None
