@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesight.context import Where, enter_thread
+from pipesight.pipeline.aliasing import Changes, Region, region_of
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone
 from pipesight.pipeline.partition import Partition, SkipRoutes
 from pipesight.pipeline.skip import SkipKey, SkipTracker, use_tracker
@@ -77,9 +78,12 @@ class Flow:
     cuts: tuple[Cut, ...]
     random: bool
     """Whether a layer draws random numbers."""
+    changed: tuple[tuple[int, ...], ...]
+    """For each partition, which of the tensors of the cut before it change in place."""
 
 
 Signature: TypeAlias = tuple[Any, ...]
+Seen: TypeAlias = tuple[list[Region | None], tuple[int, ...]]
 
 
 class Skeleton:
@@ -132,6 +136,7 @@ class Skeleton:
 
         Raises:
             Exception: What a layer raised for such an input, with a note that names the layer.
+            RuntimeError: A partition changes a tensor in place that goes over the cut before it twice.
         """
         signature = (tuple(inputs), form, self._surroundings())
         if signature not in self._known:
@@ -171,17 +176,30 @@ class Skeleton:
         inside.phase = "forward"  # so that hooks on all modules, those of tracing among them, let these alone
         enter_thread(inside)
         try:
-            return self._run_inside(inputs, form, tracker, watch)
+            cuts, seen = self._run_inside(inputs, form, tracker, watch)
         finally:
             inside.phase = None
+        for j, (regions, changed) in enumerate(seen):
+            Changes().note(j, regions, changed)
+        return Flow(tuple(cuts), watch.seen, tuple(changed for _, changed in seen))
 
-    def _run_inside(self, inputs: Sequence[Meta], form: Form, tracker: SkipTracker, watch: _RandomWatch) -> Flow:
+    def _run_inside(
+        self, inputs: Sequence[Meta], form: Form, tracker: SkipTracker, watch: _RandomWatch
+    ) -> tuple[list[Cut], list[Seen]]:
+        """Return the cuts, and for each partition where its inputs and the skips are, and which of them changed."""
         routes = self.routes
-        with torch.no_grad(), self._mode, watch, use_tracker(tracker), _without_its_own_words():
-            value = form([meta.empty(self._device) for meta in inputs])
+        seen: list[Seen] = []
+        # Tensors of inference mode have no version.
+        with torch.inference_mode(False), torch.no_grad(), self._mode, watch, use_tracker(tracker), _quietly():
+            tensors = tuple(meta.empty(self._device) for meta in inputs)
+            value = form(list(tensors))
             cuts = [Cut(tuple(inputs), form, {})]
             for j, partition in enumerate(self.partitions):
+                came = [*tensors, *(t for key in cuts[-1].skips if (t := tracker.tensors[key]) is not None)]
+                versions = [t._version for t in came]
+                regions = [region_of(t) for t in came]
                 value = _call(partition, value, j)
+                seen.append((regions, tuple(k for k, t in enumerate(came) if t._version != versions[k])))
                 tensors = as_tuple(value, f"the output of partition {j}")
                 carried: dict[SkipKey, Meta | None] = {}
                 for key, source in routes.source.items():
@@ -189,7 +207,7 @@ class Skeleton:
                         stashed = tracker.tensors[key]
                         carried[key] = None if stashed is None else meta_of(stashed)
                 cuts.append(Cut(tuple(map(meta_of, tensors)), form_of(value), carried))
-        return Flow(tuple(cuts), watch.seen)
+        return cuts, seen
 
 
 def _call(partition: Partition, value: Any, j: int) -> Any:
@@ -206,7 +224,7 @@ def _call(partition: Partition, value: Any, j: int) -> Any:
 
 
 @contextlib.contextmanager
-def _without_its_own_words() -> Iterator[None]:
+def _quietly() -> Iterator[None]:
     """Keep torch from logging a traceback of its own before the error is raised."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True

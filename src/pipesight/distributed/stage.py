@@ -25,11 +25,12 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from pipesight.context import Observers, Phase, Unrepeatable
 from pipesight.distributed.connected import ConnectedStage
-from pipesight.distributed.minibatch import Checkpoint, Minibatch, Task
+from pipesight.distributed.minibatch import Checkpoint, Task
 from pipesight.distributed.recomputations import Recomputations
 from pipesight.distributed.replicas import Averaging
 from pipesight.distributed.wiring import Wiring
-from pipesight.pipeline.checkpoint import Buffers, changes_input
+from pipesight.pipeline.aliasing import Changes, region_of
+from pipesight.pipeline.checkpoint import Buffers
 from pipesight.pipeline.failure import annotate
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of
 from pipesight.pipeline.partition import Partition, SkipRoutes
@@ -67,15 +68,9 @@ class Stage(ConnectedStage):
         """Of the gradients of its replicas, unless FSDP does it."""
         self._skips = any(skip_keys(partition))
         self._buffers = Buffers(partition)
-        self._changes_input = False
         self._recomputations = Recomputations(partition)
         self._repeatable = True  # no layer has asked for `current_microbatch`
         self._tasks: dict[int, Task] = {}
-
-    def begin(self, batch: Minibatch) -> None:
-        """Get ready for a step."""
-        super().begin(batch)
-        self._changes_input = changes_input(self.submod)
 
     def clear_runtime_states(self) -> None:
         """Forget what an earlier step, which may have failed, has left."""
@@ -96,6 +91,8 @@ class Stage(ConnectedStage):
         checkpointed = self.has_backward and i < batch.where.checkpoint_stop and self._repeatable
         self._start("forward", i, checkpointing=checkpointed)
         try:
+            if self.is_first:  # only here it is known whether the caller gave one tensor twice
+                Changes().note(self.j, [region_of(t) for t in own], batch.flows[i].changed[self.j])
             outputs, form, leaving, checkpoint = self._forward(i, own, checkpointed)
             going = self._wiring.merge(outputs, leaving, passing, self._cut(i))
             task = Task(own, [*outputs, *(t for t in leaving.values() if t is not None)], checkpoint)
@@ -120,9 +117,15 @@ class Stage(ConnectedStage):
     ) -> tuple[list[Tensor], Form, dict[SkipKey, Tensor | None], Checkpoint | None]:
         if checkpointed:
             checkpoint = Checkpoint(self._buffers.save(), {})
+            versions = _versions(own)
             try:
                 with torch.no_grad():
                     outputs, form, leaving, checkpoint.generators = self._call(i, own)
+                if _versions(own) != versions:  # a hook did: shapes, and what changes, are found out without any
+                    raise RuntimeError(
+                        "the input of a checkpointed partition was changed in place by a hook, so that it cannot be "
+                        "recomputed; return a new tensor from the hook, or use checkpoint='never'"
+                    )
                 self._buffers.learn(checkpoint.buffers)
                 return outputs, form, leaving, checkpoint
             except Unrepeatable:
@@ -139,8 +142,9 @@ class Stage(ConnectedStage):
     ) -> tuple[list[Tensor], Form, dict[SkipKey, Tensor | None], SavedGenerators]:
         """Call the partition; return the tensors of its output, their form, the skips that leave, and generators."""
         cut = self._cut(i, before=True)
-        # Of a received tensor there is no other use, but autograd lets nobody change what it is a leaf for.
-        tensors = [t.clone() for t in own] if self._changes_input else own
+        # Of a received tensor there is no other use, but autograd lets nobody change what it is a leaf for. And a
+        # recomputation begins with it again.
+        tensors = [t.clone() for t in own] if self.batch.flows[i].changed[self.j] else own
         count = len(cut.output)
         value = cut.form(tensors[:count])
         leaving: dict[SkipKey, Tensor | None] = {}
@@ -350,6 +354,11 @@ class Stage(ConnectedStage):
 def _made_leaves(tensors: list[Tensor]) -> list[Tensor]:
     """Let the tensors that can have a gradient get one."""
     return [t.requires_grad_() if t.is_floating_point() or t.is_complex() else t for t in tensors]
+
+
+def _versions(tensors: list[Tensor]) -> list[int | None]:
+    """Return a number for each tensor that changes when it is changed in place."""
+    return [None if t.is_inference() else t._version for t in tensors]
 
 
 def _backward(ends: list[Tensor], gradients: list[Tensor]) -> None:

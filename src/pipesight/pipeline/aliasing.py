@@ -42,7 +42,7 @@ def region_of(tensor: Tensor | None) -> Region | None:
     """Return where a tensor is, or ``None`` if it is nowhere that could be shared, as a sparse one."""
     if tensor is None or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         return None
-    storage = tensor.untyped_storage().data_ptr()
+    storage = tensor.untyped_storage()._cdata  # a tensor that has only a shape has a storage, but no address
     return Region(storage, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride(), tensor.itemsize)
 
 

@@ -121,7 +121,7 @@ def _differ(before: Tensor | None, after: Tensor | None) -> bool:
     return not (before.shape == after.shape and before.dtype == after.dtype and torch.equal(before, after))
 
 
-def changes_input(partition: nn.Module, seen_not_to: bool = True) -> bool:
+def changes_input(partition: nn.Module, seen_not_to: bool) -> bool:
     """Tell whether a partition may change its input in place, by what its layers say of themselves.
 
     The first layer is believed. A later one may get the input, too, if those before hand it through; the first time,
