@@ -296,6 +296,20 @@ os.execl(sys.executable, sys.executable, 'script.py', 'again')
     assert sum(line["cat"] != "dftracer" for line in lines_of(tmp_path / "run.pfw.gz")) == 5
 
 
+def test_becoming_another_program_on_a_full_disk(run, tmp_path):
+    """What was lost is said before the process becomes another program, which cannot say it."""
+    body = """
+def full(*_): raise OSError(28, "No space left on device")
+os.pwrite = full
+start('run', interval=60)
+record(5)
+os.execl(sys.executable, sys.executable, '-S', '-c', '')
+"""
+    ended = run(body)
+    assert ended.returncode == 0
+    assert f"lost 5 events of the trace {tmp_path / 'run.pfw.gz'}\n" in ended.stderr
+
+
 def test_fork_in_a_thread(run, tmp_path):
     """A process that a thread forked ends with its last thread, as it would without a trace, and all is written."""
     body = """

@@ -285,7 +285,7 @@ def test_streaming(tmp_path):
     with trace.start(tmp_path / "run") as session:
         record(1)
         until = time.monotonic() + 1
-        while not session.path.exists() or not events_of(session.path):
+        while not session.path.exists() or not session.path.stat().st_size or not events_of(session.path):
             assert time.monotonic() < until
             time.sleep(0.02)
 

@@ -49,5 +49,8 @@ class _Capture:
     def close(self) -> None:
         """Nothing to close."""
 
+    def say_lost(self) -> None:
+        """Nothing is."""
+
     def after_fork(self, encoder: Encoder) -> None:
         """Another process's events cannot come back here."""

@@ -46,7 +46,7 @@ def live(plan: dict[str, Any]) -> None:
     record(plan, -1, None, False)
     if plan["end"] == "SIGKILL":
         flush()
-    write("asked", -1, {"at": time.perf_counter_ns()})
+    write("asked", -1, {"at": time.perf_counter_ns(), "end": plan["end"]})
     END[plan["end"]]()
 
 
@@ -223,6 +223,7 @@ def main() -> None:
     """Be the first process."""
     whole = json.loads(Path(sys.argv[1]).read_text())
     (FOLDER / "first.pid").write_text(str(os.getpid()))
+    os.dup2(os.open(FOLDER / "stderr.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     start(FOLDER / "run", interval=whole["interval"], max_bytes=whole["max_bytes"])
     live(whole["process"])
 

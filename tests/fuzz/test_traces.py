@@ -46,6 +46,8 @@ def processes(draw: st.DrawFn, depth: int = 2, method: str | None = None) -> dic
     plan["room"] = draw(st.integers(1, 12_000)) if full else None
     plan["from a thread"] = method is not None and draw(st.booleans())
     methods = METHODS + (["loader", "kept loader"] if method is None else [])
+    if method in ("os.fork", "fork"):  # Python's server of forks is of no use to those that are forked
+        methods = [other for other in methods if other != "forkserver"]
     others = draw(st.lists(st.sampled_from(methods), max_size=2)) if depth else []
     plan["others"] = [draw(loaders(other) if "loader" in other else processes(depth - 1, other)) for other in others]
     return plan
@@ -77,12 +79,11 @@ def test_every_event_is_accounted_for(case: dict[str, Any]) -> None:
         (folder / "plan.json").write_text(json.dumps(case))
         env = {name: value for name, value in os.environ.items() if not name.startswith("PIPESIGHT_")}
         ended = warm.run(str(PROGRAM), "plan.json", cwd=folder, env=env, timeout=180)
-        assert ended.returncode == STATUS.get(case["process"]["end"], 0), ended.stderr
-        assert not any(word in ended.stderr for word in ("Fatal", "Exception in thread pipesight", "stuck")), (
-            ended.stderr
-        )
         wait_for_orphans(folder)
-        lost = check(folder, ended.stderr, limited=has_limit(case["process"]))
+        stderr = (folder / "stderr.txt").read_text(errors="replace")
+        assert ended.returncode == STATUS.get(case["process"]["end"], 0), stderr
+        assert not re.search("Fatal|Exception in thread pipesight|stuck", stderr), stderr
+        lost = check(folder, stderr, limited=has_limit(case["process"]))
         if case["convert"]:
             check_conversion(folder)
         event("lost some" if lost else "lost none")
@@ -114,11 +115,12 @@ def check(folder: Path, stderr: str, *, limited: bool) -> int:
     """Compare what processes wrote down with what is on disk; return how many events were lost."""
     found, lost = on_disk(folder, stderr)
     total = 0
-    for pid, (promised, possible, statuses) in truth(folder).items():
+    for pid, (promised, possible, statuses, is_killed) in truth(folder).items():
         there = found.pop(pid, Counter())
         assert not there - possible, f"process {pid}: never recorded, twice there, or changed"
         missing, gone = promised - there, lost.get(pid, 0)
-        assert missing.total() <= gone, f"process {pid}: {missing.total()} missing, {gone} counted: {missing}"
+        if not (limited and is_killed):  # on a full disk, nobody is left to count
+            assert missing.total() <= gone, f"process {pid}: {missing.total()} missing, {gone} counted"
         assert limited or not gone, f"process {pid}: {gone} lost"
         assert gone <= (possible - there).total(), f"process {pid}: {gone} counted as lost, but they are there"
         for status in statuses:
@@ -130,8 +132,10 @@ def check(folder: Path, stderr: str, *, limited: bool) -> int:
     return total
 
 
-def truth(folder: Path) -> dict[int, tuple[Counter[Any], Counter[Any], list[dict[str, Any]]]]:
-    """Return, of each process, what it had recorded when it asked for its end, all that it may have, and statuses."""
+def truth(folder: Path) -> dict[int, tuple[Counter[Any], Counter[Any], list[dict[str, Any]], bool]]:
+    """Return, of each process, what it had recorded when it asked for its end, all that it may have, the statuses of
+    those that it started, and whether it was killed.
+    """
     lines: dict[int, list[tuple[int, dict[str, Any]]]] = {}
     for path in sorted(folder.glob("truth-*.jsonl")):
         _, pid, thread = re.fullmatch(r"(truth)-(\d+)-(-?\d+)\.jsonl", path.name).groups()  # type: ignore[union-attr]
@@ -149,7 +153,8 @@ def truth(folder: Path) -> dict[int, tuple[Counter[Any], Counter[Any], list[dict
                 possible.update(begun[thread])
             elif line["what"] == "have" and line["at"] <= asked:
                 promised.update(begun[thread])
-        known[pid] = promised, possible, [line for _, line in said if line["what"] == "status"]
+        is_killed = any(line.get("end") == "SIGKILL" for _, line in said if line["what"] == "asked")
+        known[pid] = promised, possible, [line for _, line in said if line["what"] == "status"], is_killed
     return known
 
 
@@ -190,8 +195,9 @@ def on_disk(folder: Path, stderr: str) -> tuple[dict[int, Counter[Any]], dict[in
 def check_conversion(folder: Path) -> None:
     """A dataset of a trace has as many rows as the trace has lines."""
     for path in sorted(folder.glob("run*.pfw.gz"))[:1]:
-        lines = sum(len(line) > 1 for line in gzip.decompress(path.read_bytes()).split(b"\n"))
-        if not lines:
+        text = gzip.decompress(path.read_bytes())
+        lines = sum(len(line) > 1 for line in text.split(b"\n"))
+        if b'"cat":"fuzz"' not in text:  # without a span, it is no run
             continue
         alone = folder / "alone"
         alone.mkdir()

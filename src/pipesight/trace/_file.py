@@ -114,7 +114,8 @@ class TraceFile:
         self._written = 0  # events in the part that is open
         self._part = 1
         self._full: deque[tuple[Path, int, int]] = deque()  # parts before that one, their events, the lost ones
-        self._warned = self._is_said = False
+        self._warned = False
+        self._lost_said = 0
         self.removed = 0
         """How many events were in parts that had to go."""
         self.written = 0
@@ -194,8 +195,12 @@ class TraceFile:
             self._jobs.put(_Last())
         if not self._wait(self._closed):
             self._given_up = self._events_put - self._events_dropped - self._events_done
-        if self.lost and not self._is_said:
-            self._is_said = True
+        self.say_lost()
+
+    def say_lost(self) -> None:
+        """Say how many events were lost, unless that was said."""
+        if self.lost != self._lost_said:
+            self._lost_said = self.lost
             logger.warning("lost %s of the trace %s", f"{self.lost:,} event{'s' * (self.lost != 1)}", self.path)
 
     def _wait(self, done: threading.Event) -> bool:
@@ -372,6 +377,8 @@ class TraceFile:
             if not self._is_device:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, self._size)
+            with contextlib.suppress(OSError):  # a process that is being forked has the descriptor, too, and the lock
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
         self._descriptor = None

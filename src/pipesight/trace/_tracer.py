@@ -49,6 +49,9 @@ class Sink(Protocol):
     def close(self) -> None:
         """There will be no more. May be called again, while it is being done, too."""
 
+    def say_lost(self) -> None:
+        """Say how much was lost."""
+
     def after_fork(self, encoder: Encoder) -> Sink | None:
         """Return the sink of a forked process."""
 
@@ -59,7 +62,7 @@ class Tracer:
     def __init__(self) -> None:
         self.interval = 0.5
         self._sinks: tuple[Sink, ...] = ()
-        self._ends = Ends(self.finish, self.flush)
+        self._ends = Ends(self.finish, self._flush_and_say)
         self._begin()
         self.on_finish: list[Callable[[], None]] = []
         """Called when the process ends with a trace being written, after the last event is."""
@@ -300,6 +303,11 @@ class Tracer:
                     tell()
                 except Exception:
                     logger.exception("something could not be finished")
+
+    def _flush_and_say(self) -> None:
+        self.flush()
+        for sink in self._sinks:
+            sink.say_lost()
 
     def _unwatch(self) -> None:
         _span.on_crowd.remove(self.help_out)
