@@ -20,6 +20,8 @@ __all__ = ["Crowd", "rate_of", "rates_of"]
 
 LEAST = 0.5
 """Of an even share of the processors, what a task gets at least; a lower rate is none of sharing."""
+SOME = 0.5
+"""Of what tasks that need a processor each would slow each other down: if it is less, they need none."""
 ENOUGH = 64
 """So many mini-batches tell the rates."""
 
@@ -81,7 +83,7 @@ def rates_of(
         begin: Of each task, by mini-batch.
         end: Likewise.
         kinds: A number for each: tasks of the same number have as much to do.
-        processors: That they share. All tasks together are no faster than that.
+        processors: That they share. All tasks together are no faster than that, unless they are seen not to mind.
     """
     few = slice(None, None, -(-len(begin) // ENOUGH))
     begin, end, kinds = begin[few], end[few], kinds[few]
@@ -91,10 +93,19 @@ def rates_of(
     if most <= processors:
         return tuple(np.ones(processors).tolist())
     lengths, which = np.log(np.maximum(end - begin, 1)).ravel(), np.unique(kinds, return_inverse=True)[1].ravel()
-    shares = crowd.shares().reshape(len(lengths), most)[:, 1:]
-    slower = _within_groups(lengths, shares, which)
+    shares = crowd.shares().reshape(len(lengths), most)
+    expected = -np.log(shares @ even)[:, None]
+    if _varies(expected, which) and _within_groups(lengths, expected, which)[0] < SOME:
+        return tuple(np.ones(most).tolist())  # they wait for something else than processors
+    slower = _within_groups(lengths, shares[:, 1:], which)
     rates = np.clip(np.concatenate([[1.0], np.exp(-slower)]), LEAST * even, even)
     return tuple(np.minimum.accumulate(rates).tolist())
+
+
+def _varies(cause: _Times, group: NDArray[np.int64]) -> bool:
+    """Tell whether a cause differs within groups, so that its effect can be seen."""
+    means = np.bincount(group, cause[:, 0]) / np.bincount(group)
+    return bool(np.std(cause[:, 0] - means[group]) > 0.01)
 
 
 def _within_groups(values: _Times, causes: _Times, group: NDArray[np.int64]) -> _Times:

@@ -91,7 +91,8 @@ def trainings(draw):
         "layers": names,
         "balance": np.diff([0, *cuts, len(names)]).tolist(),
         "loss": loss,
-        "dtype": draw(st.sampled_from(["float64", "float64", "float32", "bfloat16"])),
+        # A few samples a micro-batch, normalised, in bfloat16: whatever comes out is rounding.
+        "dtype": draw(st.sampled_from(["float64", "float64", "float32", *(["bfloat16"] if not batchnorm else [])])),
         "sizes": sizes,
         "lengths": [0 if flat else draw(st.integers(0, 3)) for _ in range(steps)],
         "modes": ["train", *(draw(st.sampled_from(["train", "train", "eval", "predict"])) for _ in range(steps - 1))],
