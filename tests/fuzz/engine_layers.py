@@ -5,6 +5,7 @@ What goes from layer to layer is one tensor (``T``), two of them (``P``), or one
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from pipesight import GPipe, context
 from pipesight.skip import pop, skippable, stash
 
+DEVICE = os.environ.get("FUZZ_DEVICE", "cpu")
+"""What all partitions are on; with a GPU: ``FUZZ_DEVICE=cuda:0 make fuzz ONLY=test_engine``."""
 WIDTH = 4
 
 
@@ -262,7 +265,7 @@ LAYERS = {
     "checkpoint": ("T", "T", lambda: Checkpointed(linear(), False)),
     "reentrant": ("T", "T", lambda: Checkpointed(linear(), True)),
     "asks": ("T", "T", lambda: Fn(lambda s, x: (context.current_microbatch(), x * s.a)[1])),
-    "inner pipeline": ("T", "T", lambda: GPipe(linear(), [2, 2], chunks=2)),
+    "inner pipeline": ("T", "T", lambda: GPipe(linear(), [2, 2], devices=[DEVICE] * 2, chunks=2)),
     "view": ("T", "T", lambda: Fn(lambda s, x: x.flip(1).t().contiguous().t().view_as(x))),
     "parameter": ("T", "T", lambda: Fn(lambda s, x: s.a.expand(len(x), WIDTH) + 0 * x.detach())),
     "split": ("T", "P", lambda: Fn(lambda s, x: (x * s.a, x * s.b))),

@@ -11,7 +11,7 @@ import threading
 import time
 
 import torch
-from engine_layers import Bomb, Drop, plain
+from engine_layers import DEVICE, Bomb, Drop, plain
 from torch import nn
 from torch.nn import functional as F
 
@@ -154,7 +154,7 @@ def take_step(step, model, inputs, autocast):
     given = x if len(x) > 1 else x[0]
 
     def call(value):
-        with MODES[step.mode](), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with MODES[step.mode](), torch.autocast(torch.device(DEVICE).type, torch.bfloat16, enabled=autocast):
             return model(value)
 
     output = call(given)

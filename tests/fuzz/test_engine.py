@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from cases import account, fuzz
-from engine_layers import LAYERS, WIDTH, Bomb, Checkpointed, Pop, Stash, plain, twin_of
+from engine_layers import DEVICE, LAYERS, WIDTH, Bomb, Checkpointed, Pop, Stash, plain, twin_of
 from engine_steps import Log, Planted, Truth, arm, bring_in_line, defer, interrupted, take_step
 from hypothesis import given, note
 from hypothesis import strategies as st
@@ -158,13 +158,13 @@ def test_engine(model, data, sequence, seed, hooks):
             + [(torch.float32, False, False), (torch.float32, True, False), (torch.float64, False, True)]
         )
     )
-    layers = build(names, skip, frozen, seed).to(dtype)
+    layers = build(names, skip, frozen, seed).to(DEVICE, dtype)
     count = len(layers)
     cuts = sorted(data.draw(st.sets(st.integers(1, count - 1), max_size=3))) if count > 1 else []
     balance = [b - a for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
     truth, twin = (Truth(defer(copy.deepcopy(layers)) if deferred else copy.deepcopy(layers), 1) for _ in range(2))
     twin_of(twin)
-    pipe = GPipe(layers, balance, deferred_batch_norm=deferred)
+    pipe = GPipe(layers, balance, devices=[DEVICE] * len(balance), deferred_batch_norm=deferred)
     note(f"{names}, skip {skip}, balance {balance}")
     try:
         outcome = compare(pipe, truth, twin, Case(first, names, sequence, seed, hooks, batch, dtype, autocast))
@@ -207,10 +207,10 @@ def expect_no_threads(before):
 def inputs_of(case, k):
     """Return the input of step k."""
     generator = torch.Generator().manual_seed(case.seed + k)
-    x = torch.randn(case.batch, WIDTH, generator=generator, dtype=case.dtype)
+    x = torch.randn(case.batch, WIDTH, generator=generator, dtype=case.dtype).to(DEVICE)
     if case.first == "T":
         return (x,)
-    return (x, torch.randint(8, (case.batch,), generator=generator)) if case.first == "I" else (x, x.flip(1))
+    return (x, torch.randint(8, (case.batch,), generator=generator).to(DEVICE)) if case.first == "I" else (x, x.flip(1))
 
 
 def compare(pipe, truth, twin, case):
