@@ -56,6 +56,7 @@ def run(tmp_path_factory):
     bad |= {"partition": 2, "microbatch": 1, "phase": "backward"}
     made.stats[0].append({**bad, "value": None, "nonfinite": "nan", "nans": 17})
     made.stats[0].append({**bad, "iteration": BAD_STEP - 1, "value": 1.0})
+    made.stats[0].append({**bad, "statistic": "std", "value": 0.5, "nans": 17})
     made.log(_log(3, "partition 0 micro-batch 0 forward", EVIL))
     folder = made.write()
     write_page(folder)
@@ -187,13 +188,18 @@ def test_the_optimizer_and_data_loading_have_a_row(page):
 
 
 def test_what_is_not_finite_is_marked(page):
-    """A NaN in a gradient is a cross on the backwards of its partition, in the step strip's step alone."""
+    """A NaN in a gradient is a cross on the backward that computed it first, and on no other micro-batch's."""
     assert page.inspect()["drawn"]["crosses"] == 0
     go(page, BAD_STEP)
-    assert page.inspect()["drawn"]["crosses"] == M
+    assert page.inspect()["drawn"]["crosses"] == 1
     assert "✕" in page.text("#lane-labels")
-    page.point(*page.place_of(2, (M + N) * FORWARD + 1.5 * BACKWARD))
-    assert "block3: wgrad has 17 NaN" in page.text("#tooltip")
+    said = []
+    for i in range(M):
+        page.point(*page.place_of(2, (M + N - 1) * FORWARD + (1 + i + 0.5) * BACKWARD))
+        said.append(page.text("#tooltip"))
+    assert all(text.startswith("Backward of micro-batch") for text in said)
+    bad = [text for text in said if "block3: wgrad has 17 NaN" in text]
+    assert [text.split("\n")[0] for text in bad] == ["Backward of micro-batch 1"]
 
 
 # Looking closer.
@@ -583,6 +589,16 @@ def test_the_heat_map_has_a_cell_for_each_layer_and_step(page):
     drawn = page.inspect()["statistics"]
     assert (drawn["cells"], drawn["crosses"], drawn["lineCrosses"], drawn["points"]) == (2, 1, 1, 1)
     assert "1 value not finite" in page.text("#statistics-facts")
+    page.run(
+        "(e => { e.value = 'std'; e.dispatchEvent(new Event('change', { bubbles: true })) })"
+        "(document.getElementById('statistic'))"
+    )
+    drawn = page.inspect()["statistics"]  # of the elements that are finite, so the number is, too
+    assert (drawn["cells"], drawn["crosses"], drawn["lineCrosses"], drawn["points"]) == (1, 1, 1, 0)
+    labels = page.run("['.heatmap', '.line-chart'].map(e => document.querySelector(e).ariaLabel).join('; ')")
+    assert "1 value not finite" in labels.split("; ")[0]
+    assert labels.split("; ")[1].endswith("1 not finite")
+    assert "0.5 without 17 NaN" in page.run("document.querySelector('.line-chart .cross').textContent")
 
 
 def test_a_cell_chooses_layer_and_step(page):

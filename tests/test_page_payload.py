@@ -18,7 +18,7 @@ from pipesight.report.analysis.analysing import analyse
 from pipesight.report.html import MOST_BYTES, Limits, Served, page_html, page_payload, write_page
 from pipesight.report.payload.chosen import choose_steps
 from pipesight.report.payload.logs import logs_of
-from pipesight.report.payload.statistics import statistics_of
+from pipesight.report.payload.statistics import Mark, statistics_of
 from pipesight.report.reading.run import LogLine, open_run
 from synthetic import Made
 
@@ -176,8 +176,65 @@ def test_statistics_are_tables_of_layers_and_steps():
     assert found["names"] == ["a", "b"]
     assert found["groups"][0]["steps"] == [0, 1]
     assert found["groups"][0]["values"] == [1.0, 0.33333, None, "-inf"]
-    assert marks.of_step == {1: {("b", "x"): (0, "2 Inf")}}
+    assert marks.of_step == {1: {("b", "x", 0): Mark("2 Inf")}}
     json.dumps(found, allow_nan=False)
+
+
+def test_a_statistic_of_what_is_left_of_a_tensor_is_not_finite():
+    """The mean of a tensor's finite elements says what it leaves out; of ranks, the one with NaN or Inf is shown."""
+    lines = [line(0, 1 / 3, infs=1), line(1, 2.0, nans=1000, infs=2), line(2, None, nans=1), line(3, float("nan"))]
+    lines += [line(4, 1.0), line(4, 2.0, rank=1, infs=1), line(5, 1.0), line(5, 2.0, rank=1), line(6, 1.0, infs=0)]
+    found, _ = statistics_of(lines, most=100)
+    values = ["0.33333 without 1 Inf", "2 without 1,000 NaN and 2 Inf", "nan", "nan", "2 without 1 Inf", 1.0, 1.0]
+    assert found["groups"][0]["values"] == values
+
+
+@pytest.mark.parametrize(
+    ("place", "blocks"),
+    [
+        ({"partition": 1, "microbatch": 1, "phase": "forward"}, [[1, 0, 1]]),
+        ({"partition": 0, "microbatch": 0, "phase": "recompute"}, [[0, 1, 0]]),
+        ({"partition": 1}, [[1, None, None]]),
+        ({"partition": 1, "microbatch": 7, "phase": "forward"}, [[1, None, None]]),
+        ({}, [[None, None, None]]),
+    ],
+)
+def test_what_is_not_finite_is_marked_where_it_was_computed(tmp_path, place, blocks):
+    """In the one block that the line of statistics names; without one, in the partition, and else in the step."""
+    run = made(tmp_path / "run")
+    run.stats[0] = [line(3, 1.0, infs=1, **place)]
+    step = next(step for step in payload_of(run.write())["shown"] if step["number"] == 3)
+    assert [mark[1:4] for mark in step["nonfinite"]] == blocks
+
+
+def test_a_micro_batch_of_several_mini_batches_is_not_marked(tmp_path):
+    """A step with two mini-batches has two blocks that a line of statistics may mean."""
+    run = Made(tmp_path / "run", balance=[1], chunks=1)
+    for k in (0, 1):
+        run.task(0, partition=0, microbatch=0, phase="forward", begin=200 * k, dur=100, minibatch=k)
+        run.task(0, partition=0, microbatch=0, phase="backward", begin=200 * k + 100, dur=100, minibatch=k)
+    run.stats[0] = [line(0, 1.0, infs=1, partition=0, microbatch=0, phase="forward")]
+    (step,) = payload_of(run.write())["shown"]
+    assert len(step["windows"]) == 2
+    assert [mark[1:4] for mark in step["nonfinite"]] == [[0, None, None]]
+
+
+def test_the_bars_of_partitions_are_as_long_as_their_window(tmp_path):
+    """What is lost by sharing processors is no time of a phase as well: parts add up, as in JSON."""
+    run = Made(tmp_path / "run", balance=[1, 1], chunks=4, devices=["cpu", "cpu"], processors=1)
+    at = 0
+    for step in range(8):
+        at = 100 + run.gpipe(step, lambda phase, i, j: TIMES[phase], at=at)
+    with open_run(run.write()) as opened:
+        report = analyse(opened)
+        losses = page_payload(opened, report)["losses"]
+    (pipeline,) = report.pipelines
+    inside = [place for place, part in enumerate(losses["parts"]) if part["kind"] != "outside"]
+    assert all(row.losses["sharing"] > 0 for row in pipeline.rows)
+    for lane, row in zip(losses["run"]["lanes"], pipeline.rows, strict=True):
+        times = [lane["times"][place] for place in inside]
+        assert sum(times) == pytest.approx(pipeline.window.mean, abs=len(times))
+        assert sum(times[:4]) == pytest.approx(row.busy, abs=4)
 
 
 def test_statistics_are_thinned_but_keep_what_is_not_finite():

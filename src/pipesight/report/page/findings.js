@@ -23,7 +23,10 @@ function sentenceOf(alarm) {
   const ways = [
     alarm.step !== null && link(`step ${alarm.step}`, () => showStep(alarm.step)),
     link(`layer ${alarm.layer}`, () => showLayer(alarm)),
-    alarm.step !== null && alarm.lane !== null && link(nameOfBlock(alarm), () => showBlock(alarm)),
+    alarm.step !== null &&
+      alarm.lane !== null &&
+      alarm.microbatch !== null &&
+      link(nameOfBlock(alarm), () => showBlock(alarm)),
   ].filter(Boolean);
   const between = ways.flatMap((way, place) => (place ? [" \u00b7 ", way] : [way]));
   return [alarm.text, make("span", { class: "ways" }, "Show ", between)];
@@ -56,8 +59,7 @@ function showLayer({ layer, tensor }) {
 }
 
 function nameOfBlock({ phase, lane, microbatch }) {
-  const which = microbatch === null ? "" : ` of micro-batch ${microbatch}`;
-  return `${PHASES[phase]}${which} in ${state.run.laneName(lane)}`;
+  return `${PHASES[phase]} of micro-batch ${microbatch} in ${state.run.laneName(lane)}`;
 }
 
 /** The first block that computed it. */
@@ -65,7 +67,7 @@ function showBlock({ step: number, lane, phase, microbatch }) {
   showStep(number);
   const step = shownStep();
   const block = step.lanes[lane].blocks.find(
-    (of) => step.phase[of] === phase && (microbatch === null || step.microbatch[of] === microbatch),
+    (of) => step.phase[of] === phase && step.microbatch[of] === microbatch,
   );
   if (block === undefined) return;
   choose(block);

@@ -61,7 +61,7 @@ function bubbleLabel(step, lane) {
 function laneLabel(step, row, place) {
   const { partition, device, layers, takes_turns } = state.run.lanes[row.lane];
   const names = layers.map((layer) => state.run.layerName(layer));
-  const bad = step?.marks.some(([, lane]) => lane === row.lane);
+  const bad = (step?.marks ?? []).filter(([, lane]) => lane === row.lane);
   return make(
     "div",
     {
@@ -74,7 +74,12 @@ function laneLabel(step, row, place) {
       { class: "which" },
       make("span", { class: "word" }, "partition "),
       `${partition}`,
-      bad && make("span", { class: "alarm", title: "values that are not finite" }, " \u2715"),
+      bad.length > 0 &&
+        make(
+          "span",
+          { class: "alarm", title: bad.map(([name, , , , text]) => `${name}: ${text}`).join("\n") },
+          " \u2715",
+        ),
     ),
     !takes_turns && bubbleLabel(step, row.lane),
     row.height >= 34 && make("span", { class: "layers" }, [device, span(names)].filter(Boolean).join(" \u00b7 ")),

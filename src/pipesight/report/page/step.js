@@ -13,7 +13,7 @@ export class Step {
     this.laneBubbles = packed.lane_bubbles;
     this.transfers = packed.transfers;
     this.spans = packed.spans;
-    this.marks = packed.nonfinite; // [layer's name, lane or null, phase or null, text]
+    this.marks = packed.nonfinite; // [layer's name, lane, phase, micro-batch, text]; null is not known
     this.unpackTasks(packed.tasks);
     this.unpackLayers(packed.layers);
     this.lanes = this.sortIntoLanes();

@@ -87,17 +87,19 @@ export function drawWindows(pen, step, rows) {
   context.setLineDash([]);
 }
 
-/** A cross on every block in which a tensor was not finite; return how many. */
+/** A cross on the block in which a tensor was not finite first, if it is known; return how many. */
 export function drawNonfinite(pen, step, rows) {
+  const bad = new Set(step.marks.map(([, lane, phase, microbatch]) => `${lane} ${phase} ${microbatch}`));
   let crosses = 0;
-  for (const [, lane, phase] of step.marks) {
+  for (const lane of new Set(step.marks.map(([, of]) => of))) {
     const row = rows[lane];
     if (!row) continue;
     const { from, to, reach, blocks } = step.lanes[lane];
     const last = firstAtOrAfter(from, pen.to);
     let free = -Infinity; // crosses do not lie on each other
     for (let place = firstAtOrAfter(reach, pen.from); place < last; place += 1) {
-      if (phase !== null && step.phase[blocks[place]] !== phase) continue;
+      const block = blocks[place];
+      if (!bad.has(`${lane} ${step.phase[block]} ${step.microbatch[block]}`)) continue;
       const right = Math.min(pen.x(to[place]), pen.width);
       if (right - 12 < free) continue;
       drawCross(pen, right - 8, row.top + Math.min(row.height / 2, 8) - (row.height < 16 ? 0 : -1));

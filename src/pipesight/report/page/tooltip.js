@@ -34,7 +34,8 @@ function ofBlock(step, block) {
   const time = step.to[block] - step.from[block];
   const layers = step.layersOf(block);
   const bad = step.marks.filter(
-    ([, lane, phase]) => lane === step.lane[block] && (phase === null || phase === step.phase[block]),
+    ([, lane, phase, microbatch]) =>
+      lane === step.lane[block] && phase === step.phase[block] && microbatch === step.microbatch[block],
   );
   return [
     make("strong", {}, `${capital(PHASES[step.phase[block]])} of micro-batch ${step.microbatch[block]}`),
@@ -48,7 +49,7 @@ function ofBlock(step, block) {
         `at ${formatTime(step.from[block])}`,
       ),
     ),
-    ...bad.map(([name, , , text]) => make("p", { class: "alarm" }, `\u2715 ${name}: ${text}`)),
+    ...bad.map(([name, , , , text]) => make("p", { class: "alarm" }, `\u2715 ${name}: ${text}`)),
     layers.length ? layerList(layers, time) : make("p", { class: "soft" }, namesOnly(step, block)),
   ];
 }

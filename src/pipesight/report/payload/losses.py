@@ -49,7 +49,8 @@ def losses_of(report: Report) -> dict[str, Any]:
     lanes = []
     for pipeline in report.pipelines:
         for row in pipeline.rows:
-            inside = {**row.phases, **row.losses}
+            # Tasks take longer while partitions share processors: that time is lost, and counts there alone.
+            inside = {**{key: row.busy * share for key, share in _normal(row.phases).items()}, **row.losses}
             own = [inside.get(key, 0.0) * minibatches if key not in OUTSIDE else times.get(key, 0.0) for key in KEYS]
             lanes.append({"partition": row.partition, "times": _whole(own)})
     everything = [times["computing"] * shares[key] if key in PHASES else times.get(key, 0.0) for key in KEYS]

@@ -1,8 +1,9 @@
-"""Where on the timeline a tensor lies that is not finite: its partition, and the phase that computes it."""
+"""Where on the timeline a tensor lies that is not finite: its partition, and the block that computed it, if known."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,22 +18,37 @@ _BACKWARD = ("dgrad", "wgrad", "gradient")
 
 
 def marks_of_step(
-    marks: Marks, number: int, *, lanes: Sequence[Lane], partitions: Mapping[str, int]
+    marks: Marks,
+    number: int,
+    *,
+    lanes: Sequence[Lane],
+    partitions: Mapping[str, int],
+    tasks: Mapping[str, Sequence[int]],
 ) -> list[list[Any]]:
-    """Return the marks of a step: layer, lane, phase and what is wrong, in the order of the model.
+    """Return the marks of a step: layer, lane, phase, micro-batch and what is wrong, in the order of the model.
+
+    Of a mark without a micro-batch the block is not known: the line of statistics does not say, or there are several
+    that it may be, those of other mini-batches or ranks.
 
     Args:
         marks: Of all steps.
         number: The step.
         lanes: Those that are shown.
         partitions: The partition of each layer.
+        tasks: The blocks of the step: ``lane``, ``phase`` and ``microbatch`` of each.
     """
+    blocks = Counter(zip(tasks["lane"], tasks["phase"], tasks["microbatch"], strict=True))
     found: list[list[Any]] = []
-    for (layer, tensor), (rank, text) in marks.of_step.get(number, {}).items():
-        own, phase = lanes_of_tensor(layer, tensor, rank, lanes=lanes, partitions=partitions)
-        found += [[layer, k, phase, f"{tensor} has {text}" if " is " not in text else f"{tensor} {text}"] for k in own]
-        if not own:
-            found.append([layer, None, None, f"{tensor}: {text}"])
+    for (layer, tensor, rank), mark in marks.of_step.get(number, {}).items():
+        known = partitions if mark.partition is None else {layer: mark.partition}
+        own, phase = lanes_of_tensor(layer, tensor, rank, lanes=lanes, partitions=known)
+        phase = phase if mark.phase is None else mark.phase
+        text = f"{tensor} {mark.text}" if " is " in mark.text else f"{tensor} has {mark.text}"
+        if len(own) == 1 and mark.microbatch is not None and blocks[own[0], phase, mark.microbatch] == 1:
+            first = f"{text} in this step, first in micro-batch {mark.microbatch}"
+            found.append([layer, own[0], phase, mark.microbatch, first])
+        else:
+            found += [[layer, k, None, None, text] for k in own or (None,)]
     return found
 
 

@@ -8,33 +8,49 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from pipesight.report.analysis.nonfinite import is_bad, place_of, rank_of
+from pipesight.report.reading.tables import PHASES
 
-__all__ = ["Marks", "Value", "statistics_of"]
+__all__ = ["Mark", "Marks", "Value", "statistics_of"]
 
 DIGITS = 5
 """That a value keeps: more than a screen shows."""
 
 Value: TypeAlias = float | str | None
-"""A number, "nan", "inf", "-inf", or nothing."""
+"""A number, nothing, or what is not finite: "nan", "inf", "-inf", or a number "without 1 Inf" that its tensor has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What of a tensor was not finite in a step, and where the first of it was computed, as far as its line says."""
+
+    text: str
+    partition: int | None = None
+    microbatch: int | None = None
+    phase: int | None = None
 
 
 @dataclass(slots=True)
 class Marks:
-    """Tensors that were not finite: for each step the layer, the tensor, the rank and how many elements."""
+    """Tensors that were not finite: for each step those of each layer, by layer, tensor and rank."""
 
-    of_step: dict[int, dict[tuple[str, str], tuple[int, str]]] = field(default_factory=dict)
+    of_step: dict[int, dict[tuple[str, str, int], Mark]] = field(default_factory=dict)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add what a line of statistics says, if it says such a thing."""
         if not is_bad(line):
             return
-        counts = [f"{line[key]:,} {name}" for key, name in (("nans", "NaN"), ("infs", "Inf")) if _is_count(line, key)]
-        if not counts:
-            counts = [f"{line.get('statistic')} is {line.get('nonfinite')}"]
+        counts = _counts(line)
         marks = self.of_step.setdefault(line["iteration"], {})
-        known = marks.get((line["layer"], line["tensor"]))
-        if known is None or "is" in known[1]:
-            marks[line["layer"], line["tensor"]] = rank_of(line), " and ".join(counts)
+        key = line["layer"], line["tensor"], rank_of(line)
+        if key in marks and (not counts or " is " not in marks[key].text):
+            return
+        phase = line.get("phase")
+        marks[key] = Mark(
+            counts or f"{line.get('statistic')} is {line.get('nonfinite')}",
+            partition=_number(line, "partition"),
+            microbatch=_number(line, "microbatch"),
+            phase=PHASES.index(phase) if phase in PHASES else None,
+        )
 
 
 def statistics_of(
@@ -53,8 +69,11 @@ def statistics_of(
             continue
         marks.add(line)
         table = tables.setdefault((line["tensor"], line["statistic"]), {})
-        # Of ranks that log the same layer, the first is shown.
-        table.setdefault(line["layer"], {}).setdefault(line["iteration"], _value(line))
+        # Of ranks that log the same layer, the first is shown that is not finite, or else the first.
+        values, value = table.setdefault(line["layer"], {}), _value(line)
+        if isinstance(value, str) and not isinstance(values.get(line["iteration"]), str):
+            values[line["iteration"]] = value
+        values.setdefault(line["iteration"], value)
     if not tables:
         return None, marks
     tables = {key: dict(sorted(rows.items(), key=lambda row: place_of(row[0], places))) for key, rows in tables.items()}
@@ -85,13 +104,23 @@ def _is_value(line: Mapping[str, Any]) -> bool:
     return texts and isinstance(iteration, int) and not isinstance(iteration, bool) and "value" in line
 
 
-def _is_count(line: Mapping[str, Any], key: str) -> bool:
-    return isinstance(line.get(key), int) and line[key] > 0
+def _number(line: Mapping[str, Any], key: str) -> int | None:
+    value = line.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _counts(line: Mapping[str, Any]) -> str:
+    """Say how many elements of a tensor are not finite, such as ``17 NaN and 1 Inf``, if any are."""
+    counts = ((_number(line, key) or 0, name) for key, name in (("nans", "NaN"), ("infs", "Inf")))
+    return " and ".join(f"{count:,} {name}" for count, name in counts if count > 0)
 
 
 def _value(line: Mapping[str, Any]) -> Value:
-    value = line["value"]
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(f"{value:.{DIGITS}g}")
+    """Return the value. That of a tensor with NaN or Inf is of its other elements: it must not look like any other."""
+    value, counts = line["value"], _counts(line)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            return str(float(value))
+        return f"{value:.{DIGITS}g} without {counts}" if counts else float(f"{value:.{DIGITS}g}")
     named = line.get("nonfinite")
-    return named if named in ("nan", "inf", "-inf") else None
+    return named if named in ("nan", "inf", "-inf") else "nan" if counts else None

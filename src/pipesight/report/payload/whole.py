@@ -111,7 +111,9 @@ def _shown(
         step = timelines.step(number)
         step["bubble"] = round(bubbles[number], 6) if number in bubbles else None
         step["losses"] = losses_of_step(report, number)
-        step["nonfinite"] = marks_of_step(marks, number, lanes=timelines.lanes, partitions=partitions)
+        step["nonfinite"] = marks_of_step(
+            marks, number, lanes=timelines.lanes, partitions=partitions, tasks=step["tasks"]
+        )
         step["layers"] = None
         if number in runs and room > 0:
             drawn = timelines.layers(number, runs[number], layers)
