@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import subprocess
@@ -87,7 +88,7 @@ def test_what_is_recorded_is_kept_if_nothing_is_faster(recorded):
     common = [recorded, "--schedule", "gpipe", "--checkpoint", "always", "--chunks"]
     ended = plan(*common, "1")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == ("nothing of this would gain more than 1% over what was recorded: keep it")
+    assert ended.stdout.splitlines()[-1] == "no plan gains more than 1%: keep what you have"
     assert "GPipe(" not in ended.stdout
     assert plan(*common, "1", "--partitions", "1").stdout.splitlines()[-1].startswith("GPipe(")
     assert plan(*common, "4").stdout.splitlines()[-1].startswith("GPipe(model, balance=[3, 3]")
@@ -333,10 +334,33 @@ def test_run_over_ranks(over_ranks):
     assert rounds == {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
 
 
-def test_only_what_the_engine_runs_is_suggested(over_ranks):
-    """1F1B with fewer chunks than ranks is planned, but `DistributedPipeline` refuses it, so it has no code."""
-    found = json.loads(plan(over_ranks, "--json", "--schedule", "1f1b", "--chunks", "1,2").stdout)
-    assert {(p["chunks"], p["call"] is None) for p in found["plans"]} == {(1, True), (2, False)}
+def test_only_what_the_engine_runs_is_listed(over_ranks):
+    """1F1B with fewer chunks than ranks, which `DistributedPipeline` refuses, is in no plan; alone, it is an error."""
+    found = json.loads(plan(over_ranks, "--json").stdout)["plans"]
+    assert all(p["call"] is not None for p in found)
+    assert {p["chunks"] for p in found if p["schedule"] == "1f1b"} == {2, 4, 8, 16}
+    assert 1 in {p["chunks"] for p in found if p["schedule"] == "gpipe"}
+    refused = plan(over_ranks, "--schedule", "1f1b", "--chunks", "1")
+    assert refused.returncode == 2
+    assert "1f1b needs at least as many chunks as partitions" in refused.stderr
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_settings_that_run_are_those_that_the_engine_takes(schedule):
+    """The planner's rule, which needs no torch, is that of the engine."""
+    kind, rounds = choose(NAMES[schedule]), 2 if schedule == "interleaved" else 1
+    for partitions, chunks in itertools.product(range(2, 6), range(1, 21)):
+        setting = Setting(schedule, partitions, chunks, "never", rounds)
+        fits = kind.fits(chunks, partitions, setting.stages)
+        assert setting.runs == (fits and (schedule != "interleaved" or chunks % partitions == 0)), setting
+
+
+def test_one_chunk_is_explained(recorded):
+    """A plan of one chunk does not pipeline, and a note says so."""
+    words = "chunks=1 is without pipelining: one micro-batch"
+    assert words in plan(recorded, "--chunks", "1").stdout
+    assert words not in plan(recorded, "--chunks", "2,4").stdout
+    assert words not in plan(recorded, "--chunks", "1", "--partitions", "1").stdout
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesight.cli.command import main
-from pipesight.plan import NoTasksError, best_plans, measure, settings
+from pipesight.plan import NoTasksError, best_plans, measure, predict, settings
 from pipesight.plan.planning import WORTH
 from pipesight.plan.table import Outcome
 from pipesight.report.analysis.analysing import analyse
@@ -132,6 +132,22 @@ def agree(report, outcome):
         elif "chunks=" in change.what and " instead of " in change.what:
             chunks = int(change.what.split("chunks=")[1].split()[0])
             check_one(change, saves[dataclasses.replace(setting, chunks=chunks)], found.balance)
+            assert change.gain == pytest.approx(best_chunks(outcome))
+    if found.setting is not None and len(changes) < 3 and best_chunks(outcome) > WORTH + 1e-9:
+        assert any("chunks=" in change.what for change in planned)
+
+
+def best_chunks(outcome):
+    """Return what the best number of chunks of all plans gains, if all else stays as recorded."""
+    found = outcome.measured
+    others = [
+        plan.setting
+        for plan in outcome.plans
+        if plan.setting == dataclasses.replace(found.setting, chunks=plan.setting.chunks)
+        and plan.setting != found.setting
+    ]
+    times = [predict(found.costs, setting, found.balance).step_seconds for setting in others]
+    return 1 - min(times, default=math.inf) / max(outcome.baseline, 1e-12)
 
 
 def check_one(change, row, balance):

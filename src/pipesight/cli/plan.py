@@ -122,7 +122,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
         raise ValueError(
             f"no schedule is possible (schedule: {','.join(options.schedule)}, partitions: {counts}, chunks: {chunks}, "
             f"layers: {len(costs.layers)}); interleaved ones need layers for all rounds, and chunks that are a "
-            "multiple of the partitions"
+            "multiple of the partitions; 1f1b needs at least as many chunks as partitions"
         )
     plans = best_plans(costs, possible, memory=options.memory, parameter_scale=options.parameter_scale)
     devices = measured.facts.devices if measured is not None else None

@@ -62,6 +62,15 @@ class Setting:
         """How many there are: one a partition, or one a partition and round."""
         return self.partitions * self.rounds
 
+    @property
+    def runs(self) -> bool:
+        """Whether an engine takes it: `pipesight.GPipe` or, of a torch that has the schedule, `DistributedPipeline`."""
+        if self.schedule == "1f1b":
+            return self.chunks >= self.partitions
+        if self.schedule == "interleaved":
+            return self.partitions > 1 and self.chunks % self.partitions == 0  # other numbers are not simulated
+        return self.schedule == "gpipe" or self.chunks % max(1, self.chunks // self.partitions) == 0
+
     def build(self) -> Schedule:
         """Return the schedule."""
         again = recomputed(self.checkpoint, self.chunks)

@@ -1,11 +1,10 @@
-"""Plans for `pipesight.distributed`: what its schedules are called, and which of them can run a plan."""
+"""Plans for `pipesight.distributed`: what its schedules are called, and how to run a plan."""
 
 from __future__ import annotations
 
-from pipesight.plan.blocks import Setting
 from pipesight.plan.planning import Plan
 
-__all__ = ["NAMES", "distributed_call", "runs"]
+__all__ = ["NAMES", "distributed_call"]
 
 NAMES = {
     "gpipe": "gpipe",
@@ -14,13 +13,6 @@ NAMES = {
     "zero-bubble": "interleaved-zero-bubble",
 }
 """What `DistributedPipeline` calls the schedules that plans have."""
-
-
-def runs(setting: Setting) -> bool:
-    """Tell whether `DistributedPipeline` takes a setting, of a torch that has the schedule; this needs no torch."""
-    if setting.schedule == "1f1b":
-        return setting.chunks >= setting.partitions
-    return setting.schedule == "gpipe" or setting.chunks % max(1, setting.chunks // setting.partitions) == 0
 
 
 def distributed_call(plan: Plan) -> str | None:

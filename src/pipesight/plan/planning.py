@@ -16,10 +16,22 @@ from pipesight.plan.costs import Costs
 from pipesight.plan.search import find
 from pipesight.plan.simulation import Simulation
 
-__all__ = ["WORTH", "DoesNotFitError", "Plan", "best_plans", "near", "predict", "settings", "simulated"]
+__all__ = [
+    "UNPIPELINED",
+    "WORTH",
+    "DoesNotFitError",
+    "Plan",
+    "best_plans",
+    "fastest_first",
+    "predict",
+    "settings",
+    "simulated",
+]
 
 WORTH = 0.01
 """Of the step, what a change must gain to be named: less is within what can be told."""
+UNPIPELINED = "without pipelining: one micro-batch"
+"""What a single chunk means."""
 
 
 class DoesNotFitError(ValueError):
@@ -126,7 +138,11 @@ def best_plans(
             f"no plan fits into {_size(memory)} a device: the one that needs least needs {_size(least)}; "
             "use more partitions, more chunks or checkpoint 'always'"
         )
-    # Of equally fast ones, the first is the one that needs least memory.
+    return fastest_first(plans)
+
+
+def fastest_first(plans: Iterable[Plan]) -> list[Plan]:
+    """Return plans in order: of equally fast ones, the one that needs least memory comes first."""
     return sorted(plans, key=lambda plan: (round(plan.step_seconds, 9), max(plan.memory_bytes)))
 
 
@@ -140,10 +156,10 @@ def _size(count: float) -> str:
     return f"{math.ceil(round(count / 1024**power * 100, 6)) / 100:.8g}{('', 'Ki', 'Mi', 'Gi', 'Ti')[power]}B"
 
 
-def near(chunks: int) -> list[int]:
+def _near(chunks: int) -> list[int]:
     """Return numbers of micro-batches to try in place of one: half and twice as many, and that again.
 
-    >>> near(3)
+    >>> _near(3)
     [1, 3, 6, 12]
     """
     return [count for count in (chunks // 4, chunks // 2, chunks, 2 * chunks, 4 * chunks) if count]
@@ -159,7 +175,7 @@ def settings(
     recorded: int | None = None,
     rounds: int = 2,
 ) -> Iterator[Setting]:
-    """Yield the settings that are possible, of all that are asked for.
+    """Yield the settings that are possible and that an engine runs, of all that are asked for.
 
     Args:
         costs: Those of the model.
@@ -180,11 +196,11 @@ def settings(
             raise ValueError(f"chunks must be between 1 and the samples of a batch (chunks: {count}, samples: {most})")
     counts = chunks or [count for count in (2**k for k in range(11)) if count <= min(8 * partitions, most)]
     if not chunks and recorded is not None:
-        counts = sorted({*counts, *(count for count in near(recorded) if count <= most)})
+        counts = sorted({*counts, *(count for count in _near(recorded) if count <= most)})
     for schedule in schedules:
         for checkpoint in checkpoints:
             for count in counts:
-                if schedule != "interleaved":
-                    yield Setting(schedule, partitions, count, checkpoint)
-                elif partitions > 1 and count % partitions == 0 and partitions * rounds <= len(costs.layers):
-                    yield Setting(schedule, partitions, count, checkpoint, rounds)
+                again = rounds if schedule == "interleaved" else 1
+                setting = Setting(schedule, partitions, count, checkpoint, again)
+                if setting.runs and setting.stages <= len(costs.layers):
+                    yield setting

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from pipesight.plan.costs import Costs
 from pipesight.plan.distributed import distributed_call
 from pipesight.plan.measured import Measured
-from pipesight.plan.planning import WORTH, Plan
+from pipesight.plan.planning import UNPIPELINED, WORTH, Plan
 
 __all__ = ["HEADINGS", "Outcome", "Row", "as_json", "best_of_each", "notes", "rows"]
 
@@ -62,7 +62,7 @@ class Outcome:
         if best is not None and best.step_seconds < least:
             return None
         which = " that the run's engine can run" if self.plans[0].step_seconds < least else ""
-        return f"nothing of this{which} would gain more than {WORTH:.0%} over what was recorded: keep it"
+        return f"no plan{which} gains more than {WORTH:.0%}: keep what you have"
 
     def call(self, plan: Plan) -> str | None:
         """Return the code that runs a plan, where the engine of the run can."""
@@ -128,13 +128,15 @@ def notes(outcome: Outcome, plans: Sequence[Plan]) -> list[str]:
             found.append(f"plans promise too much where {crowd} {what} are to share {few}, as the run had fewer")
         error = known.predicted_seconds / known.step_seconds - 1
         if abs(error) > FAR_OFF:
-            found.append(f"the recorded schedule is simulated {error:+.1%} off; trust no plan to be nearer than that")
+            found.append(f"the recorded schedule is simulated {error:+.1%} off; plans may be off by as much")
         recorded = known.schedule.chunks
         if small := sorted({plan.setting.chunks for plan in plans if plan.setting.chunks * SMALL >= recorded}):
             found.append(
                 f"with {_listed(small)} chunks, micro-batches have at most half the recorded samples; how much of a "
                 "task's time stays the same is estimated, so these plans save at most what they say"
             )
+    if any(plan.setting.chunks == 1 and plan.setting.partitions > 1 for plan in plans):
+        found.append(f"chunks=1 is {UNPIPELINED}, so partitions take turns")
     return [*found, *outcome.costs.notes]
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from pipesight.plan.blocks import Blocks, Setting
 from pipesight.plan.costs import Costs
-from pipesight.plan.distributed import NAMES, runs
+from pipesight.plan.distributed import NAMES
 from pipesight.plan.measured import SMALL_MESSAGE, Measured
-from pipesight.plan.planning import WORTH, Plan, best_plans, near, predict, settings
+from pipesight.plan.planning import UNPIPELINED, WORTH, Plan, best_plans, fastest_first, predict, settings
 from pipesight.plan.search import find
 from pipesight.report.analysis.facts import PipelineFacts
 from pipesight.report.analysis.links import Link, places_to_look_at
@@ -23,8 +23,6 @@ __all__ = ["AT_LEAST", "AT_MOST", "SIMULATED", "Change", "Situation", "find_chan
 MOST = 3
 DOUBT = 0.5
 """What a gain that is an upper limit counts for, against one that was simulated."""
-NEXT = 0.05
-"""What twice the micro-batches must gain beyond half of that, or half of them beyond twice: each costs memory."""
 
 MUCH = 0.05
 """Of the step, from which on transfers make plans less sure."""
@@ -142,24 +140,29 @@ def _balance(measured: Measured) -> Change | None:
 
 def _chunks(measured: Measured) -> Change | None:
     """Cut mini-batches into more micro-batches, or fewer: less to fill and drain against fewer gaps."""
-    setting, most = measured.setting, measured.costs.samples
+    setting = measured.setting
     assert setting is not None
     m = setting.chunks
-    found: Change | None = None
-    for chunks in sorted(near(m), key=lambda count: (count > m, abs(count - m))):  # the nearest first
-        if chunks == m or (most is not None and chunks > most) or (chunks % setting.partitions and setting.rounds > 1):
-            continue
-        changed = replace(setting, chunks=chunks)
-        if measured.facts.ranks is not None and not runs(changed):
-            continue
-        gain = _gain(measured, predict(measured.costs, changed, measured.balance))
-        if gain <= WORTH or (found is not None and gain <= found.gain + NEXT):
-            continue
-        what, why = f"chunks={chunks} instead of {m}", "fill and drain shrink, if tasks of fewer samples take less time"
-        if chunks < m:
-            what, why = f"larger micro-batches: {what}", "every task has a part that it takes for any number of samples"
-        found = Change(what, why, gain, AT_LEAST if chunks < m else AT_MOST)
-    return found
+    possible = settings(
+        measured.costs,
+        partitions=setting.partitions,
+        schedules=(setting.schedule,),
+        checkpoints=(setting.checkpoint,),
+        recorded=m,
+        rounds=setting.rounds,
+    )
+    plans = [predict(measured.costs, other, measured.balance) for other in possible if other.chunks != m]
+    if not plans:
+        return None
+    best = fastest_first(plans)[0]
+    chunks, gain = best.setting.chunks, _gain(measured, best)
+    what = f"chunks={chunks} instead of {m}"
+    if chunks > m:
+        return Change(what, "fill and drain shrink, if tasks of fewer samples take less time", gain, AT_MOST)
+    why = "each task has a fixed cost, whatever its number of samples"
+    if chunks == 1 and setting.partitions > 1:
+        why = f"{UNPIPELINED}; {why}"
+    return Change(f"larger micro-batches: {what}", why, gain, AT_LEAST)
 
 
 def _checkpoint(measured: Measured) -> Change | None:
@@ -182,7 +185,7 @@ def _schedule(measured: Measured) -> Change | None:
         return None
     found = []
     for name in ("gpipe", "1f1b", "zero-bubble"):
-        if name == setting.schedule or not runs(other := replace(setting, schedule=name)):
+        if name == setting.schedule or not (other := replace(setting, schedule=name)).runs:
             continue
         gain = _gain(measured, predict(measured.costs, other, measured.balance))
         what = f'schedule="{NAMES[name]}" instead of "{measured.schedule_name}"'
@@ -208,14 +211,17 @@ def _together(measured: Measured) -> Change | None:
         recorded=measured.schedule.chunks,
         rounds=max(2, measured.schedule.stages // measured.devices),
     )
-    plans = best_plans(measured.costs, [one for one in possible if not over_ranks or runs(one)])
+    plans = best_plans(measured.costs, possible)
     gain = _gain(measured, plans[0])
     if gain <= WORTH:
         return None
     best = plans[0].setting
     what = f'balance={list(plans[0].balance)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
     what += f', schedule="{NAMES[best.schedule]}"' if over_ranks else ""
-    return Change(what, "together; each of these alone gains less", gain, AT_MOST)
+    why = "together; each of these alone gains less"
+    if best.chunks == 1 and best.partitions > 1:
+        why = f"{why}; {UNPIPELINED}"
+    return Change(what, why, gain, AT_MOST)
 
 
 # What can only be limited.
