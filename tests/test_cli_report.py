@@ -80,7 +80,7 @@ def test_two_runs(run, tmp_path):
     other = make(tmp_path / "other", slow=3)
     ended = report(run, other)
     assert ended.returncode == 0, ended.stderr
-    assert "The second run is" in ended.stdout
+    assert "The second run takes" in ended.stdout
     assert "slower" in ended.stdout
     value = json.loads(report(run, other, "--json").stdout)
     assert value["quantities"]["step_time"]["change"] > 0

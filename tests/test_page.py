@@ -10,7 +10,7 @@ import pytest
 
 import browser
 from pipesight.report.analysis.analysing import analyse
-from pipesight.report.compare import compare, part_rows, quantity_rows
+from pipesight.report.compare import compare, part_rows, quantity_rows, settings_text
 from pipesight.report.findings import links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
 from pipesight.report.html import write_comparison, write_page
 from pipesight.report.reading.run import open_run
@@ -470,6 +470,7 @@ def test_a_comparison_has_a_page(window, tmp_path):
     window.driver.get(path.as_uri())
     window.wait("!document.getElementById('main').classList.contains('waiting')")
     assert f"{window.text('#headline')} {window.text('#headline-more')}".strip() == comparison.text
+    assert window.text("#settings") == settings_text(comparison)
     for table, rows in (("quantities", quantity_rows(comparison)), ("parts", part_rows(comparison))):
         shown = window.run("[...document.querySelectorAll(arguments[0])].map(r => r.innerText)", f"#{table} tbody tr")
         assert [row.split("\t") for row in shown] == rows

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipesight.report._text import Style, bar, beside, columns, percent, shown_width, spark, time
 from pipesight.report.analysis.analysing import Report, analyse
-from pipesight.report.compare import compare, render_comparison
+from pipesight.report.compare import compare, comparison_as_json, render_comparison
 from pipesight.report.reading.run import open_run
 from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE
 from pipesight.report.terminal import render
@@ -334,13 +334,13 @@ def test_comparison_names_the_loss(tmp_path):
     fast = busy_run(tmp_path / "fast")
     slow = busy_run(tmp_path / "slow", loading=1400)  # that of the first of 11 steps was before it
     found = compare(fast, slow)
-    assert "slower" in found.text
+    assert "takes 37.5% more time a step: +1.10 ms in the median step." in found.text
     assert "In the mean step, most of that is data loading (+1.00 ms)" in found.text
     assert found.parts["data_loading"].change == pytest.approx(1000)
     text = render_comparison(found)
     assert re.search(r"data loading +273 µs +1.27 ms +\+1.00 ms \(\+366.7%\)", text)
     assert max(map(len, text.splitlines())) <= 80
-    assert "faster" in compare(slow, fast).text
+    assert "less time a step" in compare(slow, fast).text
 
 
 @pytest.mark.parametrize(
@@ -362,15 +362,40 @@ def test_comparison_of_means(tmp_path, pause, words):
         return analysed(made)
 
     found = compare(of_tasks(tmp_path / "a", 200, 0), of_tasks(tmp_path / "b", 100, pause))
-    assert found.text.startswith(f"The second run is 50.0% faster: -1.00 ms in the median step. {words}")
+    assert found.text.startswith(f"The second run takes 50.0% less time a step: -1.00 ms in the median step. {words}")
     mean = [sum(getattr(part, run) for part in found.parts.values()) for run in ("first", "second")]
     assert mean == pytest.approx([2000, 1000 + pause / 6], rel=1e-3)
     assert re.search(r"step time, mean +2.00 ms", render_comparison(found))
 
 
+def test_comparison_names_settings_that_differ(tmp_path):
+    """What was set otherwise is named in one line and in JSON; what one run does not tell, or has alike, is not."""
+
+    def of_settings(name: str, balance: list[int], chunks: int, **facts: Any) -> Report:
+        made = Made(tmp_path / name, balance=balance, chunks=chunks)
+        made.pipeline = {**facts, "batch_size": 16}
+        made.gpipe(1, lambda *_: 100, at=made.gpipe(0, lambda *_: 100))
+        return analysed(made)
+
+    one = of_settings("a", [2, 1], 4, checkpoint="always", devices=["cuda:0", "cuda:1"])
+    other = of_settings("b", [1, 1, 1], 2, checkpoint="never", devices=["cpu"] * 3)
+    found = compare(one, other)
+    line = "partitions 2 -> 3, balance [2, 1] -> [1, 1, 1], devices [cuda:0, cuda:1] -> [cpu], chunks 4 -> 2, "
+    line = f"Settings that differ: {line}checkpoint always -> never"
+    assert line in render_comparison(found, width=140).replace("\n  ", "")
+    assert comparison_as_json(found)["settings"] == {
+        "partitions": {"first": 2, "second": 3},
+        "balance": {"first": [2, 1], "second": [1, 1, 1]},
+        "devices": {"first": ["cuda:0", "cuda:1"], "second": ["cpu"]},
+        "chunks": {"first": 4, "second": 2},
+        "checkpoint": {"first": "always", "second": "never"},
+    }
+
+
 def test_comparison_with_itself(report):
     """A run is like itself."""
     found = compare(report, report)
+    assert "\nThe settings are the same" in render_comparison(found)
     assert "the same time" in found.text
     assert "alike" in found.text
     assert all(difference.change == 0 for difference in found.parts.values())

@@ -22,6 +22,7 @@ __all__ = [
     "part_rows",
     "quantity_rows",
     "render_comparison",
+    "settings_text",
 ]
 
 ALIKE = 0.01
@@ -54,6 +55,8 @@ class Comparison:
     parts: Mapping[str, Difference]
     layers: Sequence[LayerChange]
     """Of both runs, those that differ most first."""
+    settings: Mapping[str, tuple[Any, Any]]
+    """Those that differ, as far as both runs tell: by name, in the first run and in the second."""
 
 
 def compare(first: Report, second: Report) -> Comparison:
@@ -84,7 +87,45 @@ def compare(first: Report, second: Report) -> Comparison:
         quantities["same_layers"] = Difference(same.first, same.second)
         if (machine := same.sentence()) is not None:
             text = f"{text} {machine}"
-    return Comparison(first, second, text, quantities, parts, layer_changes(first, second))
+    return Comparison(first, second, text, quantities, parts, layer_changes(first, second), _settings(first, second))
+
+
+def _settings(first: Report, second: Report) -> dict[str, tuple[Any, Any]]:
+    """Return what differs between the pipelines that most mini-batches of each run went through."""
+    one, other = _settings_of(first), _settings_of(second)
+    known = [name for name in one if one[name] is not None and other.get(name) is not None]
+    return {name: (one[name], other[name]) for name in known if one[name] != other[name]}
+
+
+def _settings_of(report: Report) -> dict[str, Any]:
+    if not report.pipelines:
+        return {}
+    pipeline = max(report.pipelines, key=lambda pipeline: pipeline.minibatches)
+    facts = pipeline.facts
+    devices = facts.devices and list(facts.devices)
+    if devices and len({*devices}) == 1:  # as many as there are partitions, which is told
+        del devices[1:]
+    return {
+        "ranks": len(report.ranks),
+        "replicas": pipeline.replicas,
+        "partitions": pipeline.partitions,
+        "balance": facts.balance and list(facts.balance),
+        "devices": devices,
+        "chunks": pipeline.chunks,
+        "schedule": facts.schedule,
+        "checkpoint": facts.checkpoint,
+        "batch": facts.batch_size,
+    }
+
+
+def settings_text(comparison: Comparison) -> str:
+    """Say which settings differ."""
+    differ = [f"{name} {_plain(one)} -> {_plain(other)}" for name, (one, other) in comparison.settings.items()]
+    return f"Settings that differ: {', '.join(differ)}" if differ else "The settings are the same, as far as both tell"
+
+
+def _plain(value: Any) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
 def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> str:
@@ -96,8 +137,8 @@ def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> s
             return f"{text}, and spend it alike."
         differs = f"{TITLES[largest]} ({_signed(parts[largest].change)})"
         return f"{text}; most of what differs in the mean step is {differs}."
-    word = "slower" if change > 0 else "faster"
-    text = f"The second run is {abs(change) / before:.1%} {word}: {_signed(change)} in the median step."
+    text = f"The second run takes {abs(change) / before:.1%} {'more' if change > 0 else 'less'} time a step: "
+    text += f"{_signed(change)} in the median step."
     # Parts are those of the mean step, in which a few steps that took long may weigh much.
     mean = sum(part.change for part in parts.values())
     if abs(mean - change) <= 0.25 * abs(change):
@@ -131,6 +172,7 @@ def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
         "format": "pipesight-comparison",
         "format_version": 1,
         "text": comparison.text,
+        "settings": {name: {"first": a, "second": b} for name, (a, b) in comparison.settings.items()},
         "quantities": {name: _difference(entry) for name, entry in comparison.quantities.items()},
         "parts": {name: _difference(entry) for name, entry in comparison.parts.items()},
         "layers": [{**asdict(layer), "change": layer.change} for layer in comparison.layers],
@@ -151,6 +193,7 @@ def render_comparison(comparison: Comparison, *, width: int = 80, colour: bool =
     lines.append("")
     for mark, report in zip("AB", runs, strict=True):
         lines.append(f"{mark}  {style.cut(report.path, style.width - 3)}")
+    lines += style.wrapped(settings_text(comparison), indent="   ", first="")
     rows = [["", "A", "B", "difference"], *quantity_rows(comparison), [""] * 4, *part_rows(comparison)]
     changed = [layer for layer in comparison.layers if layer.changed]
     if changed:

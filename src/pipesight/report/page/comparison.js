@@ -15,6 +15,7 @@ function show(payload) {
   const [first, ...rest] = payload.text.split(/(?<=[.!?]) /);
   byId("headline").textContent = first;
   byId("headline-more").textContent = rest.join(" ");
+  byId("settings").textContent = payload.settings;
   table("quantities", "", payload.quantities);
   showParts(payload.parts);
   showLayers(payload.layers);

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipesight.report.analysis.analysing import Report
 from pipesight.report.analysis.verdict import TITLES
-from pipesight.report.compare import Comparison, layer_rows, part_rows, quantity_rows
+from pipesight.report.compare import Comparison, layer_rows, part_rows, quantity_rows, settings_text
 from pipesight.report.findings import nonfinite_in
 from pipesight.report.payload.losses import MEANINGS
 from pipesight.report.payload.whole import facts_of, findings_of, title_of
@@ -27,6 +27,7 @@ def comparison_payload(comparison: Comparison) -> dict[str, Any]:
         "version": VERSION,
         "title": " and ".join(titles),
         "text": comparison.text,
+        "settings": settings_text(comparison),
         "runs": [_run(report, title) for report, title in zip(_reports(comparison), titles, strict=True)],
         "quantities": quantity_rows(comparison),
         "parts": {
