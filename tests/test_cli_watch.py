@@ -20,6 +20,7 @@ import pytest
 from growing import LIMIT, GrowingRun, recorder, wait_for
 from pipesight.report.analysis.analysing import analyse
 from pipesight.report.analysis.breakdown import PARTS
+from pipesight.report.analysis.nonfinite import NonFinite
 from pipesight.report.live.figures import figures_of, steps_of
 from pipesight.report.live.terminal import Frame, draw_frame, line_of
 from pipesight.report.reading.run import LogLine, open_run
@@ -376,6 +377,20 @@ def test_fits(report, width, height, ascii):
         assert "line 49" in lines[-1]
     if ascii:
         assert "\n".join(lines).isascii()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_what_matters_most_is_not_cut_off(report, width):
+    """The place of the first tensor that is not finite, and how the run ended, go on in the next line."""
+    layer = "encoder.layers.11.attention.fault"
+    first = NonFinite(5, layer, "activation", 0, None, 1, 1, 1, partition=1, microbatch=3, phase="forward")
+    state = "has ended: rank 1 was killed, or its machine went down; the others were then ended with SIGTERM"
+    report = replace(report, nonfinite=first)
+    lines = draw_frame(Frame("RUN", state, report, figures_of(report)), width=width, height=40)
+    assert max(map(len, lines)) <= width
+    said = " ".join(" ".join(lines).split())
+    place = "first in iteration 5, partition 1, micro-batch 3, forward (1 Inf)"
+    assert f"RUN {state} Not finite: activation of {layer}, {place}" in said
 
 
 def test_parts_that_take_no_time(report):

@@ -163,7 +163,7 @@ def test_rank_with_a_nan(recorded):
     with open_run(recorded) as run:
         payload = page_payload(run, analyse(run))
     (step,) = [step for step in payload["shown"] if step["number"] == 3]
-    lanes = {payload["lanes"][lane]["rank"] for layer, lane, _, text in step["nonfinite"] if "gradient" in text}
+    lanes = {payload["lanes"][lane]["rank"] for _, lane, _, _, text in step["nonfinite"] if "gradient" in text}
     assert lanes == {1, 3}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 import random
 import re
 
@@ -142,6 +143,39 @@ def test_how_it_ended_and_what_one_step_is(tmp_path):
     assert [text for text, _ in left_out["entries"] if text.startswith("no optimizer stepped, so all 2 mini-batches")]
 
 
+GONE = {"pid": 2**30, "host": os.uname().nodename, "ended": None, "outcome": None}
+TERMINATED = {**GONE, "ended": "2024-01-01T00:00:00+00:00", "outcome": "SIGTERM"}
+KILLED = "The run has ended: {} killed, or {} machine went down; the others were then ended with SIGTERM."
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ([TERMINATED, GONE, TERMINATED], KILLED.format("rank 1 was", "its")),
+        ([GONE, TERMINATED, TERMINATED], KILLED.format("rank 0 was", "its")),
+        ([TERMINATED, GONE, GONE], KILLED.format("ranks 1 and 2 were", "their")),
+        ([TERMINATED, {**GONE, "host": "elsewhere"}, TERMINATED], KILLED.format("rank 1 was", "its")),
+        ([TERMINATED, {**GONE, "pid": os.getpid()}, TERMINATED], "The run ended with SIGTERM."),  # it may still say
+        ([TERMINATED, {**GONE, "launch": "job_1"}, TERMINATED], "The run ended with SIGTERM."),  # of an earlier run
+        ([TERMINATED, TERMINATED, TERMINATED], "The run ended with SIGTERM."),
+        (
+            [TERMINATED, {**TERMINATED, "outcome": "ValueError: no.\nmore"}, TERMINATED],
+            "The run has ended: rank 1 ended with ValueError: no; others were then ended with SIGTERM.",
+        ),
+        ([{**TERMINATED, "outcome": "KeyError: 1"}, GONE, TERMINATED], "The run ended with KeyError: 1."),
+    ],
+)
+def test_the_rank_that_ended_the_run_is_named(tmp_path, ends, said):
+    """SIGTERM is what torchrun ends the others with, so it is not how the run ended."""
+    run = made(tmp_path / "run", steps=1)
+    first, *others = ({"rank": rank, "launch": "job_2", **facts} for rank, facts in enumerate(ends))
+    run.description.update(first, world_size=3)
+    run.ranks = {facts["rank"]: facts for facts in others}
+    for rank in run.ranks:
+        run.event("POSIX", "read", begin=0, dur=1, rank=rank)
+    assert payload_of(run.write())["verdict"]["text"].endswith(said)
+
+
 def test_phases_that_never_ran_have_no_time(tmp_path):
     """The page has a dash for them, not a time of 0."""
     run = Made(tmp_path / "run", balance=[1, 1], chunks=1)
@@ -222,9 +256,10 @@ def test_a_micro_batch_of_several_mini_batches_is_not_marked(tmp_path):
 def test_the_bars_of_partitions_are_as_long_as_their_window(tmp_path):
     """What is lost by sharing processors is no time of a phase as well: parts add up, as in JSON."""
     run = Made(tmp_path / "run", balance=[1, 1], chunks=4, devices=["cpu", "cpu"], processors=1)
+    alone = {(0, 0), (3, 1)}  # the first and the last task of a phase; others run two at a time, at half the pace
     at = 0
     for step in range(8):
-        at = 100 + run.gpipe(step, lambda phase, i, j: TIMES[phase], at=at)
+        at = 100 + run.gpipe(step, lambda phase, i, j: TIMES[phase] * (1 if (i, j) in alone else 2), at=at)
     with open_run(run.write()) as opened:
         report = analyse(opened)
         losses = page_payload(opened, report)["losses"]

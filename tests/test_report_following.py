@@ -463,6 +463,20 @@ def test_other_ranks(run, look_at):
     assert look_at(1001).state.phase == "ended"
 
 
+def test_the_rank_that_was_killed_is_named(run, look_at):
+    """Rank 0 says SIGTERM, by which torchrun ended it when rank 1 was gone."""
+    run.begin()
+    run.step(ranks=2)
+    (run.folder / "ranks").mkdir()
+    gone = {"rank": 1, "pid": 2**30, "host": os.uname().nodename, "ended": None, "outcome": None}
+    (run.folder / "ranks" / "rank-00001.json").write_text(json.dumps(gone))
+    run.describe(world_size=2, ended="now", outcome="SIGTERM")
+    look_at(0)
+    state = look_at(1001).state
+    assert state.phase == "ended"
+    assert state.outcome == "rank 1 was killed, or its machine went down; the others were then ended with SIGTERM"
+
+
 def test_restarted(run, look_at):
     """An attempt that failed has not ended the run while its torchrun goes on: the next one is followed."""
     torchrun = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

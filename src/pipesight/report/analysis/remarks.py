@@ -13,7 +13,7 @@ from pipesight.report.analysis.clocks import doubts_about_clocks
 from pipesight.report.analysis.verdict import MUCH, TITLES, Verdict
 from pipesight.report.analysis.waits import Held
 from pipesight.report.analysis.windows import INCOMPLETE, MiniBatches
-from pipesight.report.reading._processes import KILLED
+from pipesight.report.reading._processes import KILLED, ending_of
 from pipesight.report.reading.tables import OPTIMIZER, Spans, Tasks
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ def with_ending(verdict: Verdict, run: Run) -> Verdict:
         if not run.attempt.described:
             return verdict
     outcome = run.description.get("outcome")
-    if isinstance(outcome, str) and outcome.strip() not in ("", "ok"):
+    if not (outcome is None and run.followed) and (ending := ending_of(run.description)) is not None:
+        text = f"The run has ended: {textwrap.shorten(ending, LONGEST, placeholder=' ..')}."
+    elif isinstance(outcome, str) and outcome.strip() not in ("", "ok"):
         first = outcome.strip().splitlines()[0].rstrip(".")
         text = f"The run ended with {textwrap.shorten(first, LONGEST, placeholder=' ..')}."
     elif run.description and outcome is None and not run.followed:

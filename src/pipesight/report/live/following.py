@@ -21,7 +21,7 @@ from pipesight.report.live._recent import RecentRun
 from pipesight.report.reading._clocks import NO_SHIFT, Shift
 from pipesight.report.reading._files import read_object
 from pipesight.report.reading._opening import check_plain, refusal, without_refused
-from pipesight.report.reading._processes import KILLED, is_gone, may_restart
+from pipesight.report.reading._processes import KILLED, ending_of, is_gone, may_restart
 from pipesight.report.reading.run import NotARunError
 from pipesight.report.reading.traces import find_traces
 
@@ -244,16 +244,21 @@ class Follower:
         if facts.get("ended"):
             ranks = facts.get("world_size") or 1
             if ranks == 1 or self._are_closed(ranks) or quiet >= self._quiet:
-                return State("ended", str(facts.get("outcome") or "ok"))
+                return State("ended", self._ending() or str(facts.get("outcome") or "ok"))
             return State("running")  # others than rank 0 may have more to write
         if facts:
             gone = quiet >= self._quiet and is_gone(facts.get("pid"), facts)
-            return State("ended", KILLED) if gone else State("running")
+            return State("ended", self._ending() or KILLED) if gone else State("running")
         if not self._closed:
             return State("waiting")
         # Of traces alone nobody knows whether more of them will come.
         patience = self._quiet if self._are_closed(1) else self._quiet * _LONGER
         return State("ended", "ok") if quiet >= patience else State("running")
+
+    def _ending(self) -> str | None:
+        """Say which rank ended the run, if others say so: they may have written that after the last event."""
+        self._read_ranks()
+        return ending_of(self.run.description)
 
     def _are_closed(self, least: int) -> bool:
         """Tell whether all traces, so many at least, have come to their end."""

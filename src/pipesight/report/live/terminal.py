@@ -37,6 +37,8 @@ __all__ = ["Frame", "draw_frame", "line_of"]
 WIDEST = 140
 """Columns it takes at most; a timeline gains nothing from more."""
 LONGEST_BAR = 60
+LONGEST_STATE = 400
+"""Characters of how a run ended, which may be the message of an error."""
 NUMBER = 8  # columns of one
 NOTICEABLE = 0.0005
 """Parts of a step below this share are left out."""
@@ -58,7 +60,7 @@ class Frame:
 def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, ascii: bool = False) -> list[str]:
     """Draw a frame in no more than so many columns and lines."""
     style = Style(min(width, WIDEST), colour, ascii)
-    head = [_head(frame, style), *_warnings(frame, style)]
+    head = [*_head(frame, style), *_warnings(frame, style)]
     report, figures = frame.report, frame.figures
     if report is None or figures is None:
         blocks = [head, _log(frame.log, max(height - len(head) - 1, 0), style)]
@@ -85,11 +87,15 @@ def line_of(step: StepFigures, *, ascii: bool = False) -> str:
     return text.replace("µs", "us") if ascii else text
 
 
-def _head(frame: Frame, style: Style) -> str:
-    state = style.cut(frame.state, max(style.width - 12, 8))
+def _head(frame: Frame, style: Style) -> list[str]:
+    """Write the title and the state beside each other, or below each other where the state is a long one."""
+    state = style.cut(frame.state, LONGEST_STATE)
+    if len(state) > style.width - 12:
+        title = style.paint(style.cut(frame.title, style.width), "bold")
+        return [title, *(style.paint(line, "dim") for line in style.wrapped(state))]
     title = style.cut(frame.title, max(style.width - len(state) - 2, 0))
     space = " " * (style.width - len(title) - len(state))
-    return style.paint(title, "bold") + space + style.paint(state, "dim")
+    return [style.paint(title, "bold") + space + style.paint(state, "dim")]
 
 
 def _warnings(frame: Frame, style: Style) -> list[str]:
@@ -99,7 +105,7 @@ def _warnings(frame: Frame, style: Style) -> list[str]:
     counts = [f"{count:,} {what}" for count, what in ((found.nans, "NaN"), (found.infs, "Inf")) if count]
     text = f"Not finite: {found.tensor} of {found.layer}, first in {found.where}"
     text += f" ({', '.join(counts)})" if counts else ""
-    return [style.paint(style.cut(text, style.width), "red", "bold")]
+    return [style.paint(line, "red", "bold") for line in style.wrapped(text)]
 
 
 def _numbers(figures: LiveFigures, style: Style) -> list[str]:

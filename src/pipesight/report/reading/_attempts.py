@@ -22,7 +22,7 @@ __all__ = ["Attempt", "attempt_in", "choose", "own_restarts", "without_attempt"]
 
 _RESTART = re.compile(r"-restart-(\d{1,9})(?=-\d+$|$)")
 _ASIDE = re.compile(r"-attempt-(\d{1,9})$")
-_OF_ONE = ("pid", "started", "ended", "outcome", "left_out")
+_OF_ONE = ("pid", "started", "ended", "outcome", "ends", "left_out")
 """What ``run.json`` says of one attempt alone."""
 
 

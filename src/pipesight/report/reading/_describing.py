@@ -7,9 +7,13 @@ from typing import Any
 
 __all__ = ["complete"]
 
+_ATTEMPT = ("launch", "restart")
+"""What the ranks of a node have in common, unless the file of one is of an earlier attempt."""
+_END = ("host", "pid", "ended", "outcome")
+
 
 def complete(description: dict[str, Any], other: dict[str, Any]) -> None:
-    """Add what another rank knows: its host, and of a pipeline over several ranks, its own layers."""
+    """Add what another rank knows: its host, how it ended, and of a pipeline over several ranks, its own layers."""
     hosts, by_rank = description.get("hosts"), description.get("host_of_rank")
     if not isinstance(hosts, list):
         hosts = description["hosts"] = [description.get("host")]
@@ -20,6 +24,8 @@ def complete(description: dict[str, Any], other: dict[str, Any]) -> None:
         by_rank = description["host_of_rank"] = {rank if type(rank) is int else 0: description.get("host")}
     if type(rank := other.get("rank")) is int:
         by_rank[rank] = other.get("host")
+        if other.get("host") != description.get("host") or all(other.get(k) == description.get(k) for k in _ATTEMPT):
+            description.setdefault("ends", {})[rank] = {key: other.get(key) for key in _END}
     for ours, theirs in zip(_dicts(description, "pipelines"), _dicts(other, "pipelines"), strict=False):
         if "ranks" not in ours:
             continue  # a pipeline of one rank: the other has one of its own
