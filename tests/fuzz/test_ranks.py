@@ -136,6 +136,11 @@ def test_agrees_with_the_plain_model_or_names_who_failed(pool, case):
     dp, steps = case["dp"], len(case["modes"])
     masks = [[_merged(answer[k]["masks"] for answer in found[r::dp]) for r in range(dp)] for k in range(steps)]
     for k, truth in enumerate(expected(case, masks)):
+        if case["modes"][k] == "train" and np.isnan(truth["loss"]).any():  # and so are its gradients, from here on
+            assert all(np.isnan(rank[k]["loss"]).all() for rank in found if rank[k]["loss"] is not None)
+            assert all(np.isfinite(g).all() for rank in found for g in rank[k]["gradients"].values())
+            account("distributed", "excused: gradients of a batch that weighs nothing are 0, not NaN")
+            return
         _check_step(case, [answer[k] for answer in found], truth, case["modes"][k], masks[k])
     account("distributed", "agreed")
 
