@@ -81,7 +81,7 @@ def test_two_runs(run, tmp_path):
     ended = report(run, other)
     assert ended.returncode == 0, ended.stderr
     assert "The second run takes" in ended.stdout
-    assert "slower" in ended.stdout
+    assert "% more time a step" in ended.stdout
     value = json.loads(report(run, other, "--json").stdout)
     assert value["quantities"]["step_time"]["change"] > 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from pipesight.report._text import Style, bar, beside, columns, percent, shown_width, spark, time
 from pipesight.report.analysis.analysing import Report, analyse
+from pipesight.report.analysis.bubble import LOSSES
 from pipesight.report.compare import compare, comparison_as_json, render_comparison
 from pipesight.report.reading.run import open_run
 from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE
@@ -125,6 +127,23 @@ def test_names_cannot_command_the_terminal(tmp_path):
     text = render(busy_run(tmp_path / "run", layers=[[evil, "b"], ["c"], ["d"], ["e"]]))
     assert "gone" in text
     assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", text)
+
+
+@pytest.mark.parametrize("ascii", [False, True])
+def test_narrow_reports_lose_nothing(report, tmp_path, monkeypatch, ascii):
+    """In 60 columns, what is too long goes on in the next line: no line has to be cut, and no number ends early."""
+    cut: list[str] = []
+    fit = Style.fit
+    monkeypatch.setattr(Style, "fit", lambda self, line: fit(self, line) if len(line) <= 60 else cut.append(line) or "")
+    loaded = replace(report.pipelines[0].rows[0], losses=dict.fromkeys(LOSSES, 5000.0), ranks=(3,), device="cuda:0")
+    crowded = replace(report, pipelines=(replace(report.pipelines[0], rows=(loaded,)),), ranks=(3, 4))
+    other = busy_run(tmp_path / "other", loading=90_000)
+    texts = [render(one, width=60, ascii=ascii) for one in (report, crowded)]
+    texts.append(render_comparison(compare(report, other), width=60, ascii=ascii))
+    assert cut == []
+    assert " ".join(texts[0].split()).count("for 8 in 10") == 2
+    assert all(name in texts[1] for name in ("fill", "share", "imbal.", "jitter", "transf.", "gaps"))
+    assert not (ascii and "?" in "".join(texts))
 
 
 def test_long_names_are_cut(tmp_path):
@@ -448,7 +467,7 @@ def test_comparison_tells_of_the_machine(tmp_path, second, shape, words):
         assert words in text
         assert "the machine itself was" in text
         assert "micro-batches differ" not in text
-        assert re.search(r"same layers, a micro-batch +1.20 ms", render_comparison(compare(*reports)))
+        assert re.search(r"same layers, micro-batch +1.20 ms", render_comparison(compare(*reports)))
 
 
 def test_comparison_of_unknown_micro_batches(tmp_path):

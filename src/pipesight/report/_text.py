@@ -38,7 +38,7 @@ class Style:
     def plain(self, text: str) -> str:
         """Make text from a file safe to show."""
         safe = _CONTROL.sub("?", text)
-        return safe.encode("ascii", "replace").decode() if self.ascii else safe
+        return safe.replace("µs", "us").encode("ascii", "replace").decode() if self.ascii else safe
 
     def cut(self, text: str, width: int) -> str:
         """Make text safe, and no wider than that."""

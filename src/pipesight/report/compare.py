@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipesight.report._text import Style, columns, percent, time
+from pipesight.report._text import Style, columns, percent, shown_width, time
 from pipesight.report.analysis.analysing import Report
 from pipesight.report.analysis.changed_layers import CHANGED, LayerChange, layer_changes
 from pipesight.report.analysis.same_layers import same_layers
@@ -197,10 +197,13 @@ def render_comparison(comparison: Comparison, *, width: int = 80, colour: bool =
     rows = [["", "A", "B", "difference"], *quantity_rows(comparison), [""] * 4, *part_rows(comparison)]
     changed = [layer for layer in comparison.layers if layer.changed]
     if changed:
-        rows += [[""] * 4, ["layers that changed, in a step", "", "", ""]]
-        rows += [[f"  {style.cut(name, 32)}", *cells] for name, *cells in layer_rows(changed[:LAYERS])]
+        rows += [[""] * 4, ["layers that changed", "", "", ""]]
+        names = 32 if style.width >= 80 else 20
+        rows += [[f"  {style.cut(name, names)}", *cells] for name, *cells in layer_rows(changed[:LAYERS])]
     rows[0] = [style.paint(cell, "dim") for cell in rows[0]]
-    lines += ["", *columns(rows, align="lrrr", gap=4)]
+    tables = [columns(rows, align="lrrr", gap=gap) for gap in (4, 2, 1)]
+    fitting = [table for table in tables if max(map(shown_width, table)) <= style.width]
+    lines += ["", *(fitting or tables[-1:])[0]]
     if comparison.layers:
         lines += [style.paint(line, "dim") for line in style.wrapped(_others(comparison, len(changed)), indent="  ")]
     text = "\n".join(map(style.fit, lines)) + "\n"
@@ -249,7 +252,7 @@ _QUANTITIES = (
     ("bubble", "bubble", percent),
     ("bound", "the schedule's own", percent),
     ("recompute", "recompute", percent),
-    ("same_layers", "same layers, a micro-batch", time),
+    ("same_layers", "same layers, micro-batch", time),
 )
 
 
@@ -258,7 +261,7 @@ def _cells(difference: Difference, write: Any) -> list[str]:
         change = f"{difference.change * 100:+.1f} points" if abs(difference.change) >= 0.0005 else "-"
     else:
         share = difference.change / difference.first if difference.first else 0.0
-        change = f"{share:+.1%}" if difference.first and abs(share) >= 0.0005 else "-"
+        change = f"{share:+.{int(abs(share) < 10)}%}" if difference.first and abs(share) >= 0.0005 else "-"
         if write is time and abs(difference.change) >= 0.05:
             change = f"{_signed(difference.change)}" + (f" ({change})" if difference.first else "")
     shown = [write(value) if value or write is not time else "-" for value in (difference.first, difference.second)]

@@ -124,7 +124,8 @@ def _verdict(report: Report, style: Style) -> list[str]:
     lines = [style.paint(line, "bold") for line in style.wrapped(report.verdict.text)]
     changes = report.verdict.changes
     if changes:
-        lines += ["", f"What would help{', each by itself' * (len(changes) > 1)}, and what it does to the step time:"]
+        title = f"What would help{', each by itself' * (len(changes) > 1)}, and what it does to the step time:"
+        lines += ["", *style.wrapped(title)]
     table = [[c.promise, f"{_minus(style)}{c.gain:.0%}"] for c in changes]
     gains = columns(table, align="lr") if table else []
     room = max(map(len, gains), default=0)
@@ -150,11 +151,19 @@ def _speed(report: Report, overall: Overall, style: Style) -> list[str]:
     ]
     if overall.recompute > 0:
         rows.append(["Recompute", percent(overall.recompute), "of the time computing"])
-    lines = columns(rows, align="lrl")
+    lines = _noted(rows, style)
     if overall.steps >= FEW:
         lines += _each_step(report, style)
     if (left := warm_up_in(report)) is not None:
         lines += [style.paint(line, "dim") for line in style.wrapped(left.text, indent="  ", first="")]
+    return lines
+
+
+def _noted(rows: Sequence[Sequence[str]], style: Style) -> list[str]:
+    """Lay out names and numbers, each with a note beside it, in as many lines as that takes."""
+    lines = []
+    for head, (*_, note) in zip(columns([row[:2] for row in rows], align="lr"), rows, strict=True):
+        lines += style.wrapped(note, indent=" " * (len(head) + 2), first=f"{head}  ")
     return lines
 
 
@@ -229,6 +238,10 @@ def _partitions(pipeline: PipelineReport, report: Report, style: Style) -> list[
     table = _partition_table(rows, window, facts, phases, {name: _SHORT[name] for name in losses}, style)
     if max(map(shown_width, table)) > style.width:
         table = _partition_table(rows, window, facts[1:], phases, {name: _SHORTEST[name] for name in losses}, style)
+    if max(map(shown_width, table)) > style.width:  # in two parts
+        half = (len(losses) + 1) // 2
+        parts = [{name: _SHORTEST[name] for name in some} for some in (losses[:half], losses[half:])]
+        table = [line for part in parts for line in _partition_table(rows, window, (), (), part, style)]
     lines = [style.paint(title, "bold"), *table]
     if left:
         lines.append(style.paint(f"  and {left} more, with bubbles in between", "dim"))
