@@ -58,12 +58,13 @@ def report(tmp_path_factory) -> Report:
 
 
 def test_verdict_comes_first(report):
-    """After the name of the run, the first thing to read is how large the bubble is; then what to change."""
+    """After the name of the run comes what is not finite, if there is any, then the bubble, then what to change."""
     blocks = render(report).split("\n\n")
     assert report.path in blocks[0]
-    assert blocks[1].startswith("The bubble is ")
-    assert blocks[2].startswith("What would help")
-    assert " ".join(blocks[1].split()) == report.verdict.text
+    assert blocks[1].startswith("Not finite: ")
+    assert blocks[2].startswith("The bubble is ")
+    assert blocks[3].startswith("What would help")
+    assert " ".join(blocks[2].split()) == report.verdict.text
 
 
 def test_everything_is_there(report):

@@ -123,7 +123,7 @@ def failures(draw):
     return {**case, "agent": draw(st.booleans())}
 
 
-@fuzz(12)
+@fuzz(8)
 @given(case=st.integers(0, 9).flatmap(lambda k: failures() if k == 9 else trainings()))
 def test_agrees_with_the_plain_model_or_names_who_failed(pool, case):
     """Losses, gradients, outputs and buffers are those of the plain model; where a rank fails, all others name it."""

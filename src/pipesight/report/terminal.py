@@ -57,9 +57,10 @@ def render(
         ValueError: There is no such step.
     """
     style = Style(max(width, 60), colour, ascii)
-    blocks = [_head(report, style), _verdict(report, style)]
+    blocks = [_head(report, style)]
     if (bad := nonfinite_in(report)) is not None:
         blocks.append([style.paint(line, "red", "bold") for line in style.wrapped(bad.text)])
+    blocks.append(_verdict(report, style))
     if report.overall is not None:
         blocks.append(_speed(report, report.overall, style))
     drawn = report.typical if step is None else step
