@@ -78,7 +78,7 @@ def find_changes(situation: Situation) -> list[Change]:
         limits += [change for change in (_larger_tasks(situation),) if change.gain > WORTH]
     found = [*planned, *limits]
     found.sort(key=_weight, reverse=True)
-    fewer = _fewer_partitions(measured) if measured is not None else None
+    fewer = _fewer_partitions(situation, measured) if measured is not None else None
     if fewer is not None and fewer.gain > WORTH:
         found.insert(0, fewer)
     return found[:MOST]
@@ -102,8 +102,11 @@ def _gain(measured: Measured, plan: Plan) -> float:
     return 1 - plan.step_seconds / max(measured.predicted_seconds, 1e-12)
 
 
-def _fewer_partitions(measured: Measured) -> Change | None:
-    """Let no more partitions compute than there are processors."""
+def _fewer_partitions(situation: Situation, measured: Measured) -> Change | None:
+    """Let no more partitions compute than there are processors.
+
+    What they lose by sharing is more than the planner sees, which lets them share evenly, but a limit.
+    """
     enough, setting = measured.processors, measured.setting
     if not measured.crowded or enough is None or setting is None or setting.rounds > 1 or not measured.layers_known:
         return None
@@ -112,7 +115,10 @@ def _fewer_partitions(measured: Measured) -> Change | None:
     few = f"{enough} {what if enough > 1 else what[:-1]}"
     why = f"{setting.partitions} {what} share {enough} processor{'s' * (enough != 1)}, and slow each other down"
     text = f"{few} instead of {setting.partitions}: balance={list(plan.balance)}"
-    return Change(text, why, _gain(measured, plan), SIMULATED)
+    gain = _gain(measured, plan)
+    if gain <= WORTH:
+        return Change(text, why, situation.share(situation.parts.get("sharing", 0.0)), AT_MOST)
+    return Change(text, why, gain, SIMULATED)
 
 
 def _best(measured: Measured, setting: Setting) -> Plan:
