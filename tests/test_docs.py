@@ -38,7 +38,7 @@ from pipesight.stats.registry import ENTRY_POINTS, default_registry
 from processes import STRICT_PYTHON
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKED = [*DOCUMENTS, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 PUBLIC = [
     "pipesight",
