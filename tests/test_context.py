@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from pipesight import GPipe, context, current_microbatch, is_checkpointing, is_recomputing
-from pipesight.context import Observer
+from pipesight.context import Observer, Observers, Where
 from pipesight.pipeline.gradients import GradientSum
 
 
@@ -270,6 +271,22 @@ class Broken(Recorder):
             raise ValueError("broken")
 
         setattr(self, method, fail)
+
+
+@pytest.mark.parametrize("event", [name for name in vars(Observer) if name.endswith(("_started", "_ended"))])
+def test_each_event_has_a_method_that_engines_call(event):
+    """What one may override is what engines call, with the same arguments; one that raises is left out after that."""
+    told = []
+    good, broken = Observer(), Observer()
+    setattr(good, event, lambda *details: told.append(details))
+    setattr(broken, event, lambda *_: 1 / 0)
+    members = Observers((broken, good))
+    details = (Where(), "cpu", "cpu:1", 8)[: len(inspect.signature(getattr(Observer, event)).parameters) - 1]
+    getattr(members, event)(*details)
+    getattr(members, event)(*details)
+    assert told == [details, details]
+    assert members.members == (good,)
+    assert inspect.signature(getattr(Observers, event)) == inspect.signature(getattr(Observer, event))
 
 
 @pytest.mark.parametrize("method", ["wanted", "task_started", "layer_started", "layer_ended", "task_ended"])

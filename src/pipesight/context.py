@@ -120,12 +120,12 @@ class Where:
         self.repeating = False
         self.phase = phase
         if self.observers.members:
-            self.observers.tell("task_started", self)
+            self.observers.task_started(self)
 
     def end_layer(self) -> None:
         """Tell the observers that the backward of a task's last layer has ended: nothing else does."""
         if self.layer is not None and self.observers.members:
-            self.observers.tell("layer_ended", self)
+            self.observers.layer_ended(self)
 
     def __repr__(self) -> str:
         return (
@@ -282,7 +282,10 @@ class Observer:
 
 
 class Observers:
-    """The observers of one pass, called one after the other."""
+    """The observers of one pass. Each event is a method, which calls it on one observer after the other.
+
+    One that raises is detached. Engines test ``members`` before an event of the hot path: nobody observes, usually.
+    """
 
     def __init__(self, members: tuple[Observer, ...]) -> None:
         self.members = members
@@ -290,14 +293,73 @@ class Observers:
     def __bool__(self) -> bool:
         return bool(self.members)
 
-    def tell(self, event: str, *details: Any) -> None:
-        """Call the method named ``event`` of every observer; detach those that raise."""
+    def pass_started(self) -> None:
+        """Call :meth:`Observer.pass_started` of each."""
         for observer in self.members:
             try:
-                getattr(observer, event)(*details)
+                observer.pass_started()
             except Exception:
-                self.members = tuple(o for o in self.members if o is not observer)
-                _give_up(observer, event)
+                self._drop(observer, "pass_started")
+
+    def pass_ended(self) -> None:
+        """Call :meth:`Observer.pass_ended` of each."""
+        for observer in self.members:
+            try:
+                observer.pass_ended()
+            except Exception:
+                self._drop(observer, "pass_ended")
+
+    def task_started(self, where: Where) -> None:
+        """Call :meth:`Observer.task_started` of each."""
+        for observer in self.members:
+            try:
+                observer.task_started(where)
+            except Exception:
+                self._drop(observer, "task_started")
+
+    def task_ended(self, where: Where) -> None:
+        """Call :meth:`Observer.task_ended` of each."""
+        for observer in self.members:
+            try:
+                observer.task_ended(where)
+            except Exception:
+                self._drop(observer, "task_ended")
+
+    def transfer_started(self, where: Where, source: str, target: str, size: int) -> None:
+        """Call :meth:`Observer.transfer_started` of each."""
+        for observer in self.members:
+            try:
+                observer.transfer_started(where, source, target, size)
+            except Exception:
+                self._drop(observer, "transfer_started")
+
+    def transfer_ended(self, where: Where, source: str, target: str, size: int) -> None:
+        """Call :meth:`Observer.transfer_ended` of each."""
+        for observer in self.members:
+            try:
+                observer.transfer_ended(where, source, target, size)
+            except Exception:
+                self._drop(observer, "transfer_ended")
+
+    def layer_started(self, where: Where) -> None:
+        """Call :meth:`Observer.layer_started` of each."""
+        for observer in self.members:
+            try:
+                observer.layer_started(where)
+            except Exception:
+                self._drop(observer, "layer_started")
+
+    def layer_ended(self, where: Where) -> None:
+        """Call :meth:`Observer.layer_ended` of each."""
+        for observer in self.members:
+            try:
+                observer.layer_ended(where)
+            except Exception:
+                self._drop(observer, "layer_ended")
+
+    def _drop(self, observer: Observer, event: str) -> None:
+        self.members = tuple(other for other in self.members if other is not observer)
+        _give_up(observer, event)
 
 
 _attached: tuple[Observer, ...] = ()

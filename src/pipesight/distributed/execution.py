@@ -54,7 +54,7 @@ class Execution:
         context.enter_thread(batch.where)
         numbers = torch.arange(m) if self._stages[-1].is_last else None
         run = schedule.step if batch.learns else schedule.eval
-        batch.observers.tell("pass_started")
+        batch.observers.pass_started()
         try:
             with isolated():
                 # As workers of GPipe do, tasks leave context variables, such as the open span, as they found them.
@@ -73,7 +73,7 @@ class Execution:
             raise
         finally:
             batch.where.phase = None
-            batch.observers.tell("pass_ended")
+            batch.observers.pass_ended()
             for stage in self._stages:
                 stage.clear_runtime_states()
                 if not batch.learns:

@@ -343,7 +343,7 @@ class Stage(ConnectedStage):
     def _end(self) -> None:
         where = self.batch.where
         if self.batch.observers.members:
-            self.batch.observers.tell("task_ended", where)
+            self.batch.observers.task_ended(where)
         where.phase = None
 
     def _fail(self, error: BaseException) -> None:

@@ -96,7 +96,7 @@ class _Waiting:
         observed = batch.observers.members and not self._sends
         if observed:
             details = (f"rank {self._peer}", f"rank {dist.get_rank()}", self._tensor.numel())
-            batch.observers.tell("transfer_started", batch.where, *details)
+            batch.observers.transfer_started(batch.where, *details)
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -104,6 +104,6 @@ class _Waiting:
         finally:
             batch.where.peer = None
             if observed:
-                batch.observers.tell("transfer_ended", batch.where, *details)
+                batch.observers.transfer_ended(batch.where, *details)
         batch.watch.waits_for = None
         return True

@@ -31,9 +31,9 @@ class Partition(nn.Sequential):
             where.layer = name
             where.marks.append((torch._C._autograd._get_sequence_nr(), name))
             if where.observers.members:
-                where.observers.tell("layer_started", where)
+                where.observers.layer_started(where)
                 output = layer(input)
-                where.observers.tell("layer_ended", where)
+                where.observers.layer_ended(where)
                 _watch_backward(input, output, name, where)
                 input = output
             else:
@@ -52,9 +52,9 @@ def _watch_backward(input: object, output: object, name: str, where: Where) -> N
         if where.phase not in ("backward", "weight") or where.layer == name or not where.observers.members:
             return
         if where.layer is not None:
-            where.observers.tell("layer_ended", where)
+            where.observers.layer_ended(where)
         where.layer = name
-        where.observers.tell("layer_started", where)
+        where.observers.layer_started(where)
 
     for node in _nodes(output) - _nodes(input):
         node.register_prehook(reached)

@@ -66,7 +66,7 @@ class Pass:
     def end(self, where: Where) -> None:
         """Tell them that it has ended."""
         if self.relay.observers.members:
-            self.relay.observers.tell("task_ended", where)
+            self.relay.observers.task_ended(where)
         if sys.exception() is None:  # or else the note on the error needs it
             where.phase = None
 
@@ -78,11 +78,11 @@ class Pass:
         where.partition, where.microbatch = stage.j, i
         moved = [t for t in packet.tensors if t is not None and t.device == packet.device]
         details = (str(packet.device), str(stage.device), sum(t.nbytes for t in moved))
-        relay.observers.tell("transfer_started", where, *details)
+        relay.observers.transfer_started(where, *details)
         try:
             return receive(packet, stage.device, relay.streams, stage.j, i)
         finally:
-            relay.observers.tell("transfer_ended", where, *details)
+            relay.observers.transfer_ended(where, *details)
 
     def call(
         self,

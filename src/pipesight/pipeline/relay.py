@@ -118,11 +118,11 @@ class Relay:
         in_turns = self._pace.in_turns and all(stream is None for stream in self.streams.compute)
         if in_turns:
             self._hold_until = began + Pace.BRIEF * self._tasks * len(self._held)
-        self.observers.tell("pass_started")
+        self.observers.pass_started()
         try:
             workers.run(jobs, self.abort)
         finally:
-            self.observers.tell("pass_ended")
+            self.observers.pass_ended()
             self.streams.lead_caller()
             if None in self.streams.compute:
                 # The last count set anywhere is the default of threads to come.
