@@ -1,20 +1,30 @@
-"""Names of a package that are imported when they are first used: torch takes seconds, and much does without."""
+"""Public names that are imported when first used: torch takes seconds to import, and much of pipesight needs none."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 __all__ = ["lazily"]
 
 
-def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package whose names live in the modules that ``homes`` says."""
+def lazily(
+    package: str, homes: Mapping[str, str], modules: Collection[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` for a package.
+
+    Args:
+        package: Its name. Its ``__all__`` is what ``dir`` and ``help`` show.
+        homes: The module that defines each lazy name.
+        modules: Submodules that become attributes without an import of their own.
+    """
     module = sys.modules[package]
 
     def __getattr__(name: str) -> Any:  # noqa: N807
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")  # which sets the attribute
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(homes[name]), name)
@@ -22,6 +32,6 @@ def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any]
         return value
 
     def __dir__() -> list[str]:  # noqa: N807
-        return sorted({*vars(module), *homes})
+        return sorted(module.__all__)
 
     return __getattr__, __dir__

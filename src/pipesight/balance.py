@@ -15,3 +15,7 @@ from pipesight.pipeline.balance import balance_by_size, balance_by_time
 from pipesight.pipeline.partitioning import balance_cost
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -458,3 +458,7 @@ def catch_up(step: int) -> None:
 def _lose_count() -> None:
     count_steps(None)
     logger.exception("steps cannot be counted any more, so pipelines count their calls; training goes on")
+
+
+def __dir__() -> list[str]:
+    return __all__

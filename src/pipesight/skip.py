@@ -3,3 +3,7 @@
 from pipesight.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
 
 __all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -54,3 +54,7 @@ class _Capture:
 
     def after_fork(self, encoder: Encoder) -> None:
         """Another process's events cannot come back here."""
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,3 +15,7 @@ __all__ = [
     "init_process_group",
     "schedule_names",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,3 +5,7 @@ from pipesight.logs.records import ContextFilter
 from pipesight.logs.tasks import TaskLog
 
 __all__ = ["ContextFilter", "TaskLog", "register_layer_logging_hooks"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -26,6 +26,10 @@ def __getattr__(name: str) -> Any:
     return instrument
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 attach(PipelineSpans())
 prepare_for_compiler()
 start_if_asked()
