@@ -85,3 +85,16 @@ def _section(page: str, title: str) -> list[str]:
 def test_unknown_name():
     with pytest.raises(AttributeError, match=r"module 'pipesight' has no attribute 'nothing'"):
         pipesight.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "module", ["pipesight", "pipesight.trace", "torchgpipe", "dftracer.logger", "nvdlfw_inspect.api"]
+)
+def test_windows_is_refused(module):
+    """At the first import and with a sentence, not by an attribute that is missing later."""
+    code = f"import os, sys; os.name, sys.platform = 'nt', 'win32'; import {module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: pipesight does not run on Windows: it relies on fork")
+    assert "WSL 2" in last

@@ -19,7 +19,14 @@ Every other module is private and may change in any release.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+
+if os.name == "nt":
+    raise ImportError(
+        "pipesight does not run on Windows: it relies on fork, file locks and POSIX signals. Run it on Linux or macOS, "
+        "or on Windows in WSL 2."
+    )
 
 from pipesight._lazy import lazily
 from pipesight._version import __version__
