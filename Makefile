@@ -3,6 +3,7 @@
 # make lint   lint and types alone
 # make fuzz   the fuzzers, with other cases than the few of make test: make fuzz CASES=10000 ONLY=engine
 # make bench  the benchmarks, against peers installed in a virtual environment of their own
+# make docs   the documentation as a site, in build/site
 # make clean  remove everything these commands made
 #
 # Each of them installs what it needs into .venv, once. To use another build of torch:
@@ -21,7 +22,7 @@ PEERS  := .venv-peers
 # Tests start many processes; none of them should have to compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint fuzz bench clean
+.PHONY: demo test lint fuzz bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -42,6 +43,11 @@ fuzz: $(VENV)/.developed
 bench: $(VENV)/.developed $(PEERS)/.installed
 	$(BIN)/python -m benchmarks --peers $(PEERS)/bin/python
 
+# Warnings are errors: a dead link, a page that no menu leads to, a docstring that cannot be read.
+docs: $(VENV)/.documented
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
+
 clean:
 	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache tests/spec/.ruff_cache .hypothesis
 
@@ -59,6 +65,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.developed: $(VENV)/.installed shims/torchgpipe/pyproject.toml shims/dftracer/pyproject.toml shims/nvdlfw_inspect/pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]" \
 		--editable shims/torchgpipe --editable shims/dftracer --editable shims/nvdlfw_inspect
+	touch $@
+
+$(VENV)/.documented: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	touch $@
 
 # torchgpipe is sdist-only and builds with the setuptools of its day.

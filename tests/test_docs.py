@@ -55,8 +55,8 @@ PUBLIC = [
     "pipesight.trace",
 ]
 
-documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-linked = pytest.mark.parametrize("document", LINKED, ids=lambda path: path.name)
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+linked = pytest.mark.parametrize("document", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
 
 END_OF_BLOCK = "<end of the block in line {}>"
 

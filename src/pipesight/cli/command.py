@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from pipesight._version import __version__
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 COMMANDS = ("demo", "run", "report", "view", "watch", "plan", "convert", "stats")
 
@@ -32,13 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         >>> main(["demo", "--plain", "--steps", "20"])
     """
-    parser: argparse.ArgumentParser = _Parser(
-        prog="pipesight", description="Train PyTorch models with pipeline parallelism, and see inside."
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name in COMMANDS:
-        importlib.import_module(f"pipesight.cli.{name}").add_to(subcommands)
+    parser = make_parser()
     try:
         options = parser.parse_args(argv)
     except SystemExit as stop:  # argparse has said why
@@ -57,6 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # As in `pipesight demo | head`. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; the command reference of the documents is made of it, too."""
+    parser = _Parser(prog="pipesight", description="Train PyTorch models with pipeline parallelism, and see inside.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name in COMMANDS:
+        importlib.import_module(f"pipesight.cli.{name}").add_to(subcommands)
+    return parser
 
 
 def _say_if_later(run: Path | None) -> None:
