@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from pipesight.distributed.loss_check import Evidence, LossCheck
-from pipesight.distributed.losses import Weighing
+from pipesight.distributed.loss_weights import Weighing
 from pipesight.pipeline.microbatch import lone
 from torchrun import RANK, torchrun
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from against_plain import assert_same
 from pipesight import GPipe
-from pipesight.pipeline.worker import Pace
+from pipesight.pipeline.workers import Pace
 
 
 class Call(nn.Module):

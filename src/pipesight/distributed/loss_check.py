@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesight.distributed.losses import Weighing
+from pipesight.distributed.loss_weights import Weighing
 from pipesight.distributed.shapes import Flow
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of, gather
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipesight.context import MicrobatchToken, Observers, Where
 from pipesight.distributed.failures import Watch
 from pipesight.distributed.loss_check import Evidence
-from pipesight.distributed.losses import LossFunction
+from pipesight.distributed.loss_weights import LossFunction
 from pipesight.distributed.shapes import Flow
 from pipesight.pipeline.checkpoint import SavedBuffers
 from pipesight.pipeline.microbatch import Form, gather

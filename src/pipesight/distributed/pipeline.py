@@ -21,18 +21,18 @@ from pipesight import context
 from pipesight.context import Where
 from pipesight.distributed import saving, schedules, whole
 from pipesight.distributed.agreement import LAYERS, Agreement, Message
-from pipesight.distributed.building import learned_with, make_stages
 from pipesight.distributed.execution import Execution
 from pipesight.distributed.extras import agree_on_extra
 from pipesight.distributed.failures import Watch
-from pipesight.distributed.losses import LossFunction, LossWeight, Weighing
-from pipesight.distributed.places import Places
-from pipesight.distributed.planning import Planner
+from pipesight.distributed.grad_scaler import GradScaler, refuse_plain_scalers
+from pipesight.distributed.initial_weights import Recipe
+from pipesight.distributed.loss_weights import LossFunction, LossWeight, Weighing
+from pipesight.distributed.mesh import Places
 from pipesight.distributed.replicas import KINDS
-from pipesight.distributed.running import Runner
-from pipesight.distributed.scaling import GradScaler, refuse_plain_scalers
 from pipesight.distributed.shapes import Skeleton
-from pipesight.distributed.weights import Recipe
+from pipesight.distributed.stage_building import learned_with, make_stages
+from pipesight.distributed.step_inputs import Planner
+from pipesight.distributed.step_runner import Runner
 from pipesight.pipeline.microbatch import TensorOrTensors
 from pipesight.pipeline.partition import Partition, verify_sequential
 from pipesight.pipeline.settings import check_balance, check_checkpoint, check_chunks

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from pipesight.distributed.places import Places
+from pipesight.distributed.mesh import Places
 
 __all__ = ["KINDS", "Averaging", "make_alike", "make_replicas"]
 

@@ -24,11 +24,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from pipesight.context import Observers, Phase, Unrepeatable
-from pipesight.distributed.connected import ConnectedStage
 from pipesight.distributed.minibatch import Checkpoint, Task
-from pipesight.distributed.recomputations import Recomputations
+from pipesight.distributed.recomputing_layers import Recomputations
 from pipesight.distributed.replicas import Averaging
-from pipesight.distributed.wiring import Wiring
+from pipesight.distributed.skip_forwarding import Wiring
+from pipesight.distributed.transfers import ConnectedStage
 from pipesight.pipeline.aliasing import Changes, region_of
 from pipesight.pipeline.checkpoint import Buffers
 from pipesight.pipeline.failure import annotate

@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from pipesight.distributed.connected import ConnectedStage
+    from pipesight.distributed.transfers import ConnectedStage
 
 __all__ = ["receive_ops", "send_ops"]
 

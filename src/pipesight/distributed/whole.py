@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesight.distributed.weights import Recipe, build_on_meta
+from pipesight.distributed.initial_weights import Recipe, build_on_meta
 
 __all__ = ["build"]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pipesight.context import Where
 from pipesight.pipeline.gradients import GradientSum, silence_hooks
+from pipesight.pipeline.mailbox import Packet
 from pipesight.pipeline.passes import Pass
 from pipesight.pipeline.randomness import begin_task, end_task
-from pipesight.pipeline.reentrant import CaughtGradients
-from pipesight.pipeline.relay import Packet
+from pipesight.pipeline.reentrant_checkpoint import CaughtGradients
 from pipesight.pipeline.schedule import backward_tasks
 from pipesight.pipeline.task import Graph, Stage
 from pipesight.pipeline.transfer import ready

@@ -16,9 +16,9 @@ from torch import Tensor
 from pipesight.context import Unrepeatable, Where
 from pipesight.pipeline.aliasing import region_of
 from pipesight.pipeline.checkpoint import changes_input
+from pipesight.pipeline.mailbox import Packet
 from pipesight.pipeline.microbatch import Form, lone
 from pipesight.pipeline.passes import Pass
-from pipesight.pipeline.relay import Packet
 from pipesight.pipeline.schedule import forward_tasks
 from pipesight.pipeline.task import Checkpoint, Graph, Inputs, Stage
 from pipesight.pipeline.transfer import ready

@@ -12,15 +12,15 @@ from torch._compile import _disable_dynamo
 
 import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
 from pipesight import context
+from pipesight.pipeline.autograd_node import tie
+from pipesight.pipeline.caller_state import Surroundings
 from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, form_of, gather, scatter
 from pipesight.pipeline.minibatch import MiniBatch
 from pipesight.pipeline.partition import Partition, SkipRoutes, split, verify_sequential
 from pipesight.pipeline.settings import check_balance, check_checkpoint, check_chunks
 from pipesight.pipeline.skip import verify_skippables
-from pipesight.pipeline.surroundings import Surroundings
 from pipesight.pipeline.task import Stage
-from pipesight.pipeline.tie import tie
-from pipesight.pipeline.worker import Workers
+from pipesight.pipeline.workers import Workers
 
 __all__ = ["GPipe"]
 

@@ -23,17 +23,17 @@ from torch import Tensor
 from pipesight.context import MicrobatchToken
 from pipesight.pipeline.aliasing import Changes
 from pipesight.pipeline.backward import BackwardPass
+from pipesight.pipeline.caller_state import Surroundings
+from pipesight.pipeline.dependencies import Reach
 from pipesight.pipeline.forward import ForwardPass
 from pipesight.pipeline.gradients import OutputGradients, expect_no_gradient
+from pipesight.pipeline.mailbox import Packet
 from pipesight.pipeline.microbatch import Form
 from pipesight.pipeline.partition import SkipRoutes
 from pipesight.pipeline.randomness import PassRandomness
-from pipesight.pipeline.reach import Reach
-from pipesight.pipeline.relay import Packet
-from pipesight.pipeline.surroundings import Surroundings
 from pipesight.pipeline.task import Graph, Stage
 from pipesight.pipeline.transfer import Streams
-from pipesight.pipeline.worker import Workers
+from pipesight.pipeline.workers import Workers
 
 __all__ = ["MiniBatch", "next_serial"]
 

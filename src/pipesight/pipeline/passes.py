@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pipesight.context import Phase, Where
+from pipesight.pipeline.mailbox import Packet, Relay
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of
 from pipesight.pipeline.randomness import begin_task, end_task
-from pipesight.pipeline.relay import Packet, Relay
 from pipesight.pipeline.skip import SkipTracker, use_tracker
 from pipesight.pipeline.task import Checkpoint, Graph, Inputs, Stage
 from pipesight.pipeline.transfer import receive
-from pipesight.pipeline.worker import Pace
+from pipesight.pipeline.workers import Pace
 
 if TYPE_CHECKING:
     from pipesight.pipeline.minibatch import MiniBatch

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from pipesight.pipeline.aliasing import Region
+from pipesight.pipeline.autograd_node import edge_of, enter
 from pipesight.pipeline.checkpoint import Buffers, SavedBuffers
 from pipesight.pipeline.gradients import run_graph
 from pipesight.pipeline.microbatch import Form
 from pipesight.pipeline.partition import Partition, SkipRoutes
 from pipesight.pipeline.randomness import SavedGenerators
 from pipesight.pipeline.skip import SkipKey, skip_keys
-from pipesight.pipeline.tie import edge_of, enter
 
 __all__ = ["Checkpoint", "Graph", "Inputs", "Stage"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from pipesight.pipeline.relay import Packet
+    from pipesight.pipeline.mailbox import Packet
 
 __all__ = ["Streams", "ready", "receive"]
 

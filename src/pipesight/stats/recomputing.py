@@ -18,7 +18,7 @@ import torch.autograd.graph
 import torch.utils.checkpoint
 
 from pipesight import context
-from pipesight.pipeline.surroundings import began_in_backward
+from pipesight.pipeline.caller_state import began_in_backward
 
 __all__ = ["in_checkpoint", "is_recomputing"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pipesight.distributed.agreement import Message
-from pipesight.distributed.losses import Weighing
-from pipesight.distributed.places import Places
+from pipesight.distributed.loss_weights import Weighing
+from pipesight.distributed.mesh import Places
 from pipesight.distributed.schedules import Kind
 from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone, scatter

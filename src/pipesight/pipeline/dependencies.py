@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipesight.pipeline.autograd_node import edge_of
 from pipesight.pipeline.partition import SkipRoutes
-from pipesight.pipeline.tie import edge_of
 
 if TYPE_CHECKING:
     from pipesight.pipeline.task import Graph, Stage

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from pipesight.distributed.places import Places
+from pipesight.distributed.initial_weights import Recipe
+from pipesight.distributed.mesh import Places
 from pipesight.distributed.replicas import Averaging, make_alike, make_replicas
 from pipesight.distributed.schedules import Kind
 from pipesight.distributed.shapes import Skeleton
 from pipesight.distributed.stage import Stage
-from pipesight.distributed.weights import Recipe
 from pipesight.pipeline.batchnorm import DeferredBatchNorm
 from pipesight.pipeline.partition import Partition
 

@@ -14,11 +14,11 @@ from pipesight.distributed.execution import Execution
 from pipesight.distributed.failures import Watch
 from pipesight.distributed.leaving import Farewell
 from pipesight.distributed.loss_check import LossCheck, collect
-from pipesight.distributed.losses import Weighing
+from pipesight.distributed.loss_weights import Weighing
+from pipesight.distributed.mesh import Places
 from pipesight.distributed.minibatch import Minibatch
-from pipesight.distributed.places import Places
-from pipesight.distributed.planning import Planner
 from pipesight.distributed.shapes import Flow, Skeleton
+from pipesight.distributed.step_inputs import Planner
 from pipesight.pipeline.minibatch import next_serial
 from pipesight.pipeline.randomness import PassRandomness, begin_task, end_task, isolated
 

@@ -22,7 +22,7 @@ from pipesight.pipeline.failure import annotate
 from pipesight.pipeline.microbatch import Form, lone
 from pipesight.pipeline.randomness import isolated
 from pipesight.pipeline.transfer import Streams
-from pipesight.pipeline.worker import Pace, Workers
+from pipesight.pipeline.workers import Pace, Workers
 
 __all__ = ["Packet", "Relay"]
 
