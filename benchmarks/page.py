@@ -87,9 +87,9 @@ def quantile(values: list[float]) -> float:
 
 def write(folder: Path) -> Path:
     """Make the run, one step of a simulated schedule, and its page."""
-    from pipesight.plan.schedules import gpipe
-    from pipesight.plan.simulation import simulate
-    from pipesight.report.html import write_page
+    from pipesight.schedule.orders import gpipe
+    from pipesight.schedule.simulation import simulate
+    from pipesight.view.page import write_page
 
     times = np.array([100.0, 100.0, 200.0, 0.0])[:, None, None]
     durations = times * np.random.default_rng(0).uniform(0.8, 1.3, (4, PARTITIONS, CHUNKS))

@@ -124,7 +124,7 @@ def small(rounds: int) -> None:
 def predicted(options: Options) -> bool:
     """Record the demo, and compare the step that is simulated with the one that was measured."""
     from pipesight.demo.training import Training, one_thread
-    from pipesight.report.reading.run import open_run
+    from pipesight.runs.reading.run import open_run
     from pipesight.trace import start
 
     print("\nThe demo, recorded and simulated: median step")

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.run or record(Path(scratch) / "demo")
-        from pipesight.report.html import write_page
+        from pipesight.view.page import write_page
 
         page = write_page(folder, output=Path(scratch) / "report.html")
         with browser.open_browser(Path(scratch) / "profile", scale=2) as window:

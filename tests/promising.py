@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import pipesight
 from pipesight import GPipe
-from pipesight.report.analysis.analysing import analyse
-from pipesight.report.analysis.changes import Change
-from pipesight.report.reading.run import open_run
+from pipesight.analysis.report import analyse
+from pipesight.plan.advice import Change
+from pipesight.runs.reading.run import open_run
 from torchrun import RANK, torchrun
 
 STEPS, TURNS = 6, 3

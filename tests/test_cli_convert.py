@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipesight.report.reading.run import open_run
+from pipesight.runs.reading.run import open_run
 from processes import STRICT_PYTHON
 from synthetic import Made
 

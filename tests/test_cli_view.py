@@ -20,8 +20,8 @@ import pytest
 
 import browser
 from growing import LIMIT, GrowingRun, recorder, wait_for
-from pipesight.report.live import serving
-from pipesight.report.live.publishing import Publisher
+from pipesight.view.live import serving
+from pipesight.view.live.publishing import Publisher
 from processes import STRICT_PYTHON
 
 

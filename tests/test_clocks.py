@@ -17,7 +17,7 @@ from pipesight.cli import main
 from pipesight.recording import comparing_clocks
 from pipesight.recording.clock_server import ClockServer
 from pipesight.recording.clocks import UNKNOWN_DRIFT, Measurement, correction_from, measure
-from pipesight.report.reading.run import open_run
+from pipesight.runs.reading.run import open_run
 from synthetic import START, Made
 
 SECOND = 10**9

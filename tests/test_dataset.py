@@ -13,8 +13,8 @@ import pandas
 import pytest
 
 import pipesight.trace as trace
-from pipesight.report.reading._codes import KINDS, PHASES
-from pipesight.report.reading.run import NotARunError, open_run
+from pipesight.runs.reading._codes import KINDS, PHASES
+from pipesight.runs.reading.run import NotARunError, open_run
 from pipesight.trace._span import Mark, put
 from synthetic import Made
 

@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from observed import description, events
-from pipesight.recording.directory import RunDirectory
-from pipesight.report.analysis.analysing import analyse
-from pipesight.report.reading.run import open_run
+from pipesight.runs.directory import RunDirectory
+from pipesight.analysis.report import analyse
+from pipesight.runs.reading.run import open_run
 from torchrun import RANK, torchrun
 
 TRAIN = (

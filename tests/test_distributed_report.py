@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from pipesight.plan import one_f_one_b, simulate
-from pipesight.report.analysis.analysing import analyse
-from pipesight.report.analysis.facts import pipelines_of
-from pipesight.report.payload.limits import Limits
-from pipesight.report.payload.timeline import Timelines
-from pipesight.report.reading.run import open_run
-from pipesight.report.reading.tables import BACKWARD, FORWARD
+from pipesight.analysis.report import analyse
+from pipesight.analysis.topology import pipelines_of
+from pipesight.view.payload.limits import Limits
+from pipesight.view.payload.timeline import Timelines
+from pipesight.runs.reading.run import open_run
+from pipesight.runs.reading.tables import BACKWARD, FORWARD
 from processes import STRICT_PYTHON
 from torchrun import RANK, torchrun
 

@@ -7,9 +7,9 @@ import pytest
 
 from nodes import Here, nodes
 from observed import STATS, description
-from pipesight.recording.directory import RunDirectory
-from pipesight.report.analysis.analysing import analyse
-from pipesight.report.reading.run import open_run
+from pipesight.runs.directory import RunDirectory
+from pipesight.analysis.report import analyse
+from pipesight.runs.reading.run import open_run
 from torchrun import END, RANK
 
 # A node counts the restarts that its own ranks made necessary, and none that follow from those of another node.

@@ -11,9 +11,9 @@ import yaml
 from torch import nn
 
 from logged import SIX, assert_six, config, lines, six, values
-from pipesight.report.analysis.analysing import analyse
-from pipesight.report.payload.whole import page_payload
-from pipesight.report.reading.run import open_run
+from pipesight.analysis.report import analyse
+from pipesight.view.payload.whole import page_payload
+from pipesight.runs.reading.run import open_run
 from processes import STRICT_PYTHON
 from torchrun import RANK, batches, tanhs, torchrun
 

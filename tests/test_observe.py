@@ -21,8 +21,8 @@ import observed
 from observed import STATS, description, events, learn, log_lines, pipeline, sgd, statistics, tasks, train
 from pipesight import GPipe, context, trace
 from pipesight.recording import observe
-from pipesight.recording.directory import RunDirectory
-from pipesight.recording.windows import Windows
+from pipesight.runs.directory import RunDirectory
+from pipesight.recording.sampling import Windows
 
 
 @pytest.fixture
@@ -530,7 +530,7 @@ def test_old_parts_go(run):
 
 def test_traces_of_processes_that_have_ended_go(run):
     """Files of processes that a rank has started go too, the oldest first; those being written stay."""
-    from pipesight.recording.room import TraceRoom
+    from pipesight.runs.disk_quota import TraceRoom
 
     folder = run / "trace"
     folder.mkdir(parents=True)

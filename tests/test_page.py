@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import browser
-from pipesight.report.analysis.analysing import analyse
-from pipesight.report.compare import compare, part_rows, quantity_rows, settings_text
-from pipesight.report.findings import links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
-from pipesight.report.html import write_comparison, write_page
-from pipesight.report.reading.run import open_run
+from pipesight.analysis.report import analyse
+from pipesight.view.comparison import compare, part_rows, quantity_rows, settings_text
+from pipesight.view.findings import links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
+from pipesight.view.page import write_comparison, write_page
+from pipesight.runs.reading.run import open_run
 from synthetic import Made
 
 pytestmark = pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)

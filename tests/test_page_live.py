@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import browser
-from pipesight.report.analysis.analysing import analyse
-from pipesight.report.html import Served, page_html, page_payload
-from pipesight.report.reading.run import open_run
+from pipesight.analysis.report import analyse
+from pipesight.view.page import Served, page_html, page_payload
+from pipesight.runs.reading.run import open_run
 from synthetic import Made
 
 pytestmark = pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)

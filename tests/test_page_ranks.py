@@ -7,13 +7,13 @@ import re
 import pytest
 
 import browser
-from pipesight.plan.schedules import interleaved
-from pipesight.report.analysis.analysing import analyse
-from pipesight.report.html import write_page
-from pipesight.report.live.figures import figures_of
-from pipesight.report.live.terminal import Frame, draw_frame
-from pipesight.report.reading.run import open_run
-from pipesight.report.terminal import render
+from pipesight.schedule.orders import interleaved
+from pipesight.analysis.report import analyse
+from pipesight.view.page import write_page
+from pipesight.view.live.figures import figures_of
+from pipesight.view.live.terminal import Frame, draw_frame
+from pipesight.runs.reading.run import open_run
+from pipesight.view.terminal import render
 from synthetic import Made
 
 CHUNKS, STEPS = 8, 3

@@ -29,10 +29,10 @@ from pipesight.plan import (
     with_sizes,
     zero_bubble,
 )
-from pipesight.plan.measured import NoTasksError
-from pipesight.plan.memory import device_bytes
-from pipesight.plan.schedules import KINDS
-from pipesight.report.reading.run import open_run
+from pipesight.analysis.measured_costs import NoTasksError
+from pipesight.schedule.memory import device_bytes
+from pipesight.schedule.orders import KINDS
+from pipesight.runs.reading.run import open_run
 from synthetic import Made
 
 PHASES = ("forward", "recompute", "backward")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipesight.pipeline.settings import CHECKPOINT_MODES
+from pipesight.schedule.arguments import CHECKPOINT_MODES
 from pipesight.plan import (
     SCHEDULES,
     Costs,
@@ -24,9 +24,9 @@ from pipesight.plan import (
     simulate,
 )
 from pipesight.plan import settings as all_settings
-from pipesight.plan.blocks import Blocks
-from pipesight.plan.bounds import bounds
-from pipesight.plan.schedules import B, F, R, W
+from pipesight.schedule.cuts import Blocks
+from pipesight.schedule.bounds import bounds
+from pipesight.schedule.orders import B, F, R, W
 
 
 def all_balances(layers, stages):

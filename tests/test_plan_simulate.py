@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesight.plan import DeadlockError, gpipe, interleaved, one_f_one_b, recorded, simulate, zero_bubble
-from pipesight.plan.schedules import B, F, R, W
-from pipesight.plan.sharing import Crowd, rates_of
+from pipesight.schedule.orders import B, F, R, W
+from pipesight.schedule.contention import Crowd, rates_of
 
 
 def plain(schedule, durations, delays):
@@ -214,7 +214,7 @@ def test_shapes_are_checked():
 
 def test_large_schedules_take_few_fronts(monkeypatch):
     """The walk over 64 stages and 256 micro-batches is a few operations for each clock, not for each task."""
-    module = importlib.import_module("pipesight.plan.simulation")
+    module = importlib.import_module("pipesight.schedule.simulation")
     fronts = 0
     real = module._Walk.front
 

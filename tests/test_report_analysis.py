@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import warm
-from pipesight.plan.measured import measure
+from pipesight.analysis.measured_costs import measure
 from pipesight.plan.planning import best_plans
 from pipesight.plan.planning import settings as planned_settings
-from pipesight.plan.schedules import interleaved
-from pipesight.report.analysis.analysing import Report, analyse
-from pipesight.report.analysis.bubble import LOSSES
-from pipesight.report.analysis.changes import AT_LEAST, AT_MOST, SIMULATED, Change
-from pipesight.report.analysis.facts import pipelines_of
-from pipesight.report.analysis.nonfinite import first_nonfinite
-from pipesight.report.analysis.stragglers import Lane, find_stragglers
-from pipesight.report.compare import compare
-from pipesight.report.reading.run import open_run
-from pipesight.report.terminal import render
+from pipesight.schedule.orders import interleaved
+from pipesight.analysis.report import Report, analyse
+from pipesight.analysis.bubble import LOSSES
+from pipesight.plan.advice import AT_LEAST, AT_MOST, SIMULATED, Change
+from pipesight.analysis.topology import pipelines_of
+from pipesight.analysis.nonfinite import first_nonfinite
+from pipesight.analysis.stragglers import Lane, find_stragglers
+from pipesight.view.comparison import compare
+from pipesight.runs.reading.run import open_run
+from pipesight.view.terminal import render
 from synthetic import Made
 
 EVEN = {"forward": 100, "recompute": 100, "backward": 200}

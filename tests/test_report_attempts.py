@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipesight.report.analysis.analysing import Report, analyse
-from pipesight.report.json_report import as_json
-from pipesight.report.live.following import Follower
-from pipesight.report.reading.run import open_run
-from pipesight.report.terminal import render
+from pipesight.analysis.report import Report, analyse
+from pipesight.view.report_json import as_json
+from pipesight.runs.following.follower import Follower
+from pipesight.runs.reading.run import open_run
+from pipesight.view.terminal import render
 from processes import STRICT_PYTHON
 from synthetic import Made
 

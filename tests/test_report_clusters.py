@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipesight.report.reading.run import NotARunError, Run, open_run
+from pipesight.runs.reading.run import NotARunError, Run, open_run
 from processes import STRICT_PYTHON
 from synthetic import Made
 

@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from growing import GrowingRun, recorder
-from pipesight.report.analysis.analysing import analyse
-from pipesight.report.analysis.breakdown import PARTS
-from pipesight.report.live import _growing, _recent, following
-from pipesight.report.live.following import Follower, check_place
-from pipesight.report.reading.run import NotARunError, open_run
+from pipesight.analysis.report import analyse
+from pipesight.analysis.breakdown import PARTS
+from pipesight.runs.following import follower as following
+from pipesight.runs.following import growing_file as _growing
+from pipesight.runs.following import recent_run as _recent
+from pipesight.runs.following.follower import Follower, check_place
+from pipesight.runs.reading.run import NotARunError, open_run
 from synthetic import Made
 
 

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import warm
-from pipesight.report.reading._foreign import ChromeReader
-from pipesight.report.reading.run import NotARunError, Run, open_run
-from pipesight.report.reading.tables import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, WEIGHT
+from pipesight.runs.reading._foreign import ChromeReader
+from pipesight.runs.reading.run import NotARunError, Run, open_run
+from pipesight.runs.reading.tables import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, WEIGHT
 from processes import STRICT_PYTHON
 from synthetic import Made
 
@@ -346,7 +346,7 @@ def test_little_memory_for_a_large_profile(tmp_path):
     measured = """
 import sys
 from pathlib import Path
-from pipesight.report.reading.run import open_run
+from pipesight.runs.reading.run import open_run
 def main():
     with open_run(sys.argv[1]) as run:
         print(run.events, len(run.notes))

@@ -9,11 +9,11 @@ import re
 import jsonschema
 import pytest
 
-from pipesight.report.analysis.analysing import analyse
-from pipesight.report.analysis.changes import AT_MOST
-from pipesight.report.json_report import as_json
-from pipesight.report.reading.run import open_run
-from pipesight.report.terminal import render
+from pipesight.analysis.report import analyse
+from pipesight.plan.advice import AT_MOST
+from pipesight.view.report_json import as_json
+from pipesight.runs.reading.run import open_run
+from pipesight.view.terminal import render
 from synthetic import Made
 
 SCHEMA = json.loads(importlib.resources.files("pipesight.report").joinpath("report.schema.json").read_text())

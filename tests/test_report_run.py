@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipesight.report.reading._duckdb import DuckEvents
-from pipesight.report.reading.run import NotARunError, Run, open_run
-from pipesight.report.reading.tables import (
+from pipesight.runs.reading._duckdb import DuckEvents
+from pipesight.runs.reading.run import NotARunError, Run, open_run
+from pipesight.runs.reading.tables import (
     BACKWARD,
     CHECKPOINT,
     COMMUNICATION,
@@ -664,7 +664,7 @@ def test_nothing_is_printed():
 MEASURE = """
 import sys
 from pathlib import Path
-from pipesight.report.reading.run import open_run
+from pipesight.runs.reading.run import open_run
 def main():
     with open_run(sys.argv[1]) as run:
         tables = [run.tasks(), run.transfers(), run.spans(), run.layer_times(), run.names(), run.steps(), run.ranks()]

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesight.report._text import Style, bar, beside, columns, percent, shown_width, spark, time
-from pipesight.report.analysis.analysing import Report, analyse
-from pipesight.report.analysis.bubble import LOSSES
-from pipesight.report.compare import compare, comparison_as_json, render_comparison
-from pipesight.report.reading.run import open_run
-from pipesight.report.reading.tables import BACKWARD, FORWARD, RECOMPUTE
-from pipesight.report.terminal import render
-from pipesight.report.timeline import Glyphs, draw_step
+from pipesight.view.text import Style, bar, beside, columns, percent, shown_width, spark, time
+from pipesight.analysis.report import Report, analyse
+from pipesight.analysis.bubble import LOSSES
+from pipesight.view.comparison import compare, comparison_as_json, render_comparison
+from pipesight.runs.reading.run import open_run
+from pipesight.runs.reading.tables import BACKWARD, FORWARD, RECOMPUTE
+from pipesight.view.terminal import render
+from pipesight.view.text_timeline import Glyphs, draw_step
 from synthetic import Made
 
 EVEN = {"forward": 100, "recompute": 100, "backward": 200}

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from pipesight.cli import main
-from pipesight.report.analysis.analysing import analyse
-from pipesight.report.reading.run import open_run
+from pipesight.analysis.report import analyse
+from pipesight.runs.reading.run import open_run
 from synthetic import Made
 
 RANKS, STEPS = 4, 8

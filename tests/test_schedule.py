@@ -12,7 +12,7 @@ from torch import nn
 
 from against_plain import Fn, modes, rand
 from pipesight import GPipe, context
-from pipesight.pipeline.schedule import backward_tasks, clock_cycles, forward_tasks
+from pipesight.schedule.gpipe_order import backward_tasks, clock_cycles, forward_tasks
 
 sizes = st.integers(1, 24)
 

@@ -12,7 +12,7 @@ Example::
 """
 
 from pipesight.pipeline.balance import balance_by_size, balance_by_time
-from pipesight.pipeline.partitioning import balance_cost
+from pipesight.schedule.balancing import balance_cost
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
 

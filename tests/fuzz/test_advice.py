@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from pipesight.cli.command import main
 from pipesight.plan import NoTasksError, best_plans, measure, predict, settings
 from pipesight.plan.planning import WORTH
-from pipesight.plan.table import Outcome
-from pipesight.report.analysis.analysing import analyse
-from pipesight.report.reading.run import open_run
+from pipesight.view.plan_table import Outcome
+from pipesight.analysis.report import analyse
+from pipesight.runs.reading.run import open_run
 from synthetic import Made
 
 PARTS = {"num_workers": "data_loading", "fused": "optimizer", "between steps": "between_steps", "disturbs": "jitter"}

@@ -23,7 +23,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import warm
-from pipesight.report.reading.run import open_run
+from pipesight.runs.reading.run import open_run
 
 PROGRAM = Path(__file__).with_name("recording.py")
 ENDS = ["return", "with daemons", "sys.exit", "exception", "os._exit", "os._exit in a thread", "stop", "exec"]

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from pipesight.report.reading._clocks import Shift, read_shifts
-from pipesight.report.reading.traces import NotATraceError, TraceReader, find_traces
+from pipesight.runs.reading.clocks import Shift, read_shifts
+from pipesight.runs.reading.traces import NotATraceError, TraceReader, find_traces
 
 __all__ = ["add_to", "run"]
 
@@ -68,7 +68,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _to_parquet(options: argparse.Namespace) -> int:
-    from pipesight.report.reading.run import NotARunError, open_run
+    from pipesight.runs.reading.run import NotARunError, open_run
 
     output = options.output or _stem(options.trace.absolute(), ".parquet")
     try:
@@ -87,7 +87,7 @@ def _to_parquet(options: argparse.Namespace) -> int:
 
 
 def _check_folder(output: Path, trace: Path, *, force: bool) -> None:
-    from pipesight.report.reading.run import is_dataset
+    from pipesight.runs.reading.run import is_dataset
 
     if output == STDOUT:
         raise FileNotFoundError("a dataset is a folder, and does not go to the standard output; name one with -o")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from pipesight.cli._quantities import bandwidth, bytes_text, seconds, seconds_text, size
 
 if TYPE_CHECKING:
-    from pipesight.plan.costs import Costs, Link
-    from pipesight.plan.measured import Measured
-    from pipesight.plan.table import Outcome
+    from pipesight.schedule.costs import Costs, Link
+    from pipesight.analysis.measured_costs import Measured
+    from pipesight.view.plan_table import Outcome
 
 __all__ = ["add_to", "run"]
 
@@ -89,9 +89,9 @@ def _fail(message: str, code: int) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Outcome:
-    from pipesight.plan.memory import device_bytes
+    from pipesight.schedule.memory import device_bytes
     from pipesight.plan.planning import best_plans, settings
-    from pipesight.plan.table import Outcome
+    from pipesight.view.plan_table import Outcome
 
     costs, measured = _costs(options)
     outcome = Outcome(costs, (), measured)
@@ -140,7 +140,7 @@ def _rounds(measured: Measured | None) -> int:
 
 
 def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
-    from pipesight.plan.profiled import profile, with_sizes
+    from pipesight.pipeline.profiled_costs import profile, with_sizes
 
     if options.run_path is None and options.model is None:
         raise ValueError("there is nothing to plan by; name a run, or a model: --model MODULE:FACTORY --sample SHAPE")
@@ -164,8 +164,8 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
     if options.run_path is None:
         assert profiled is not None
         return profiled, None
-    from pipesight.plan.measured import measure
-    from pipesight.report.reading.run import open_run
+    from pipesight.analysis.measured_costs import measure
+    from pipesight.runs.reading.run import open_run
 
     with open_run(options.run_path) as opened:
         measured = measure(opened, link=_link(options))
@@ -173,7 +173,7 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
 
 
 def _link(options: argparse.Namespace) -> Link | None:
-    from pipesight.plan.costs import Link
+    from pipesight.schedule.costs import Link
 
     if options.link_bandwidth is None and options.link_latency is None:
         return None
@@ -184,7 +184,7 @@ def _link(options: argparse.Namespace) -> Link | None:
 
 
 def _print(options: argparse.Namespace, outcome: Outcome) -> None:
-    from pipesight.plan.table import HEADINGS, as_json, best_of_each, notes, rows
+    from pipesight.view.plan_table import HEADINGS, as_json, best_of_each, notes, rows
 
     if options.json:
         print(json.dumps(as_json(outcome), indent=2, allow_nan=False))
@@ -210,8 +210,8 @@ def _print(options: argparse.Namespace, outcome: Outcome) -> None:
 
 def _page(options: argparse.Namespace, outcome: Outcome) -> str:
     from pipesight.plan.planning import simulated
-    from pipesight.plan.table import HEADINGS, best_of_each, notes, rows
-    from pipesight.plan.timeline import Timeline, page
+    from pipesight.view.plan_table import HEADINGS, best_of_each, notes, rows
+    from pipesight.view.plan_page import Timeline, page
 
     timelines = []
     if (known := outcome.measured) is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipesight.report.analysis.analysing import Report
+    from pipesight.analysis.report import Report
 
 __all__ = ["add_to", "run"]
 
@@ -54,7 +54,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run(options: argparse.Namespace) -> int:
     """Report, and return the exit code."""
-    from pipesight.report.reading.run import NotARunError
+    from pipesight.runs.reading.run import NotARunError
 
     try:
         return _report(options)
@@ -71,18 +71,18 @@ def run(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     first = _analyse(options.run_path, options)
     if options.other_path is not None:
-        from pipesight.report.compare import compare, comparison_as_json, render_comparison
-        from pipesight.report.html import write_comparison
+        from pipesight.view.comparison import compare, comparison_as_json, render_comparison
+        from pipesight.view.page import write_comparison
 
         second = _analyse(options.other_path, options)
         comparison = compare(first, second)
         _print(comparison_as_json(comparison) if options.json else render_comparison(comparison, **_look(options)))
     elif options.json:
-        from pipesight.report.json_report import as_json
+        from pipesight.view.report_json import as_json
 
         _print(as_json(first))
     else:
-        from pipesight.report.terminal import render
+        from pipesight.view.terminal import render
 
         _print(render(first, step=options.step, **_look(options)))
     if options.html is not None:
@@ -100,16 +100,16 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _analyse(path: Path, options: argparse.Namespace) -> Report:
-    from pipesight.report.reading.run import open_run
+    from pipesight.runs.reading.run import open_run
 
     with open_run(path, attempt=options.attempt) as opened:
-        from pipesight.report.analysis.analysing import analyse  # by now, most of what it needs has been imported
+        from pipesight.analysis.report import analyse  # by now, most of what it needs has been imported
 
         return analyse(opened, steps=options.steps, partition=options.partition, layer=options.layer)
 
 
 def _write_page(options: argparse.Namespace, output: Path | None) -> Path:
-    from pipesight.report.html import write_page
+    from pipesight.view.page import write_page
 
     chosen = {name: getattr(options, name) for name in ("attempt", "steps", "partition", "layer")}
     return write_page(options.run_path, output=output, first=options.step, **chosen)

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out is None:
         return _refuse("the following arguments are required: --out")
     from pipesight.recording import observe
-    from pipesight.recording.windows import Windows
+    from pipesight.recording.sampling import Windows
 
     try:
         observation = observe(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipesight.report.live.publishing import Publisher
+    from pipesight.view.live.publishing import Publisher
 
 __all__ = ["add_to", "run"]
 
@@ -51,11 +51,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _serve(path: Path, *, port: int, browser: bool) -> int:
-    from pipesight.report.live.drawing import draw, empty_page
-    from pipesight.report.live.following import check_place
-    from pipesight.report.live.publishing import Publisher
-    from pipesight.report.live.serving import RunServer
-    from pipesight.report.reading.run import NotARunError
+    from pipesight.view.live.drawing import draw, empty_page
+    from pipesight.runs.following.follower import check_place
+    from pipesight.view.live.publishing import Publisher
+    from pipesight.view.live.serving import RunServer
+    from pipesight.runs.reading.run import NotARunError
 
     try:
         check_place(path)

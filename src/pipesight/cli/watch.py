@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from pipesight.report.analysis.analysing import Report
-    from pipesight.report.live.following import Follower
-    from pipesight.report.live.terminal import Frame
+    from pipesight.analysis.report import Report
+    from pipesight.runs.following.follower import Follower
+    from pipesight.view.live.terminal import Frame
 
 __all__ = ["add_to", "run"]
 
@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
     """Watch until the run has ended, and return the exit code."""
     from rich.console import Console
 
-    from pipesight.report.live.following import Follower, check_place
-    from pipesight.report.reading.run import NotARunError
+    from pipesight.runs.following.follower import Follower, check_place
+    from pipesight.runs.reading.run import NotARunError
 
     try:
         check_place(options.run_path)
@@ -76,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(follower: Follower, *, ascii: bool) -> None:
-    from pipesight.report.live.figures import steps_of
-    from pipesight.report.live.terminal import line_of
+    from pipesight.view.live.figures import steps_of
+    from pipesight.view.live.terminal import line_of
 
     shown, attempt = -1, 0
     said: set[str] = set()
@@ -146,7 +146,7 @@ def _frames(follower: Follower) -> Iterator[Frame]:
 def _drawn(frame: Frame, console: Console, *, spare: int = 0) -> Text:
     from rich.text import Text
 
-    from pipesight.report.live.terminal import draw_frame
+    from pipesight.view.live.terminal import draw_frame
 
     lines = draw_frame(
         frame,
@@ -159,8 +159,8 @@ def _drawn(frame: Frame, console: Console, *, spare: int = 0) -> Text:
 
 
 def _frame(follower: Follower, report: Report | None) -> Frame:
-    from pipesight.report.live.figures import figures_of
-    from pipesight.report.live.terminal import Frame
+    from pipesight.view.live.figures import figures_of
+    from pipesight.view.live.terminal import Frame
 
     ended = follower.state.phase == "ended"
     figures = figures_of(report, ended=ended) if report is not None else None
@@ -168,7 +168,7 @@ def _frame(follower: Follower, report: Report | None) -> Frame:
 
 
 def _report(follower: Follower) -> Report | None:
-    from pipesight.report.analysis.analysing import analyse
+    from pipesight.analysis.report import analyse
 
     return analyse(follower.run) if follower.run.steps() else None
 

@@ -35,7 +35,7 @@ from pipesight.distributed.step_inputs import Planner
 from pipesight.distributed.step_runner import Runner
 from pipesight.pipeline.microbatch import TensorOrTensors
 from pipesight.pipeline.partition import Partition, verify_sequential
-from pipesight.pipeline.settings import check_balance, check_checkpoint, check_chunks
+from pipesight.schedule.arguments import check_balance, check_checkpoint, check_chunks
 from pipesight.pipeline.skip import verify_skippables
 
 __all__ = ["DistributedPipeline"]

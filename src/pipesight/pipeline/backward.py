@@ -19,7 +19,7 @@ from pipesight.pipeline.mailbox import Packet
 from pipesight.pipeline.passes import Pass
 from pipesight.pipeline.randomness import begin_task, end_task
 from pipesight.pipeline.reentrant_checkpoint import CaughtGradients
-from pipesight.pipeline.schedule import backward_tasks
+from pipesight.schedule.gpipe_order import backward_tasks
 from pipesight.pipeline.task import Graph, Stage
 from pipesight.pipeline.transfer import ready
 

@@ -8,7 +8,7 @@ from typing import Any, get_overloads, overload
 from torch import Tensor, nn
 
 from pipesight.pipeline.partition import non_sequential
-from pipesight.pipeline.partitioning import balance_cost, check_partitions
+from pipesight.schedule.balancing import balance_cost, check_partitions
 from pipesight.pipeline.profiling import Device, Sample, profile_size, profile_time
 
 __all__ = ["balance_by_size", "balance_by_time"]

@@ -19,7 +19,7 @@ from pipesight.pipeline.checkpoint import changes_input
 from pipesight.pipeline.mailbox import Packet
 from pipesight.pipeline.microbatch import Form, lone
 from pipesight.pipeline.passes import Pass
-from pipesight.pipeline.schedule import forward_tasks
+from pipesight.schedule.gpipe_order import forward_tasks
 from pipesight.pipeline.task import Checkpoint, Graph, Inputs, Stage
 from pipesight.pipeline.transfer import ready
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from pipesight._lazy import lazily
 
 if TYPE_CHECKING:
-    from pipesight.plan.blocks import SCHEDULES, Setting
-    from pipesight.plan.costs import Costs, Layer, Link
-    from pipesight.plan.measured import Measured, NoTasksError, measure
-    from pipesight.plan.memory import peak_bytes
+    from pipesight.schedule.cuts import SCHEDULES, Setting
+    from pipesight.schedule.costs import Costs, Layer, Link
+    from pipesight.analysis.measured_costs import Measured, NoTasksError, measure
+    from pipesight.schedule.memory import peak_bytes
     from pipesight.plan.planning import DoesNotFitError, Plan, best_plans, predict, settings, simulated
-    from pipesight.plan.profiled import profile, with_sizes
-    from pipesight.plan.schedules import Schedule, gpipe, interleaved, one_f_one_b, recomputed, recorded, zero_bubble
-    from pipesight.plan.simulation import DeadlockError, Simulation, simulate
+    from pipesight.pipeline.profiled_costs import profile, with_sizes
+    from pipesight.schedule.orders import Schedule, gpipe, interleaved, one_f_one_b, recomputed, recorded, zero_bubble
+    from pipesight.schedule.simulation import DeadlockError, Simulation, simulate
 
 __all__ = [
     "SCHEDULES",
@@ -48,33 +48,33 @@ __all__ = [
 
 # The report needs the simulator alone.
 _HOMES = {
-    "SCHEDULES": "pipesight.plan.blocks",
-    "Costs": "pipesight.plan.costs",
-    "DeadlockError": "pipesight.plan.simulation",
+    "SCHEDULES": "pipesight.schedule.cuts",
+    "Costs": "pipesight.schedule.costs",
+    "DeadlockError": "pipesight.schedule.simulation",
     "DoesNotFitError": "pipesight.plan.planning",
-    "Layer": "pipesight.plan.costs",
-    "Link": "pipesight.plan.costs",
-    "Measured": "pipesight.plan.measured",
-    "NoTasksError": "pipesight.plan.measured",
+    "Layer": "pipesight.schedule.costs",
+    "Link": "pipesight.schedule.costs",
+    "Measured": "pipesight.analysis.measured_costs",
+    "NoTasksError": "pipesight.analysis.measured_costs",
     "Plan": "pipesight.plan.planning",
-    "Schedule": "pipesight.plan.schedules",
-    "Setting": "pipesight.plan.blocks",
-    "Simulation": "pipesight.plan.simulation",
+    "Schedule": "pipesight.schedule.orders",
+    "Setting": "pipesight.schedule.cuts",
+    "Simulation": "pipesight.schedule.simulation",
     "best_plans": "pipesight.plan.planning",
-    "gpipe": "pipesight.plan.schedules",
-    "interleaved": "pipesight.plan.schedules",
-    "measure": "pipesight.plan.measured",
-    "one_f_one_b": "pipesight.plan.schedules",
-    "peak_bytes": "pipesight.plan.memory",
+    "gpipe": "pipesight.schedule.orders",
+    "interleaved": "pipesight.schedule.orders",
+    "measure": "pipesight.analysis.measured_costs",
+    "one_f_one_b": "pipesight.schedule.orders",
+    "peak_bytes": "pipesight.schedule.memory",
     "predict": "pipesight.plan.planning",
-    "profile": "pipesight.plan.profiled",
-    "recomputed": "pipesight.plan.schedules",
-    "recorded": "pipesight.plan.schedules",
+    "profile": "pipesight.pipeline.profiled_costs",
+    "recomputed": "pipesight.schedule.orders",
+    "recorded": "pipesight.schedule.orders",
     "settings": "pipesight.plan.planning",
-    "simulate": "pipesight.plan.simulation",
+    "simulate": "pipesight.schedule.simulation",
     "simulated": "pipesight.plan.planning",
-    "with_sizes": "pipesight.plan.profiled",
-    "zero_bubble": "pipesight.plan.schedules",
+    "with_sizes": "pipesight.pipeline.profiled_costs",
+    "zero_bubble": "pipesight.schedule.orders",
 }
 
 __getattr__, __dir__ = lazily(__name__, _HOMES)

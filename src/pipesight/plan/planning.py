@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.pipeline.partitioning import check_partitions
-from pipesight.pipeline.settings import CHECKPOINT_MODES
-from pipesight.plan.blocks import SCHEDULES, Blocks, Setting
-from pipesight.plan.costs import Costs
+from pipesight.schedule.balancing import check_partitions
+from pipesight.schedule.arguments import CHECKPOINT_MODES
+from pipesight.schedule.cuts import SCHEDULES, Blocks, Setting
+from pipesight.schedule.costs import Costs
 from pipesight.plan.search import find
-from pipesight.plan.simulation import Simulation
+from pipesight.schedule.simulation import Simulation
 
 __all__ = [
     "UNPIPELINED",

@@ -1,0 +1,50 @@
+"""How far the clocks of ranks can be trusted, where a pipeline goes over several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pipesight.runs.reading.tables import Tasks
+
+__all__ = ["clock_error", "doubts_about_clocks"]
+
+NOTABLE = 0.1
+"""The share of the median task from which on an error of clocks is worth a word."""
+
+
+def doubts_about_clocks(description: Mapping[str, Any], tasks: Tasks) -> str | None:
+    """Return what to say of the clocks; ``None`` if they agree, or if nothing depends on it."""
+    entries, clock = description.get("pipelines"), description.get("clock")
+    if not any("ranks" in entry for entry in (entries if isinstance(entries, list) else []) if isinstance(entry, dict)):
+        return None
+    if not isinstance(clock, dict) or not len(tasks) or tasks.rank.min() == tasks.rank.max():
+        return None
+    error = clock.get("error_ns")
+    if not isinstance(error, int):
+        return "the clocks of ranks were not all compared, so waits of one rank for another may be wrong"
+    usual = float(np.median(tasks.end - tasks.begin))
+    if error / 1000 < NOTABLE * usual:
+        return None
+    return (
+        f"the clocks of ranks agree to {error / 1000:,.0f} µs, and the median task takes {usual:,.0f} µs, so short "
+        "waits of one rank for another may be wrong"
+    )
+
+
+def clock_error(description: Mapping[str, Any], one: int, other: int) -> float | None:
+    """Return by how much times between two ranks may be wrong, in microseconds: their clocks by that much each."""
+    clock = description.get("clock")
+    ranks = clock.get("ranks") if isinstance(clock, dict) else None
+    total = 0.0
+    for rank in (one, other):
+        if rank == 0:
+            continue  # the clock that others are compared with
+        own = ranks.get(str(rank)) if isinstance(ranks, dict) else None
+        error = own.get("error_ns") if isinstance(own, dict) else None
+        if not isinstance(error, int):
+            return None
+        total += error / 1000
+    return total

@@ -1,0 +1,207 @@
+"""Collectives: which calls of ranks belong together, who came last, and how long the others waited for that one.
+
+A rank arrives when it makes the call, or starts it in the background; it waits until the last one is there, and after
+that for the network::
+
+    rank 0   | all_reduce .............:====|
+    rank 1          | all_reduce ......:====|       . waits for rank 2, whatever that does
+    rank 2                             |====|       = communication
+
+Calls are matched by their order within a step. Where ranks made different numbers of them, as some were not recorded,
+or clocks say that a call ended before another of the same began, nothing is said of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipesight.analysis.clocks import clock_error
+from pipesight.runs.reading.tables import Column, Communications, Table
+
+__all__ = ["Collective", "Meeting", "Pieces", "find_meetings", "name_collectives", "waits_in"]
+
+_WAIT = ".wait"
+_FROM_ONE_TO_ONE = ("send", "receive")
+_SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces(Table):
+    """Times that a rank waited for another, the cause."""
+
+    rank: Column
+    begin: Column
+    end: Column
+    cause: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Meeting:
+    """All calls of one collective in one group. Times are by rank, in the order of ``ranks``, and call."""
+
+    name: str
+    ranks: tuple[int, ...]
+    step: Column
+    size: Column
+    arrived: Column
+    begin: Column
+    """Of the wait: where the call itself waits, the same as ``arrived``."""
+    end: Column
+    error: Column
+    """By how much times may be wrong between two ranks, by both, in microseconds; infinite if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective of a group, over the steps that count. Times are microseconds of one call, at the mean."""
+
+    name: str
+    ranks: tuple[int, ...]
+    calls: int
+    bytes: float
+    """Of one call, at the median; -1 if that was not recorded."""
+    time: float
+    """That the rank which came last is in it: communication."""
+    wait: float
+    """That the others wait for the last one."""
+    last: int | None
+    """The rank that came last most often; ``None`` if clocks leave that in doubt."""
+    last_share: float
+    """Of the calls, those where it did."""
+
+
+def find_meetings(calls: Communications, description: Mapping[str, Any]) -> list[Meeting]:
+    """Match the calls of ranks."""
+    world = description.get("world_size")
+    is_wait = np.array([str(name).endswith(_WAIT) for name in calls.name.tolist()], bool)
+    names = np.array([str(name).removesuffix(_WAIT) for name in calls.name.tolist()], object)
+    groups = {*zip(names.tolist(), calls.peers.tolist(), strict=True)}
+    found = []
+    for name, peers in sorted(groups):
+        ranks = _members(str(peers), world, calls.rank)
+        if name in _FROM_ONE_TO_ONE or len(ranks) < 2:
+            continue
+        mine = (names == name) & (calls.peers == peers)
+        own = [
+            (calls.where(mine & (calls.rank == r) & ~is_wait), calls.where(mine & (calls.rank == r) & is_wait))
+            for r in ranks
+        ]
+        matched = _matched(own)
+        if matched is not None:
+            error = np.array([[_error(description, a, b) for b in ranks] for a in ranks])
+            meeting = Meeting(name, ranks, *matched, error)
+            found.append(_plausible(meeting))
+    return [meeting for meeting in found if len(meeting.step)]
+
+
+def _members(peers: str, world: object, ranks: Column) -> tuple[int, ...]:
+    if peers == "world":
+        count = world if isinstance(world, int) else int(ranks.max(initial=-1)) + 1
+        return tuple(range(count))
+    parts = peers.split(",")
+    return tuple(sorted(map(int, parts))) if all(part.isdecimal() for part in parts) else ()
+
+
+def _error(description: Mapping[str, Any], one: int, other: int) -> float:
+    error = 0.0 if one == other else clock_error(description, one, other)
+    return np.inf if error is None else error
+
+
+def _matched(
+    own: Sequence[tuple[Communications, Communications]],
+) -> tuple[Column, Column, Column, Column, Column] | None:
+    """Return step and size, and by rank arrival, begin and end, of calls that all made equally often in a step."""
+    counts = []
+    for launches, waits in own:
+        steps, count = np.unique(launches.step, return_counts=True)
+        waited = dict(zip(*(column.tolist() for column in np.unique(waits.step, return_counts=True)), strict=True))
+        # In a step where some calls are waited for later and some are not, it is not known which.
+        counts.append(
+            {s: (n, s in waited) for s, n in zip(steps.tolist(), count.tolist(), strict=True) if waited.get(s, n) == n}
+        )
+    common = sorted(s for s in counts[0] if all(own_counts.get(s) == counts[0][s] for own_counts in counts))
+    if not common:
+        return None
+    columns: list[list[Column]] = [[], [], []]
+    for launches, waits in own:
+        launches = _in_steps(launches, common)
+        apart = np.isin(launches.step, np.unique(waits.step))
+        waits = _in_steps(waits, common)
+        begin, end = launches.begin.copy(), launches.end.copy()
+        begin[apart], end[apart] = waits.begin, waits.end
+        for column, values in zip(columns, (launches.begin, begin, end), strict=True):
+            column.append(values)
+    arrived, begin, end = (np.stack(column) for column in columns)
+    return launches.step, launches.size, arrived, begin, end
+
+
+def _in_steps(calls: Communications, steps: Sequence[int]) -> Communications:
+    chosen = calls.where(np.isin(calls.step, steps))
+    return chosen.where(np.lexsort((chosen.begin, chosen.step)))
+
+
+def _plausible(meeting: Meeting) -> Meeting:
+    """Leave out calls that ended on one rank before another came, by more than clocks may be wrong."""
+    if not meeting.name.startswith(_SYNCHRONISING):
+        return meeting
+    early = (meeting.arrived.max(axis=0) - meeting.end.min(axis=0)) > meeting.error.max()
+    return _some(meeting, ~early)
+
+
+def _some(meeting: Meeting, rows: Column) -> Meeting:
+    parts = (meeting.arrived[:, rows], meeting.begin[:, rows], meeting.end[:, rows])
+    return Meeting(meeting.name, meeting.ranks, meeting.step[rows], meeting.size[rows], *parts, meeting.error)
+
+
+def waits_in(meetings: Sequence[Meeting]) -> Pieces:
+    """Return the times that ranks waited for the last one to come, where clocks leave no doubt that they did."""
+    found = [Pieces.of(**dict.fromkeys(("rank", "begin", "end", "cause"), np.zeros(0, np.int64)))]
+    found += [piece for meeting in meetings for piece in _waits(meeting)]
+    return Pieces.joined(*found)
+
+
+def _waits(meeting: Meeting) -> Iterator[Pieces]:
+    ranks = np.array(meeting.ranks, np.int64)
+    for k, rank in enumerate(meeting.ranks):
+        # One that has ended did not wait for those who came later, as with a broadcast.
+        there = meeting.arrived <= meeting.end[k]
+        last = np.argmax(np.where(there, meeting.arrived, np.iinfo(np.int64).min), axis=0)
+        until = np.minimum(np.take_along_axis(meeting.arrived, last[None], axis=0)[0], meeting.end[k])
+        certain = (last != k) & (until - meeting.begin[k] > meeting.error[k, last])
+        if certain.any():
+            begin, end = meeting.begin[k][certain], until[certain]
+            yield Pieces(np.full(len(begin), rank, np.int64), begin, end, ranks[last[certain]])
+
+
+def name_collectives(meetings: Sequence[Meeting], steps: Column) -> tuple[Collective, ...]:
+    """Name the collectives of some steps, those that take longest first."""
+    found = []
+    for whole in meetings:
+        meeting = _some(whole, np.isin(whole.step, steps))
+        if not len(meeting.step):
+            continue
+        last = np.argmax(meeting.arrived, axis=0)
+        latest = meeting.arrived.max(axis=0)
+        others = np.sort(meeting.arrived, axis=0)[-2]
+        first = int(np.bincount(last).argmax())
+        error = float(np.delete(meeting.error[first], first).min())
+        sure = (last == first) & (latest - others > error)
+        end = np.take_along_axis(meeting.end, last[None], axis=0)[0]
+        wait = np.maximum(np.minimum(latest, meeting.end) - meeting.begin, 0).sum(axis=0) / (len(meeting.ranks) - 1)
+        found.append(
+            Collective(
+                name=meeting.name,
+                ranks=meeting.ranks,
+                calls=len(meeting.step),
+                bytes=float(np.median(meeting.size)),
+                time=float(np.maximum(end - latest, 0).mean()),
+                wait=float(wait.mean()),
+                last=meeting.ranks[first] if sure.any() else None,
+                last_share=float(sure.mean()),
+            )
+        )
+    return tuple(sorted(found, key=lambda entry: (-entry.calls * (entry.time + entry.wait), entry.name, entry.ranks)))

@@ -1,0 +1,248 @@
+"""What a run took: its schedule, and the costs of its layers, for plans and for the advice of a report.
+
+Both are about the steps that the report counts, and what it measures is what a plan shows as recorded. Costs are those
+of the usual step, so of these only the steps in the middle, by their length, are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipesight.schedule.cuts import Setting
+from pipesight.schedule.costs import Costs, Link
+from pipesight.analysis.layer_costs import MICROSECOND, layers_of
+from pipesight.plan.planning import predict
+from pipesight.schedule.orders import B, F, R, Schedule, W
+from pipesight.schedule.simulation import Times
+from pipesight.analysis.measured_tasks import Windows
+from pipesight.analysis.topology import PipelineFacts
+from pipesight.analysis.links import Messages, messages_of
+from pipesight.runs.reading.tables import Column, LayerTimes, Tasks, Transfers
+
+if TYPE_CHECKING:
+    from pipesight.analysis.breakdown import StepTimes
+    from pipesight.analysis.bubble import Split
+    from pipesight.analysis.steps import MiniBatches
+    from pipesight.runs.reading.run import Run
+
+__all__ = ["Measured", "NoTasksError", "measure", "measure_steps"]
+
+USUAL = 0.2
+"""The share of steps that are usual: those whose length is nearest to the median, and at least one."""
+ENOUGH = 100
+"""So many usual mini-batches are looked at."""
+SMALL_MESSAGE = 64 * 1024
+"""Bytes. Smaller messages take as long as the network needs for any, whatever their size."""
+
+
+class NoTasksError(ValueError):
+    """A run has nothing to plan by."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measured:
+    """The recorded schedule: what it took, what the simulator makes of it, and the costs that it tells. In seconds."""
+
+    costs: Costs
+    facts: PipelineFacts
+    schedule: Schedule
+    checkpoint: str
+    balance: tuple[int, ...]
+    setting: Setting | None
+    """The setting that it was, if it was one that plans can have."""
+    layers_known: bool
+    """Whether layers were recorded, and not only their tasks."""
+    steps: int
+    """How many there were, without those of the warm-up."""
+    step_seconds: float
+    """The median, from the first forward of a step to that of the next."""
+    window_seconds: float
+    bubble: float
+    begin: Times
+    """When the tasks of a usual mini-batch ran, by kind, partition and micro-batch; NaN where there is none."""
+    end: Times
+    predicted_seconds: float
+    """What simulating it gives for the step; what plans save is compared with this."""
+    predicted_bubble: float
+    processors: int | None
+    """That the partitions of a replica share, if they compute on a CPU."""
+
+    @property
+    def schedule_name(self) -> str:
+        """Its name, as far as it is known."""
+        return self.facts.schedule or ("gpipe" if self.setting is not None else "unknown")
+
+    @property
+    def devices(self) -> int:
+        """How many plans are for by default: ranks, or partitions, of which each is to have a device."""
+        return self.schedule.stages if self.facts.ranks is None else self.schedule.devices
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more partitions, or ranks, compute at once than there are processors."""
+        return self.processors is not None and self.schedule.devices > self.processors
+
+
+def measure(run: Run, *, link: Link | None = None) -> Measured:
+    """Read what a run took, as `pipesight.report.analyse` measures it.
+
+    Args:
+        run: An open one.
+        link: The way between devices that plans are to have; by default as fast as it was.
+
+    Raises:
+        NoTasksError: No mini-batch went through a pipeline, and back, as a whole.
+    """
+    from pipesight.analysis.report import analyse
+
+    report = analyse(run)
+    found = report.measured
+    if found is None:
+        what = "no order of tasks that can be simulated" if report.overall is not None else "no whole training step"
+        if not len(report.tasks):
+            what = "no tasks of a pipeline"
+        elif not report.trained:
+            what = "no mini-batch with the forwards and backwards of all tasks"
+        raise NoTasksError(f"the run has {what} ({run.path}); record one or more whole steps that train a pipeline")
+    return found if link is None else replace(found, costs=replace(found.costs, link=link))
+
+
+def measure_steps(
+    run: Run,
+    facts: PipelineFacts,
+    split: Split,
+    minibatches: MiniBatches,
+    tasks: Tasks,
+    *,
+    times: StepTimes,
+    bubble: float,
+    layers: LayerTimes,
+    transfers: Transfers,
+    processors: int | None,
+) -> Measured | None:
+    """Find the costs of the steps that count; ``None`` if their order cannot be simulated.
+
+    Args:
+        run: Where the names of layers are.
+        facts: What the description says of the pipeline.
+        split: Mini-batches that have the same tasks, all of steps that count.
+        minibatches: The table that its rows are of.
+        tasks: Theirs.
+        times: The steps that count.
+        bubble: Of all of them.
+        layers: Times of layers in these steps.
+        transfers: Of the run.
+        processors: That the partitions of a replica share, if they compute on a CPU.
+    """
+    own = minibatches.where(split.rows[minibatches.replica[split.rows] == minibatches.replica[split.rows].min()])
+    mine = times.where(np.isin(times.step, own.step) & (times.replica == own.replica[0]))
+    if split.schedule is None or not len(mine):
+        return None
+    n, m = split.schedule.stages, split.schedule.chunks
+    usual, rows = _usual(mine, own)
+    window, whole = (Windows(some, tasks, split.schedule, split.rates) for some in (own.where(rows), own))
+    found = layers_of(run, facts, layers, whole.whole_lengths(computing=False), window.whole_lengths(), m)
+    besides = found.besides * MICROSECOND
+    # A backward that hands its gradient on before it ends lets the next begin early. More tasks would not gain more.
+    waited, each = (
+        _between_devices(transfers) if facts.ranks is None else _between_ranks(messages_of(own, tasks, transfers))
+    )
+    link = _link(each, [found.layers[end - 1].output_bytes / m for end in np.cumsum(found.balance)[:-1].tolist()])
+    # Of a task and its way back, half of that is in the gap of each; plans have links instead.
+    gaps = np.maximum(window.mean_gaps() - waited / (2 * len(own) * n * m), 0.0) * MICROSECOND
+    again = R if window.checkpoint != "never" else F  # what was not recorded is like a forward
+    even, uneven = window.makespans()
+    makespan = max(even, uneven)
+    per_step = max(1, round(float(usual.minibatches.mean())))
+    outside = max(float((usual.period - usual.window).mean()), 0.0)
+    costs = Costs(
+        found.layers,
+        samples=facts.batch_size,
+        forward_overhead=float(besides[F]),
+        recompute_overhead=float(besides[again]),
+        backward_overhead=float(besides[B]),
+        forward_gap=float(gaps[F]),
+        recompute_gap=float(gaps[again]),
+        backward_gap=float(gaps[B]),
+        loss=window.loss * MICROSECOND,
+        jitter=makespan / even if even > 0 else 1.0,
+        outside=outside * MICROSECOND,
+        minibatches=per_step,
+        weight_share=found.weight_share,
+        link=link,
+        rates=split.rates,
+        notes=found.notes,
+    )
+    setting = _setting(facts, split.schedule, window.checkpoint)
+    if setting is not None:
+        plan = predict(costs, setting, found.balance)
+        predicted = plan.step_seconds, plan.bubble
+    else:
+        predicted = (per_step * makespan + outside) * MICROSECOND, window.bubble(makespan)
+    begin, end = window.example()
+    return Measured(
+        costs=costs,
+        facts=facts,
+        schedule=split.schedule,
+        checkpoint=window.checkpoint,
+        balance=found.balance,
+        setting=setting,
+        layers_known=found.known,
+        steps=len(np.unique(times.step)),
+        step_seconds=float(np.median(times.period)) * MICROSECOND,
+        window_seconds=float(np.median(own.end - own.begin)) * MICROSECOND,
+        bubble=bubble,
+        begin=begin * MICROSECOND,
+        end=end * MICROSECOND,
+        predicted_seconds=predicted[0],
+        predicted_bubble=predicted[1],
+        processors=processors,
+    )
+
+
+def _usual(times: StepTimes, minibatches: MiniBatches) -> tuple[StepTimes, Column]:
+    """Return the steps whose length is nearest to the median, and which of the mini-batches are theirs."""
+    apart = np.abs(times.period - np.median(times.period))
+    usual = times.where(apart <= np.sort(apart)[max(1, round(USUAL * len(apart))) - 1])
+    return usual, np.flatnonzero(np.isin(minibatches.step, usual.step))[:ENOUGH]
+
+
+def _setting(facts: PipelineFacts, schedule: Schedule, checkpoint: str) -> Setting | None:
+    """Return the setting that an order is, if it is one; GPipe's backwards may come in any order."""
+    n, m, devices = schedule.stages, schedule.chunks, schedule.devices
+    if n % devices or (schedule.order[..., 0] == W).any():
+        return None
+    possible = [Setting(name, n, m, checkpoint) for name in ("gpipe", "1f1b") if devices == n]
+    if devices < n and m % devices == 0:
+        possible = [Setting("interleaved", devices, m, checkpoint, n // devices)]
+    for setting in possible:
+        if np.array_equal(setting.build().order, schedule.order):
+            return setting
+    first = all((row[:m, 0] == F).all() for row in schedule.order)
+    return possible[0] if devices == n and first and facts.schedule == "gpipe" else None
+
+
+def _between_devices(transfers: Transfers) -> tuple[float, float]:
+    """Return how many microseconds transfers took in all, and one of them."""
+    taken = float((transfers.end - transfers.begin).sum()) if len(transfers) else 0.0
+    return taken, taken / max(len(transfers), 1)
+
+
+def _between_ranks(messages: Messages) -> tuple[float, float]:
+    """Return the same of messages: ranks wait for them before they are sent, too, but that is no time on the way."""
+    timed = messages.where(messages.waiting.astype(bool))
+    return float(messages.wait.sum()), float(timed.time.mean()) if len(timed) else 0.0
+
+
+def _link(microseconds: float, sizes: Sequence[float]) -> Link:
+    """Return a link on which what was cut takes as long as it did: latency if that is little, else bandwidth."""
+    mean = float(np.mean(sizes)) if len(sizes) else 0.0
+    if microseconds <= 0:
+        return Link()
+    if mean < SMALL_MESSAGE:
+        return Link(latency=microseconds * MICROSECOND)
+    return Link(bandwidth=mean / (microseconds * MICROSECOND))

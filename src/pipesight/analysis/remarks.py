@@ -1,0 +1,111 @@
+"""What to know about a run besides its numbers: how it ended, what was left out, what is in doubt."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipesight.analysis.clocks import doubts_about_clocks
+from pipesight.analysis.verdict import MUCH, TITLES, Verdict
+from pipesight.analysis.waits import Held
+from pipesight.analysis.steps import INCOMPLETE, MiniBatches
+from pipesight.runs.reading.processes import KILLED, ending_of
+from pipesight.runs.reading.tables import OPTIMIZER, Spans, Tasks
+
+if TYPE_CHECKING:
+    from pipesight.runs.reading.run import Run
+
+__all__ = ["Remark", "doubts_about", "remarks_on", "with_ending", "with_waits"]
+
+LONGEST = 400
+"""Characters of an outcome, which may be the message of an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something about the files that a reader should know."""
+
+    path: str | None
+    text: str
+
+
+def with_ending(verdict: Verdict, run: Run) -> Verdict:
+    """Add how the run ended, unless all went well, or whoever follows it knows."""
+    if (restarts := _restarts(run)) is not None:
+        verdict = replace(verdict, text=f"{verdict.text} {restarts}")
+        if not run.attempt.described:
+            return verdict
+    outcome = run.description.get("outcome")
+    if not (outcome is None and run.followed) and (ending := ending_of(run.description)) is not None:
+        text = f"The run has ended: {textwrap.shorten(ending, LONGEST, placeholder=' ..')}."
+    elif isinstance(outcome, str) and outcome.strip() not in ("", "ok"):
+        first = outcome.strip().splitlines()[0].rstrip(".")
+        text = f"The run ended with {textwrap.shorten(first, LONGEST, placeholder=' ..')}."
+    elif run.description and outcome is None and not run.followed:
+        if run.was_killed():
+            text = f"The run has ended: {KILLED}. This is as far as it got."
+        else:
+            text = "The run has not ended, or was killed: this is as far as it got."
+    else:
+        return verdict
+    return replace(verdict, text=f"{verdict.text} {text}")
+
+
+def with_waits(verdict: Verdict, held: Sequence[Held]) -> Verdict:
+    """Name the rank that most is lost to because others wait for it."""
+    if not held or held[0].share < MUCH:
+        return verdict
+    first = held[0]
+    doing = "its code between steps" if first.doing == "between_steps" else f"its {TITLES[first.doing]}"
+    who = "the others wait" if len(first.ranks) > 1 else f"rank {first.ranks[0]} waits"
+    return replace(verdict, text=f"{verdict.text} Look at rank {first.rank}: {who} for {doing}.")
+
+
+def _restarts(run: Run) -> str | None:
+    """Say which attempt it is, of a run that was restarted."""
+    attempt = run.attempt
+    if not attempt.restarts:
+        return None
+    often = {1: "once", 2: "twice"}.get(attempt.restarts, f"{attempt.restarts:,} times")
+    which = "the last" if attempt.number == attempt.restarts else "not the last"
+    if attempt.number == attempt.there[-1] != attempt.restarts:
+        which = "the last that left a trace"
+    return f"Restarted {often}; this is attempt {attempt.number}, {which}."
+
+
+def remarks_on(run: Run, minibatches: MiniBatches | None = None, spans: Spans | None = None) -> list[Remark]:
+    """Return what was left out, when it was recorded or now, and why."""
+    found = [Remark(str(note.path) if note.path else None, note.text) for note in run.notes]
+    left = run.description.get("left_out")
+    for what, count in left.items() if isinstance(left, dict) else ():
+        if isinstance(count, int) and count > 0:
+            names = str(what).replace("_", " ")
+            were = f"{names.removesuffix('s')} was" if count == 1 else f"{names} were"
+            found.append(Remark(None, f"{count:,} {were} left out when this was recorded"))
+    if minibatches is None:
+        return found
+    if spans is not None and (count := _never_stepped(minibatches, spans)):
+        text = f"no optimizer stepped, so all {count:,} mini-batches are one step; if they are several, say so:"
+        found.append(Remark(None, f"{text} run.step(number), in 'with pipesight.observe(...) as run:'"))
+    if broken := int((minibatches.kind == INCOMPLETE).sum()):
+        text = "mini-batch is" if broken == 1 else "mini-batches are"
+        found.append(Remark(None, f"{broken:,} {text} incomplete, and left out with the step"))
+    return found
+
+
+def doubts_about(run: Run, tasks: Tasks) -> list[Remark]:
+    """Return what may be wrong, since the clocks of ranks are."""
+    text = doubts_about_clocks(run.description, tasks)
+    return [] if text is None else [Remark(None, text)]
+
+
+def _never_stepped(minibatches: MiniBatches, spans: Spans) -> int:
+    """Return how many mini-batches make up the one step that there is because no optimizer ended it, or 0."""
+    if len(np.unique(minibatches.step)) != 1 or (spans.kind == OPTIMIZER).any():
+        return 0
+    most = int(np.bincount(minibatches.replica).max())
+    return most if most > 1 else 0

@@ -1,0 +1,100 @@
+"""Layers that did the same work in two runs: if they all took longer in one, it was the machine, not the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipesight.analysis.report import Report
+from pipesight.analysis.topology import LayerFacts
+from pipesight.analysis.layers import Layer
+
+__all__ = ["SameLayers", "same_layers"]
+
+NOTICEABLE = 0.03
+"""By how much layers must differ, all together, to be told of."""
+AGREEING = 0.01
+"""And each of them, in the same direction."""
+SMALL = 0.01
+"""Layers with a smaller share of the time are not asked: their times are mostly noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class SameLayers:
+    """What one micro-batch takes in layers whose work is the same in both runs, in microseconds."""
+
+    names: tuple[str, ...]
+    first: float
+    second: float
+    agree: bool
+    """Whether all of them differ in the same direction."""
+    sizes_known: bool
+    """Whether micro-batches are known to be of one size."""
+
+    def sentence(self) -> str | None:
+        """Say that the machine was faster or slower, if it seems so."""
+        change = self.second / self.first - 1
+        if not self.agree or abs(change) < NOTICEABLE:
+            return None
+        took, was = ("longer", "slower, or busier") if change > 0 else ("less", "faster, or less busy")
+        otherwise = "" if self.sizes_known else "; or micro-batches differ"
+        return (
+            f"The same {len(self.names)} layers took {abs(change):.0%} {took} for a micro-batch in the second run: the "
+            f"machine itself was {was}, which is no effect of a balance or a schedule{otherwise}."
+        )
+
+
+def same_layers(first: Report, second: Report) -> SameLayers | None:
+    """Return the layers that did the same work in both runs, if there are two of them at least.
+
+    These have the same name, class and parameters, outputs of one size a sample, and micro-batches of as many samples.
+    Recomputation is left out, since it is a matter of settings.
+    """
+    sizes = _samples(first), _samples(second)
+    if sizes[0] != sizes[1]:
+        return None
+    facts = _facts(first), _facts(second)
+    others = {layer.name: layer for layer in second.layers}
+    pairs = [
+        (layer, other)
+        for layer in first.layers
+        if (other := others.get(layer.name)) is not None
+        and _work(facts[0].get(layer.name), first) == _work(facts[1].get(layer.name), second)
+        and [runs > 0 for runs in layer.runs[::2]] == [runs > 0 for runs in other.runs[::2]]
+        and min(_time(layer), _time(other)) > 0
+    ]
+    if len(pairs) < 2:
+        return None
+    totals = sum(_time(layer) for layer, _ in pairs), sum(_time(other) for _, other in pairs)
+    asked = [_time(b) / _time(a) for a, b in pairs if _time(a) >= SMALL * totals[0]]
+    return SameLayers(
+        names=tuple(layer.name for layer, _ in pairs),
+        first=totals[0],
+        second=totals[1],
+        agree=all(ratio >= 1 + AGREEING for ratio in asked) or all(ratio <= 1 - AGREEING for ratio in asked),
+        sizes_known=sizes[0][0] is not None,
+    )
+
+
+def _time(layer: Layer) -> float:
+    return layer.forward + layer.backward
+
+
+def _samples(report: Report) -> tuple[float | None, Sequence[int]]:
+    """Return how many samples a micro-batch has, if that is known, or else how many micro-batches there are."""
+    sizes = {p.facts.batch_size / p.chunks if p.facts.batch_size else None for p in report.pipelines}
+    known = sizes.pop() if len(sizes) == 1 else None
+    return known, [] if known is not None else sorted(p.chunks for p in report.pipelines)
+
+
+def _facts(report: Report) -> dict[str, LayerFacts]:
+    return {layer.name: layer for pipeline in report.pipelines for layer in pipeline.facts.layers}
+
+
+def _work(facts: LayerFacts | None, report: Report) -> tuple[object, ...]:
+    """Return what must be the same for a layer to have as much to do, as far as it is known."""
+    if facts is None:
+        return ()
+    batch = next((p.facts.batch_size for p in report.pipelines if facts in p.facts.layers), None)
+    output = facts.output_bytes / batch if facts.output_bytes is not None and batch else None
+    return facts.type, facts.parameter_bytes, output

@@ -1,0 +1,172 @@
+"""What is known of the pipelines of a run: from its description, as far as that goes, and from its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipesight.runs.reading.tables import Tasks
+
+__all__ = [
+    "LayerFacts",
+    "PipelineFacts",
+    "device_of_partition",
+    "hosts_of",
+    "is_over_ranks",
+    "pipelines_of",
+    "rank_of_partition",
+    "replicas_in",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """A layer as the description has it."""
+
+    name: str
+    type: str | None
+    partition: int
+    parameter_bytes: int | None
+    output_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineFacts:
+    """A pipeline as the description has it. What it does not say, or says in no way that makes sense, is ``None``."""
+
+    partitions: int
+    chunks: int | None = None
+    schedule: str | None = None
+    balance: tuple[int, ...] | None = None
+    devices: tuple[str, ...] | None = None
+    checkpoint: str | None = None
+    batch_size: int | None = None
+    layers: tuple[LayerFacts, ...] = ()
+    ranks: tuple[tuple[int, ...], ...] | None = None
+    """Of a pipeline over several ranks, those that have each partition: one of each replica, in the same order."""
+    processors: int | None = None
+    """That the process may use."""
+
+
+def pipelines_of(description: Mapping[str, Any]) -> list[PipelineFacts]:
+    """Read the pipelines of a run's description, whatever it may hold."""
+    entries = description.get("pipelines")
+    found = []
+    for entry in entries if isinstance(entries, list) else []:
+        partitions = _number(entry, "partitions")
+        if partitions:
+            found.append(_pipeline(entry, partitions, _processors(entry, description)))
+    return found
+
+
+def replicas_in(facts: Iterable[PipelineFacts]) -> dict[int, int]:
+    """Return the replica of each rank, as far as pipelines say so and agree on it.
+
+    >>> replicas_in([PipelineFacts(2, ranks=((0, 1), (3, 2)))])
+    {0: 0, 1: 1, 3: 0, 2: 1}
+    """
+    found: dict[int, int] = {}
+    for fact in facts:
+        for row in fact.ranks or ():
+            for replica, rank in enumerate(row):
+                if found.setdefault(rank, replica) != replica:
+                    return {}
+    return found
+
+
+def _processors(entry: Mapping[str, Any], description: Mapping[str, Any]) -> int | None:
+    """Return how many processors the partitions share; of several machines, that is not known."""
+    hosts = description.get("hosts")
+    apart = "ranks" in entry and isinstance(hosts, list) and len(hosts) > 1
+    return None if apart else _number(description, "processors")
+
+
+def hosts_of(description: Mapping[str, Any]) -> dict[int, str]:
+    """Return the host of each rank, of a run over several hosts; of others, nothing."""
+    known = description.get("host_of_rank")
+    hosts = {rank: host for rank, host in known.items() if isinstance(host, str)} if isinstance(known, dict) else {}
+    return hosts if len({*hosts.values()}) > 1 else {}
+
+
+def device_of_partition(facts: PipelineFacts | None, tasks: Tasks, partitions: int) -> tuple[int, ...]:
+    """Return a number for the device of each partition; those with the same number take turns.
+
+    In a run of several processes, or of a pipeline for such, that is the rank. In one process, each CPU partition has a
+    thread of its own, and those on one GPU share it.
+    """
+    ranks = rank_of_partition(tasks, partitions)
+    names: list[object]
+    if is_over_ranks(facts, ranks):
+        names = list(ranks)
+    elif facts is not None and facts.devices is not None:
+        names = [j if name.startswith("cpu") else name for j, name in enumerate(facts.devices)]
+    else:
+        names = list(range(partitions))
+    numbers: dict[object, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+def is_over_ranks(facts: PipelineFacts | None, ranks: Sequence[int]) -> bool:
+    """Tell whether a pipeline is one over several ranks, or could be, given the rank of each partition."""
+    return len({*ranks}) > 1 or (facts is not None and facts.ranks is not None)
+
+
+def rank_of_partition(tasks: Tasks, partitions: int) -> list[int]:
+    """Return the lowest rank that has each partition: that of the first replica."""
+    lowest = np.full(partitions, np.iinfo(np.int64).max)
+    inside = tasks.partition < partitions
+    np.minimum.at(lowest, tasks.partition[inside], tasks.rank[inside])
+    ranks: list[int] = lowest.tolist()
+    return ranks
+
+
+def _pipeline(entry: Mapping[str, Any], partitions: int, processors: int | None) -> PipelineFacts:
+    balance = _list(entry, "balance", int)
+    devices = _list(entry, "devices", str)
+    return PipelineFacts(
+        partitions=partitions,
+        chunks=_number(entry, "chunks"),
+        schedule=_text(entry, "schedule"),
+        balance=tuple(balance) if len(balance) == partitions else None,
+        devices=tuple(devices) if len(devices) == partitions else None,
+        checkpoint=_text(entry, "checkpoint"),
+        batch_size=_number(entry, "batch_size"),
+        layers=tuple(_layers(entry.get("layers"), partitions)),
+        ranks=_ranks(entry.get("ranks"), partitions),
+        processors=processors,
+    )
+
+
+def _layers(entries: object, partitions: int) -> Iterable[LayerFacts]:
+    for entry in entries if isinstance(entries, list) else []:
+        name, partition = _text(entry, "name"), entry.get("partition") if isinstance(entry, dict) else None
+        if name is not None and isinstance(partition, int) and 0 <= partition < partitions:
+            sizes = _number(entry, "parameter_bytes"), _number(entry, "output_bytes")
+            yield LayerFacts(name, _text(entry, "class"), partition, *sizes)
+
+
+def _ranks(value: object, partitions: int) -> tuple[tuple[int, ...], ...] | None:
+    if not isinstance(value, list) or len(value) != partitions or not value:
+        return None
+    rows = [row for row in value if isinstance(row, list) and row and all(type(rank) is int for rank in row)]
+    if len(rows) != partitions or len({len(row) for row in rows}) != 1:
+        return None
+    return tuple(map(tuple, rows))
+
+
+def _number(entry: object, key: str) -> int | None:
+    value = entry.get(key) if isinstance(entry, dict) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None
+
+
+def _text(entry: object, key: str) -> str | None:
+    value = entry.get(key) if isinstance(entry, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def _list(entry: Mapping[str, Any], key: str, of: type) -> Sequence[Any]:
+    value = entry.get(key)
+    return value if isinstance(value, list) and all(isinstance(item, of) for item in value) else []

@@ -1,0 +1,112 @@
+"""What a run comes to, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipesight.analysis.breakdown import OUTSIDE
+from pipesight.analysis.bubble import LOSSES
+from pipesight.plan.advice import Change
+
+__all__ = ["TITLES", "Verdict", "verdict_on"]
+
+TITLES = {
+    "computing": "computing",
+    "fill_and_drain": "fill and drain",
+    "sharing": "sharing a device",
+    "imbalance": "imbalance",
+    "jitter": "jitter",
+    "transfers": "transfers",
+    "host_gaps": "host gaps",
+    "evaluation": "evaluation",
+    "data_loading": "data loading",
+    "optimizer": "optimizer",
+    "checkpoints": "checkpoints",
+    "communication": "communication",
+    "between_steps": "between steps",
+}
+"""The parts of a step, as people call them."""
+
+MUCH = 0.05
+"""Of the step, what is worth a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A few sentences, and what to change."""
+
+    text: str
+    changes: tuple[Change, ...]
+
+
+def verdict_on(
+    *,
+    bubble: float,
+    bound: float,
+    partitions: int,
+    chunks: int,
+    workers: int,
+    devices: int,
+    device_idle: float,
+    on_processors: int = 0,
+    processors: int | None = None,
+    parts: Mapping[str, float],
+    changes: Sequence[Change],
+) -> Verdict:
+    """Say how large the bubble is, why, and what else takes the time of a step.
+
+    Args:
+        bubble: The share of windows in which workers do not compute.
+        bound: What of it the schedule itself has.
+        partitions: How many there are.
+        chunks: How many micro-batches there are.
+        workers: How many ranks they are on, if these compute for one at a time; otherwise as many as partitions.
+        devices: How many devices the partitions are on.
+        device_idle: The share of windows in which devices do not compute.
+        on_processors: How many workers are on the CPU.
+        processors: How many the process may use.
+        parts: Where the time of the mean step goes.
+        changes: What would help.
+    """
+    period = max(sum(parts.values()), 1e-9)
+    shares = {name: time / period for name, time in parts.items()}
+    sentences = [_first(bubble, bound, partitions, chunks, workers)]
+    if devices < workers:
+        where = "one device, which computes" if devices == 1 else f"{devices} devices, which compute"
+        sentences.append(f"The partitions share {where} {_percent(1 - device_idle)} of that time.")
+    if processors is not None and on_processors > processors:
+        few = "1 processor" if processors == 1 else f"{processors} processors"
+        who = "partitions" if workers == partitions else "ranks"
+        sentences.append(f"{on_processors} {who} compute on {few}, so they slow each other down.")
+    inside = max((name for name in LOSSES if name != "fill_and_drain"), key=lambda name: shares.get(name, 0))
+    if shares.get(inside, 0) >= MUCH:
+        sentences.append(f"The largest other loss is {_noun(inside)}, {_percent(shares[inside])} of the mean step.")
+    outside = sum(shares.get(name, 0) for name in OUTSIDE)
+    if outside >= MUCH:
+        worst = max(OUTSIDE, key=lambda name: shares.get(name, 0))
+        most = f", {_percent(shares[worst])} to {_noun(worst)}" if worst != "between_steps" else ""
+        sentences.append(f"{_percent(outside)} of the mean step goes by outside of the pipeline{most}.")
+    if not changes:
+        sentences.append("Nothing that can be told from the trace would gain more than 1%.")
+    return Verdict(" ".join(sentences), tuple(changes))
+
+
+def _first(bubble: float, bound: float, partitions: int, chunks: int, workers: int) -> str:
+    if workers == 1:
+        one = "partition" if partitions == 1 else "rank"
+        return f"There is one {one}, so no bubble; it stands still {_percent(bubble)} of its time."
+    measured = f"The bubble is {_percent(bubble)} of the pipeline's window"
+    where = f" on {workers} ranks" if workers < partitions else ""
+    shape = f"{partitions} partitions{where} and {chunks} micro-batch{'es' * (chunks != 1)}"
+    if bubble - bound <= 0.02:
+        return f"{measured}, which is what the schedule has with {shape} ({_percent(bound)})."
+    return f"{measured}; the schedule alone would have {_percent(bound)} with {shape}."
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+
+
+def _noun(part: str) -> str:
+    return f"the {TITLES[part]}" if part == "optimizer" else TITLES[part]

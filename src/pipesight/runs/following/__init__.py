@@ -1,0 +1,1 @@
+"""A run that is still being recorded, read as its files grow."""

@@ -1,0 +1,127 @@
+"""The events of the last steps of a run: new ones come in, the oldest steps make room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipesight.runs.reading.clocks import Shift
+from pipesight.runs.reading._duckdb import DuckEvents, Source
+from pipesight.runs.reading.queries import Frame
+
+__all__ = ["Lines", "LiveEvents"]
+
+_SPAN = (b'"ph":"X"', b'"ph": "X"')
+_SLACK = 1.25
+"""Room is made when there are so many times more than can be kept, so that it need not be made all the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """New lines of a trace."""
+
+    lines: Sequence[bytes]
+    rank: int
+    own: bool
+    """Of the rank's own process, not of one that it started."""
+    shift: Shift
+
+
+class LiveEvents(DuckEvents):
+    """A table of events that stays small.
+
+    Args:
+        steps: How many steps to keep.
+        most: How many rows to keep, all in all, though of no fewer than two steps.
+    """
+
+    def __init__(self, *, steps: int, most: int = 500_000) -> None:
+        super().__init__()
+        self.count = 0
+        """Events that were read, also those that made room."""
+        self._steps, self._most = steps, most
+        self._before: int | None = None
+
+    @property
+    def frame(self) -> Frame:
+        """The events of steps that are whole, and those of no step."""
+        import narwhals
+
+        frame = self.whole_frame
+        return frame if self._before is None else frame.filter(narwhals.col("step") < self._before)
+
+    @property
+    def whole_frame(self) -> Frame:
+        """The same, and those of steps that are not whole yet."""
+        return super().frame
+
+    def show(self, *, before: int | None) -> None:
+        """Show only steps before one."""
+        self._before = before
+
+    def add(self, batches: Sequence[Lines]) -> None:
+        """Add the spans among some lines."""
+        sources = []
+        for number, batch in enumerate(batches):
+            path = self.folder / f"new-{number}.pfw"
+            path.write_bytes(b"\n".join(line for line in batch.lines if _SPAN[0] in line or _SPAN[1] in line))
+            sources.append(Source(path, number, batch.rank, batch.own, batch.shift, packed=False))
+        before = self._size()
+        try:
+            self.read(sources)
+            self.settle()
+        finally:
+            for source in sources:
+                source.path.unlink()
+        self.count += self._size() - before
+        self._make_room()
+
+    def _size(self) -> int:
+        ((size,),) = self._rows("SELECT count(*) FROM events")
+        return size
+
+    def reached(self) -> dict[int, int]:
+        """Return the last step of each rank that has tasks."""
+        rows = self._rows("SELECT rank, max(step) FROM events WHERE phase >= 0 AND step >= 0 GROUP BY rank")
+        return {rank: step for rank, step in rows}  # noqa: C416
+
+    def steps(self) -> list[int]:
+        """Return the steps that there are tasks of, whole or not."""
+        rows = self._rows("SELECT DISTINCT step FROM events WHERE phase >= 0 AND step >= 0 ORDER BY step")
+        return [step for (step,) in rows]
+
+    def hidden(self) -> dict[int, tuple[int, int]]:
+        """Return the first step of each rank that is not shown, and when it begins."""
+        if self._before is None:
+            return {}
+        rows = self._rows(
+            'SELECT rank, arg_min(step, "begin"), min("begin") FROM events '
+            f"WHERE phase >= 0 AND step >= {self._before:d} GROUP BY rank"
+        )
+        return {rank: (step, begin) for rank, step, begin in rows}
+
+    def ranks(self) -> list[int]:
+        """Return the ranks, in order."""
+        return [rank for (rank,) in self._rows("SELECT DISTINCT rank FROM events ORDER BY rank")]
+
+    def _make_room(self) -> None:
+        rows = self._rows("SELECT step, count(*), min(begin) FROM events GROUP BY step ORDER BY step")
+        sizes = [(step, size, begin) for step, size, begin in rows if step >= 0]
+        total = sum(size for _, size, _ in rows)
+        if len(sizes) <= self._steps * _SLACK and total <= self._most * _SLACK:
+            return
+        first, begin = 0, 0
+        if sizes:
+            after = np.cumsum([size for _, size, _ in sizes[::-1]])  # rows of the last step, the last two, and so on
+            kept = min(max(2, int(np.searchsorted(after, self._most, side="right"))), self._steps, len(sizes))
+            first, _, begin = sizes[-kept]
+        self._database.execute(
+            "CREATE OR REPLACE TEMP TABLE events AS (SELECT * FROM events WHERE step >= $first) UNION ALL "
+            '(SELECT * FROM events WHERE step < 0 AND "end" > $begin ORDER BY begin DESC LIMIT $most)',
+            {"first": first, "begin": begin, "most": self._most},
+        )
+
+    def _rows(self, query: str) -> list[tuple[int, ...]]:
+        return self._database.execute(query).fetchall()

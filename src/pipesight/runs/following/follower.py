@@ -1,0 +1,270 @@
+"""A run that is going on, read as it grows: whether it has begun and ended, and its last steps.
+
+Each look reads what was added to the files since the last one, and no more than a few MiB of it, however long the run
+has been going on; what it keeps is bounded too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pipesight.runs.following.attempts import attempt_of_trace, choose_attempt, described, read_ranks
+from pipesight.runs.following.events import Lines
+from pipesight.runs.following.growing_file import GrowingFile
+from pipesight.runs.following.recent_run import RecentRun
+from pipesight.runs.reading.clocks import NO_SHIFT, Shift
+from pipesight.runs.reading._files import read_object
+from pipesight.runs.reading._opening import check_plain, refusal, without_refused
+from pipesight.runs.reading.processes import KILLED, ending_of, is_gone, may_restart
+from pipesight.runs.reading.run import NotARunError
+from pipesight.runs.reading.traces import find_traces
+
+__all__ = ["Follower", "State", "check_place"]
+
+Phase = Literal["waiting", "running", "ended"]
+
+_RANK = re.compile(r"rank[-_]?(\d{1,9})")
+_CHILD = re.compile(r"-\d+-\d+\.")  # of a process that a rank started: rank-00000-4711.pfw.gz
+_PARTS = ("trace", "stats", "logs", "ranks")
+_MOST = {"trace": 4 * 2**20, "stats": 8 * 2**20, "logs": 2**18}
+"""Bytes on disk that are read at a time, over all files of a kind."""
+_LEAST = 2**16  # bytes, of each file
+_LONGER = 12
+"""How many times longer than else to wait where nothing is sure: for more of a trace that has no end and no run.json,
+and for another attempt of a torchrun that goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How far a run is."""
+
+    phase: Phase
+    outcome: str | None = None
+    """How it ended."""
+
+
+def check_place(path: Path) -> None:
+    """Check that there is a run, or that one can still appear.
+
+    Raises:
+        NotARunError: There is something else.
+    """
+    if path.is_dir() and (why := refusal(path / "run.json", path)) is not None:
+        raise NotARunError(f"{path / 'run.json'}: {why}")
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise NotARunError(f"not a run: {str(path)!r} is neither a file nor a folder")
+    if not path.is_dir() or (path / "run.json").exists():
+        if path.is_file() and not path.name.endswith((".pfw.gz", ".pfw")):
+            raise NotARunError(
+                f"not a run: {str(path)!r} is a file; give the folder of a run, or its trace: rank-00000.pfw.gz"
+            )
+        return
+    names = {entry.name for entry in path.iterdir()}
+    if not names or names & set(_PARTS):
+        return
+    try:
+        find_traces(path)
+    except FileNotFoundError:
+        raise NotARunError(
+            f"not a run: no run.json and no trace in the folder {str(path)!r}; "
+            f"record one: pipesight run --out {path / 'RUN'} train.py"
+        ) from None
+
+
+class Follower:
+    """Follows a run directory, a folder of traces, or one trace.
+
+    Example::
+
+        follower = Follower(Path("RUN"))
+        while follower.state.phase != "ended":
+            if follower.look():
+                print(follower.run.steps())
+            time.sleep(1)
+
+    Args:
+        path: The run. It need not be there yet.
+        steps: How many of the last steps to keep.
+        quiet: Seconds without a new byte after which a run whose process is gone has ended.
+        clock: Tells the time.
+    """
+
+    def __init__(
+        self, path: Path, *, steps: int = 100, quiet: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.path = path
+        self._steps, self._quiet, self._clock = steps, quiet, clock
+        self._reset()
+
+    def _reset(self) -> None:
+        self.state = State("waiting")
+        self.run = RecentRun(self.path, steps=self._steps)
+        """What has been read; it changes with each look."""
+        self._files: dict[Path, GrowingFile] = {}
+        self._traces: list[Path] = []  # of the attempt that is read
+        self._closed: dict[Path, bool] = {}  # whether each has come to its end
+        self._told: dict[str, Any] = {}  # by run.json
+        self._ranks: dict[int, dict[str, Any]] = {}  # what others say
+        self._grew_at = -math.inf
+
+    def look(self) -> bool:
+        """Read what is new; tell whether there is anything to show that was not there before."""
+        if self.state.phase == "ended":
+            return False
+        before = self.state
+        told = self._read_facts()
+        self._choose_attempt()
+        events = list(self._new("trace"))
+        if events:
+            self._read_ranks()
+            self.run.add_events([self._lines(path, lines) for path, lines in events])
+        said = False
+        for path, lines in self._new("stats"):
+            self.run.add_statistics(_rank(path), lines)
+            said = True
+        for path, lines in self._new("logs"):
+            self.run.add_log_lines(_rank(path), lines)
+            said = True
+        self.state = self._judge()
+        more = self.run.settle(everything=self.state.phase == "ended")
+        return told or said or more or self.state != before
+
+    def close(self) -> None:
+        """Let go of what was read."""
+        self.run.close()
+
+    # What there is to read.
+
+    def _read_facts(self) -> bool:
+        """Read run.json, if it has changed."""
+        path = self.path / "run.json"
+        try:
+            check_plain(path, self.path)
+            facts = read_object(path)
+            changed_at = path.stat().st_mtime
+        except (OSError, ValueError):  # it is replaced in one go, but not by everyone
+            return False
+        known = self._told
+        if facts == known:
+            return False
+        if known and any(facts.get(name) != known.get(name) for name in ("started", "pid", "host")):
+            self._begin_anew()  # another run, in the same place, or another attempt
+        self._told = facts
+        self.run.description = described(facts, self._ranks)
+        self._note_growth(changed_at)
+        return True
+
+    def _begin_anew(self) -> None:
+        self.close()
+        self._reset()
+
+    def _choose_attempt(self) -> None:
+        """Find out which attempt to read; if it is another than before, nothing stays of that one."""
+        told, found = self._told, self._find_traces()
+        if told.get("restart") or any(attempt_of_trace(path) for path in found):
+            self._read_ranks()
+        chosen = choose_attempt(self.path, [(_rank(path), path) for path in found], told, self._ranks)
+        if self._files and chosen.number != self.run.attempt.number:
+            self._begin_anew()
+            self._told, self.run.description = told, described(told, {})
+        self.run.attempt = chosen
+        self._traces = [path for path in found if attempt_of_trace(path) == chosen.of_rank(_rank(path))]
+
+    def _read_ranks(self) -> None:
+        """Read what other ranks say of themselves: of their clocks, hosts and restarts."""
+        ranks = read_ranks(self.path)
+        if ranks != self._ranks:
+            self._ranks = ranks
+            self.run.description = described(self._told, ranks)
+
+    def _note_growth(self, changed_at: float) -> None:
+        """Take note of when a file was written last, which is long ago where a run ended long ago."""
+        age = max(0.0, time.time() - changed_at)
+        self._grew_at = max(self._grew_at, self._clock() - age)
+
+    def _new(self, kind: str) -> Iterator[tuple[Path, list[bytes]]]:
+        """Yield the files that have new lines, and those."""
+        paths = self._paths(kind)
+        most = max(_LEAST, _MOST[kind] // max(len(paths), 1))
+        for path in paths:
+            file = self._files.get(path)
+            if file is None:
+                file = self._files[path] = GrowingFile(path)
+            left_out = file.left_out
+            try:
+                lines = file.new_lines(most=most)
+                changed_at = path.stat().st_mtime
+            except OSError:  # gone, or not for us
+                continue
+            if file.left_out > left_out:
+                size = f"{file.left_out / 2**20:,.1f} MiB"
+                self.run.remark(path, f"{size} were left out, to keep up with it; `pipesight report` reads all")
+            if lines:
+                self._note_growth(changed_at)
+                yield path, lines
+
+    def _lines(self, path: Path, lines: list[bytes]) -> Lines:
+        shift = Shift.of(self._ranks.get(_rank(path), {})) or NO_SHIFT
+        self._closed[path] = lines[-1].strip() == b"]"
+        return Lines(lines, _rank(path), own=_CHILD.search(path.name) is None, shift=shift)
+
+    def _find_traces(self) -> list[Path]:
+        try:
+            return find_traces(self.path, refuse=self.run.remark)
+        except OSError:
+            return []
+
+    def _paths(self, kind: str) -> list[Path]:
+        """Return the files of the attempt that is read."""
+        attempt = self.run.attempt
+        try:
+            if kind == "stats":
+                found = [path for path in (self.path / kind).glob("*.jsonl") if attempt.has_statistics(path)]
+            elif kind == "logs":
+                found = [path for path in (self.path / kind).glob("*.log") if attempt.has_log(path, _rank(path))]
+            else:
+                return self._traces
+        except OSError:
+            return []
+        return without_refused(sorted(found), self.path, self.run.remark)
+
+    # How far it is.
+
+    def _judge(self) -> State:
+        facts = self.run.description
+        quiet = self._clock() - self._grew_at
+        if facts and facts.get("outcome") != "ok" and quiet < self._quiet * _LONGER and may_restart(facts):
+            return State("running")
+        if facts.get("ended"):
+            ranks = facts.get("world_size") or 1
+            if ranks == 1 or self._are_closed(ranks) or quiet >= self._quiet:
+                return State("ended", self._ending() or str(facts.get("outcome") or "ok"))
+            return State("running")  # others than rank 0 may have more to write
+        if facts:
+            gone = quiet >= self._quiet and is_gone(facts.get("pid"), facts)
+            return State("ended", self._ending() or KILLED) if gone else State("running")
+        if not self._closed:
+            return State("waiting")
+        # Of traces alone nobody knows whether more of them will come.
+        patience = self._quiet if self._are_closed(1) else self._quiet * _LONGER
+        return State("ended", "ok") if quiet >= patience else State("running")
+
+    def _ending(self) -> str | None:
+        """Say which rank ended the run, if others say so: they may have written that after the last event."""
+        self._read_ranks()
+        return ending_of(self.run.description)
+
+    def _are_closed(self, least: int) -> bool:
+        """Tell whether all traces, so many at least, have come to their end."""
+        return len(self._closed) >= least and all(self._closed.values())
+
+
+def _rank(path: Path) -> int:
+    found = _RANK.search(path.name)
+    return int(found[1]) if found else 0

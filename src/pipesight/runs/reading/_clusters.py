@@ -1,0 +1,102 @@
+"""Events of a dataset, in a cluster: the same queries as in DuckDB, run by Dask or Spark where the events are.
+
+Only what a query results in comes here. The workers must see the dataset under the same path.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import narwhals
+import numpy as np
+
+from pipesight.runs.reading._dataset import EVENTS
+from pipesight.runs.reading.queries import of_dataset
+
+if TYPE_CHECKING:
+    from pipesight.runs.reading._loading import Events
+    from pipesight.runs.reading.queries import Frame
+    from pipesight.runs.reading.tables import Column
+
+__all__ = ["DaskEvents", "SparkEvents", "events_in"]
+
+
+def events_in(engine: object, dataset: Path) -> Events:
+    """Return the events of a dataset in an engine: ``"dask"``, ``"spark"``, a client of Dask, or a session of Spark.
+
+    Raises:
+        ValueError: there is no such engine.
+        ImportError: it is not installed.
+    """
+    package = type(engine).__module__.partition(".")[0]
+    if engine == "dask" or package == "distributed":
+        return DaskEvents(dataset, None if engine == "dask" else engine)
+    if engine == "spark" or package == "pyspark":
+        return SparkEvents(dataset, None if engine == "spark" else engine)
+    raise ValueError(
+        f"engine must be 'duckdb', 'dask', 'spark', a dask.distributed.Client or a SparkSession (engine: {engine!r})"
+    )
+
+
+class DaskEvents:
+    """Events in Dask: on the cluster of a client, or else on that which Dask would take."""
+
+    def __init__(self, dataset: Path, client: Any = None) -> None:
+        try:
+            import dask.dataframe
+        except ImportError as error:
+            raise ImportError(f'Dask is not installed ({error}): pip install "pipesight[dask]"') from error
+        self._client = client
+        found = dask.dataframe.read_parquet(str(dataset.absolute() / EVENTS), dtype_backend="numpy_nullable")
+        self._frame: Frame = of_dataset(narwhals.from_native(found).lazy())
+
+    @property
+    def frame(self) -> Frame:
+        """The events, as a lazy frame."""
+        return self._frame
+
+    def fetch(self, query: Frame) -> Mapping[str, Column]:
+        """Run a query on the cluster, and return its columns."""
+        found = query.to_native()
+        table = found.compute() if self._client is None else self._client.compute(found, sync=True)
+        return {name: _plain(table[name].to_numpy()) for name in table.columns}
+
+    def close(self) -> None:
+        """Leave the cluster as it is: it is not ours."""
+
+
+class SparkEvents:
+    """Events in Spark: of a session, or else of the one that there is."""
+
+    def __init__(self, dataset: Path, session: Any = None) -> None:
+        try:
+            sql = importlib.import_module("pyspark.sql")
+        except ImportError as error:
+            raise ImportError(f'Spark is not installed ({error}): pip install "pipesight[spark]"') from error
+        session = sql.SparkSession.builder.getOrCreate() if session is None else session
+        self._frame: Frame = of_dataset(narwhals.from_native(session.read.parquet(str(dataset.absolute() / EVENTS))))
+
+    @property
+    def frame(self) -> Frame:
+        """The events, as a lazy frame."""
+        return self._frame
+
+    def fetch(self, query: Frame) -> Mapping[str, Column]:
+        """Run a query on the cluster, and return its columns."""
+        found = query.to_native()
+        rows = found.collect()
+        return {
+            name: np.array([row[place] for row in rows], object if kind == "string" else np.int64)
+            for place, (name, kind) in enumerate(found.dtypes)
+        }
+
+    def close(self) -> None:
+        """Leave the session as it is: it is not ours."""
+
+
+def _plain(column: Column) -> Column:
+    """Return a column as an array of numbers or of strings, whatever kind of string it holds."""
+    return column if column.dtype.kind in "biu" else column.astype(object)

@@ -1,0 +1,122 @@
+"""A run as a dataset: all its events in Parquet, in files of each rank, beside those of its files that hold no events.
+
+    DATASET/events/rank-00000-0.parquet         every event with all that it says; nothing else is in this folder
+    DATASET/run.json, ranks, stats, logs        as they were
+    DATASET/notes.json                          what was left out when the events were read
+
+Such a folder is a run itself. Larger ones than a machine can take are read by a cluster: see `_clusters`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipesight.runs.reading._files import NotARunError, Note
+from pipesight.runs.reading._opening import check_plain, open_plain, refusal
+from pipesight.runs.reading._records import foreign_statistics
+
+if TYPE_CHECKING:
+    from pipesight.runs.reading._duckdb import DuckEvents
+
+__all__ = ["EVENTS", "NOTES", "check_schema", "is_dataset", "read_notes", "write_dataset"]
+
+EVENTS = "events"
+NOTES = "notes.json"
+_BESIDE = ("run.json", "ranks", "stats", "logs")
+
+
+def is_dataset(path: Path) -> bool:
+    """Tell whether a folder is what `write_dataset` makes."""
+    return (path / EVENTS).is_dir() and next((path / EVENTS).rglob("*.parquet"), None) is not None
+
+
+def check_schema(path: Path) -> None:
+    """Refuse a dataset whose columns are not those of this version.
+
+    Raises:
+        NotARunError: they are others, or cannot be read.
+    """
+    from pipesight.runs.reading._duckdb import schema_of
+    from pipesight.runs.reading._sql import SCHEMA
+
+    found = schema_of(next(iter(sorted((path / EVENTS).rglob("*.parquet")))))
+    if found != SCHEMA:
+        raise NotARunError(
+            f"a dataset of another version of pipesight: {str(path)!r} (its schema: {found}, this one's: {SCHEMA}); "
+            "make it anew from the run: pipesight convert RUN --to parquet"
+        )
+
+
+def write_dataset(
+    events: DuckEvents,
+    notes: Sequence[Note],
+    *,
+    source: Path,
+    target: Path,
+    records: Sequence[tuple[Path, int]] = (),
+) -> int:
+    """Write events and the files beside them into a folder, which is there when all of it is, instead of an older one.
+
+    Returns how many events there are, spans and others.
+
+    Args:
+        events: the events.
+        notes: what was left out.
+        source: the run directory that they are of, or a file.
+        target: the folder.
+        records: files of others with statistics, and their ranks.
+
+    Raises:
+        OSError: it could not be written; then an older one stays.
+    """
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.mkdir()
+        count = events.write(partial / EVENTS)
+        for name in _BESIDE if source.is_dir() else ():
+            if (source / name).is_dir():
+                shutil.copytree(source / name, partial / name, ignore=functools.partial(_refused, source))
+            elif (source / name).is_file():
+                shutil.copy2(source / name, partial / name)
+        for path, rank in records:
+            (partial / "stats").mkdir(exist_ok=True)
+            with (partial / "stats" / f"{path.name.partition('.')[0]}-rank-{rank:05}.jsonl").open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in foreign_statistics(path, rank))
+        told = [{"path": str(note.path), "text": note.text} for note in notes]
+        (partial / NOTES).write_text(json.dumps(told, indent=1) + "\n")
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+        return count
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_notes(path: Path) -> list[Note]:
+    """Return what was left out when a dataset was made, as far as it says."""
+    try:
+        check_plain(path / NOTES, path)
+        with open_plain(path / NOTES) as file:
+            told = json.loads(file.read())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        return [Note(path / NOTES, f"left out: {error}")]
+    entries = told if isinstance(told, list) else []
+    return [Note(Path(str(entry["path"])), str(entry["text"])) for entry in entries if _is_note(entry)]
+
+
+def _refused(run: Path, folder: str, names: Sequence[str]) -> list[str]:
+    """Return what of a folder is not copied: links to folders, and what was refused when the run was read."""
+    paths = [Path(folder, name) for name in names]
+    return [path.name for path in paths if (path.is_symlink() if path.is_dir() else refusal(path, run) is not None)]
+
+
+def _is_note(entry: object) -> bool:
+    return isinstance(entry, Mapping) and {"path", "text"} <= entry.keys()

@@ -1,0 +1,222 @@
+"""Events in DuckDB: files of lines are read once, into one table, which goes to disk where memory is short."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import glob
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pipesight.runs.reading import _sql
+from pipesight.runs.reading.clocks import NO_SHIFT, Shift
+from pipesight.runs.reading._files import NotARunError
+
+if TYPE_CHECKING:
+    from pipesight.runs.reading.queries import Frame
+    from pipesight.runs.reading.tables import Column
+
+__all__ = ["DuckEvents", "FileFacts", "Source", "UnreadableError", "schema_of"]
+
+MEMORY = "512MB"
+"""What DuckDB may take before it writes to disk."""
+THREADS = 8  # at most: more want more memory, and a compressed file is no faster to read
+
+
+class UnreadableError(Exception):
+    """DuckDB does not get through a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of lines: whose events they are, and what to add to their times."""
+
+    path: Path
+    number: int
+    rank: int
+    own: bool = True
+    shift: Shift = NO_SHIFT
+    packed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What a file turned out to hold."""
+
+    spans: int
+    damaged: int
+    """Lines that are no events, or spans without a time."""
+    ended: bool
+    """Whether there is the event that ends a trace."""
+    lost: int = 0
+    """How many events that one says could not be written."""
+
+
+class DuckEvents:
+    """A table of events in a database of its own, which is gone when it is closed.
+
+    Args:
+        whole: take every event, with all that its line says, so that a dataset can be made of them; else spans alone.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        import duckdb
+
+        self.is_whole = whole
+        self._is_dataset = False
+
+        self._folder = tempfile.TemporaryDirectory(prefix="pipesight-", ignore_cleanup_errors=True)
+        self._database = duckdb.connect(
+            config={
+                "memory_limit": MEMORY,
+                "threads": min(os.cpu_count() or 1, THREADS),
+                "temp_directory": self._folder.name,
+                "preserve_insertion_order": False,
+                "autoinstall_known_extensions": False,
+            }
+        )
+        self._database.execute("SET enable_progress_bar = false")  # it goes to stdout when a query takes seconds
+        self._database.execute(_sql.SOURCES)
+        if whole:
+            self._database.execute(_sql.WHOLE)
+        atexit.register(_forget)
+
+    @property
+    def folder(self) -> Path:
+        """Where files may be put that are needed for a while."""
+        return Path(self._folder.name)
+
+    def read(self, sources: Sequence[Source], *, foreign: bool = False) -> None:
+        """Add the events of some files, or of none of them.
+
+        Raises:
+            UnreadableError: One of them is damaged, or gone.
+        """
+        import duckdb
+
+        run = self._database.execute
+        try:
+            run("BEGIN")
+            run("DELETE FROM sources")
+            rows = [(str(s.path), s.number, s.rank, s.own, *astuple(s.shift)) for s in sources]
+            self._database.executemany("INSERT INTO sources VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            for packed in (True, False):
+                paths = [glob.escape(str(source.path)) for source in sources if source.packed == packed]
+                if paths:
+                    query = _sql.events(packed=packed, foreign=foreign, together=len(paths) > 1, whole=self.is_whole)
+                    run(f"INSERT INTO events {query}", {"paths": paths})
+            run("COMMIT")
+        except duckdb.Error as error:
+            with contextlib.suppress(duckdb.Error):
+                run("ROLLBACK")
+            raise UnreadableError(str(error)) from None
+
+    def remove(self, number: int) -> None:
+        """Take out the events of a file."""
+        self._database.execute("DELETE FROM events WHERE file = $number", {"number": number})
+
+    def adopt(self, numbers: Sequence[int]) -> None:
+        """Find the steps and ranks of tasks that others recorded, in the files of these numbers."""
+        for statement in _sql.ADOPTION:
+            self._database.execute(statement, {"files": list(numbers)})
+
+    def settle(self) -> dict[int, FileFacts]:
+        """Return what was in each file, by its number, and leave out lines that are no events, or of no use."""
+        rows = self._database.execute(_sql.FACTS).fetchall()
+        self._database.execute(_sql.SETTLING_ALL if self.is_whole else _sql.SETTLING)
+        return {number: FileFacts(*facts) for number, *facts in rows}
+
+    def write(self, folder: Path) -> int:
+        """Write every event as Parquet, into files for each rank; return how many there are.
+
+        Raises:
+            OSError: the disk is full, for example.
+        """
+        import duckdb
+
+        rows = "SELECT * FROM dataset" if self._is_dataset else _sql.DATASET
+        try:
+            found = self._database.execute(f"COPY ({rows}) TO {_quoted(folder)} {_sql.PARQUET}").fetchall()
+        except duckdb.Error as error:
+            raise OSError(str(error).partition("\n")[0]) from None
+        for file in sorted(folder.glob("process_rank=*/events-*.parquet")):
+            rank, part = int(file.parent.name.partition("=")[2]), file.stem.partition("-")[2]
+            file.rename(folder / f"rank-{rank:05}-{part}.parquet")
+        for empty in folder.glob("process_rank=*"):
+            empty.rmdir()
+        return int(found[0][0])
+
+    @classmethod
+    def of_parquet(cls, folder: Path) -> Self:
+        """Take events from Parquet, as `write` leaves it. They stay there, and each query reads what it needs.
+
+        Raises:
+            NotARunError: the files are damaged.
+        """
+        import duckdb
+
+        made = cls()
+        made.is_whole = made._is_dataset = True
+        files = _quoted(Path(glob.escape(str(folder)), "*.parquet"))
+        try:
+            made._database.execute(f"CREATE TEMP VIEW dataset AS SELECT * FROM read_parquet({files})")
+            made._database.execute("SELECT count(*) FROM dataset").fetchall()  # opens all of them
+        except duckdb.Error as error:
+            made.close()
+            raise NotARunError(f"cannot be read: {str(folder)!r} ({str(error).partition(chr(10))[0]})") from None
+        return made
+
+    @property
+    def frame(self) -> Frame:
+        """The spans, as a lazy frame."""
+        import narwhals
+
+        from pipesight.runs.reading.queries import of_dataset
+
+        if self._is_dataset:
+            return of_dataset(narwhals.from_native(self._database.view("dataset")))
+        spans: Frame = narwhals.from_native(self._database.table("events"))
+        return spans.filter(narwhals.col("kind") >= -1) if self.is_whole else spans
+
+    def fetch(self, query: Frame) -> Mapping[str, Column]:
+        """Run a query, and return its columns."""
+        found: Mapping[str, Column] = query.to_native().fetchnumpy()
+        return found
+
+    def close(self) -> None:
+        """Let go of it all."""
+        self._database.close()
+        self._folder.cleanup()
+
+
+def schema_of(file: Path) -> int:
+    """Return the version of the columns of a file of a dataset; 1 if it says none.
+
+    Raises:
+        NotARunError: the file is damaged.
+    """
+    import duckdb
+
+    query = f"SELECT value::VARCHAR FROM parquet_kv_metadata({_quoted(Path(glob.escape(str(file))))}) WHERE key = "
+    try:
+        with duckdb.connect() as database:
+            found = database.execute(f"{query} 'pipesight_events'::BLOB").fetchall()
+    except duckdb.Error as error:
+        raise NotARunError(f"cannot be read: {str(file)!r} ({str(error).partition(chr(10))[0]})") from None
+    return int(found[0][0]) if found and found[0][0].isdecimal() else 1
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "''") + "'"
+
+
+def _forget() -> None:
+    """Drop what narwhals keeps of DuckDB's types, which DuckDB would complain of when the process ends."""
+    with contextlib.suppress(Exception):
+        from narwhals import _namespace
+
+        _namespace._builtin_namespace.cache_clear()

@@ -1,0 +1,158 @@
+"""Statistics and log lines of a run, one after the other, as they lie in its files."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pipesight.runs.reading._attempts import Attempt
+from pipesight.runs.reading._files import Note
+from pipesight.runs.reading._foreign import records, statistics_of
+from pipesight.runs.reading._opening import open_plain, without_refused
+from pipesight.runs.reading._unpack import Unpacker
+
+__all__ = ["LogLine", "foreign_statistics", "log_lines", "parse_log", "statistics"]
+
+_RANK = re.compile(r"rank[-_]?(\d{1,9})")
+_LONGEST = 2**20  # characters of a line
+_LINE = re.compile(
+    r"(?P<time>\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?) "
+    r"(?P<level>[A-Za-z]+) (?P<logger>\S+) (?:\[(?P<where>[^\]]*)\] ?)?(?P<message>.*)",
+    re.DOTALL,
+)
+_WHERE = re.compile(
+    r"(?:step (?P<step>\d+) ?)?(?:partition (?P<partition>\d+) ?)?(?:micro-batch (?P<microbatch>\d+) ?)?"
+    r"(?P<phase>forward|recompute|backward|weight)? ?(?:layer (?P<layer>.*))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line of a log, and where in the pipeline it came from, as far as the line says."""
+
+    rank: int
+    time: int | None
+    """Microseconds, as the times of events; of a line that says no zone, by the clock of this machine."""
+    level: str
+    logger: str
+    message: str
+    step: int | None = None
+    partition: int | None = None
+    microbatch: int | None = None
+    phase: str | None = None
+    layer: str | None = None
+
+
+def statistics(
+    folder: Path, note: Callable[[Note], None], *, words: Sequence[str] = (), attempt: Attempt
+) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the files of statistics in a folder that are of an attempt, each with its rank.
+
+    Given ``words``, only lines with one of them: what is not wanted need not be parsed.
+    """
+    for path, rank in _ranked(folder, ".jsonl"):
+        if attempt.restarts and not attempt.has_statistics(path):
+            continue
+        skipped = 0
+        for line in _lines(path, note):
+            if words and line.startswith("{") and line.endswith("}\n") and not any(word in line for word in words):
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                yield {"rank": rank, **value}
+            else:
+                skipped += bool(line.strip("\0 \r\n\t"))
+        if skipped:
+            note(Note(path, f"left out: {skipped:,} {'line' if skipped == 1 else 'lines'} that are no JSON objects"))
+
+
+def foreign_statistics(path: Path, rank: int) -> Iterator[dict[str, Any]]:
+    """Yield the numbers in a file of JSON lines of others, as lines of statistics."""
+    rest = b""
+    for text in Unpacker(path):
+        *lines, rest = (rest[-_LONGEST:] + text).split(b"\n")
+        for record in records(lines):
+            yield from ({"rank": rank, **line} for line in statistics_of(record))
+    for record in records([rest]):
+        yield from ({"rank": rank, **line} for line in statistics_of(record))
+
+
+def log_lines(folder: Path, note: Callable[[Note], None], *, attempt: Attempt) -> Iterator[LogLine]:
+    """Yield the lines of the logs in a folder that are of an attempt."""
+    for path, rank in _ranked(folder, ".log"):
+        if not attempt.restarts or attempt.has_log(path, rank):
+            yield from parse_log(_lines(path, note), rank)
+
+
+def parse_log(texts: Iterable[str], rank: int) -> Iterator[LogLine]:
+    """Yield the lines of a log; those that do not say when they were written belong to the one before."""
+    last: LogLine | None = None
+    for text in texts:
+        line = text.rstrip("\r\n\0")
+        match = _LINE.fullmatch(line)
+        if match is None and last is not None:
+            if len(last.message) < _LONGEST:
+                last = replace(last, message=f"{last.message}\n{line}")
+            continue
+        if last is not None:
+            yield last
+        last = _parsed(rank, match) if match else LogLine(rank, None, "", "", line) if line else None
+    if last is not None:
+        yield last
+
+
+def _parsed(rank: int, match: re.Match[str]) -> LogLine:
+    where = _WHERE.fullmatch(match["where"] or "")
+    message = match["message"]
+    if where is None:  # brackets of its own
+        message = f"[{match['where']}] {message}"
+    numbers = {
+        name: int(where[name]) if where and where[name] else None for name in ("step", "partition", "microbatch")
+    }
+    return LogLine(
+        rank,
+        _microseconds(match["time"]),
+        match["level"].upper(),
+        match["logger"],
+        message,
+        **numbers,
+        phase=where["phase"] if where else None,
+        layer=where["layer"] if where else None,
+    )
+
+
+def _microseconds(text: str) -> int | None:
+    try:
+        moment = datetime.fromisoformat(text.replace(",", "."))
+        whole = int(moment.replace(microsecond=0).timestamp())
+    except (ValueError, OverflowError, OSError):
+        return None
+    return whole * 1_000_000 + moment.microsecond
+
+
+def _ranked(folder: Path, suffix: str) -> Iterator[tuple[Path, int]]:
+    found = without_refused(sorted(folder.glob(f"*{suffix}")), folder.parent)  # `load` has told of the others
+    for number, path in enumerate(found):
+        rank = _RANK.search(path.name)
+        yield path, int(rank[1]) if rank else number
+
+
+def _lines(path: Path, note: Callable[[Note], None]) -> Iterator[str]:
+    """Yield lines, but for what is beyond a length that no line has."""
+    try:
+        with io.TextIOWrapper(open_plain(path), encoding="utf-8", errors="replace", newline="\n") as file:
+            while line := file.readline(_LONGEST):
+                yield line
+                while line and not line.endswith("\n"):
+                    line = file.readline(_LONGEST)
+    except OSError as error:
+        note(Note(path, f"left out: {error.strerror or error}"))

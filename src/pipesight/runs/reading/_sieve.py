@@ -1,0 +1,105 @@
+"""Files that DuckDB does not read as they are: what is damaged, too long or of another make is made into lines first.
+
+They go through a piece at a time, so that neither memory nor disk has to hold more than that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from pipesight.runs.reading.clocks import Shift
+from pipesight.runs.reading._duckdb import DuckEvents, Source, UnreadableError
+from pipesight.runs.reading._files import TraceFile
+from pipesight.runs.reading._foreign import ChromeReader, records, span_of
+from pipesight.runs.reading._sql import LONGEST
+from pipesight.runs.reading._unpack import Unpacker, without_surrogates
+
+__all__ = ["Sieve"]
+
+_PIECE = 2**26  # bytes of lines that are read together
+
+
+class Sieve:
+    """Makes lines that DuckDB reads of a file that it does not, a piece at a time."""
+
+    def __init__(self, file: TraceFile) -> None:
+        self.file = file
+        self.unpacker = Unpacker(file.path)
+        self.failure: str | None = None
+        """Why it could not be read to its end."""
+        self._chrome: ChromeReader | None = None
+        self._too_long = 0
+
+    def read_into(self, events: DuckEvents, number: int, shift: Shift) -> None:
+        """Read the file's events, as of the file of this number, and add to their times."""
+        foreign = self.file.form != "lines"
+        source = Source(events.folder / "sieved.pfw", number, self.file.rank, own=self.file.own, packed=False)
+        lines = self._lines()
+        try:
+            while piece := _take(lines, _PIECE):
+                source.path.write_bytes(b"".join(piece))
+                if self._chrome is not None:
+                    rank = source.rank if self._chrome.rank is None else self._chrome.rank
+                    source = replace(source, rank=rank, shift=shift.later(self._chrome.shift))
+                else:
+                    source = replace(source, shift=shift)
+                events.read([source], foreign=foreign)
+        except (OSError, UnreadableError) as error:
+            self.failure = str(error).partition("\n")[0]
+        finally:
+            source.path.unlink(missing_ok=True)
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether a list of events has no end."""
+        return self._chrome is not None and not self._chrome.ended
+
+    @property
+    def skipped(self) -> int:
+        """How much of it is no event."""
+        return self._too_long + (self._chrome.skipped if self._chrome is not None else 0)
+
+    def _lines(self) -> Iterator[bytes]:
+        if self.file.form == "chrome":
+            self._chrome = ChromeReader(self.unpacker)
+            for line in self._chrome:
+                if len(line) > LONGEST:
+                    self._too_long += 1
+                else:
+                    yield without_surrogates(line) + b"\n"
+        elif self.file.form == "records":
+            for record in records(line for text in self._whole_lines() for line in text.split(b"\n")):
+                if (span := span_of(record)) is not None:
+                    yield json.dumps(span).encode() + b"\n"
+        else:
+            yield from map(without_surrogates, self._whole_lines())
+
+    def _whole_lines(self) -> Iterator[bytes]:
+        """Yield the text in pieces that end where a line does, without lines that are too long to be any."""
+        rest: list[bytes] = []  # of a line, unless it is too long
+        size = 0
+        for text in self.unpacker:
+            first, end = text.find(b"\n") + 1, text.rfind(b"\n") + 1
+            if end:
+                is_too_long = size + first > LONGEST
+                self._too_long += is_too_long
+                yield text[first:end] if is_too_long else b"".join([*rest, text[:end]])
+                rest, size = [], 0
+            size += len(text) - end
+            rest = [*rest, text[end:]] if size <= LONGEST else []
+        if size > LONGEST:
+            self._too_long += 1
+        elif rest and not self.unpacker.cut:
+            yield b"".join([*rest, b"\n"])
+
+
+def _take(lines: Iterable[bytes], size: int) -> list[bytes]:
+    taken: list[bytes] = []
+    for line in lines:
+        taken.append(line)
+        size -= len(line)
+        if size <= 0:
+            break
+    return taken

@@ -1,0 +1,64 @@
+"""What to add to the times of a rank, so that they are those of rank 0's clock."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from pipesight.runs.reading._files import read_object
+from pipesight.runs.reading._opening import without_refused
+
+__all__ = ["NO_SHIFT", "Shift", "read_shifts"]
+
+_TIME = re.compile(rb'"ts":(\d+)')
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """Microseconds to add: ``offset``, and ``drift`` for each after ``since``."""
+
+    offset: int = 0
+    drift: float = 0.0
+    since: int = 0
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Self | None:
+        """Read what the description of a rank says of its clock; ``None`` if it says nothing of use."""
+        clock = facts.get("clock")
+        if not isinstance(clock, dict) or not isinstance(offset := clock.get("offset_correction_ns"), int):
+            return None
+        drift, since = clock.get("drift"), clock.get("drift_since_ns")
+        if not isinstance(drift, float | int) or not abs(drift) < 1 or not isinstance(since, int):
+            return cls(offset // 1000)
+        return cls(offset // 1000, float(drift), since // 1000)
+
+    def apply(self, moment: int) -> int:
+        """Return a time by the clock of rank 0."""
+        return moment + self.offset + round((moment - self.since) * self.drift)
+
+    def apply_to(self, line: bytes) -> bytes:
+        """Return the line of an event with its time by the clock of rank 0."""
+        return _TIME.sub(lambda found: b'"ts":%d' % self.apply(int(found[1])), line, count=1)
+
+    def later(self, microseconds: int) -> Self:
+        """Return the same, with more to add."""
+        return replace(self, offset=self.offset + microseconds)
+
+
+NO_SHIFT = Shift()
+
+
+def read_shifts(run: Path) -> dict[int, Shift]:
+    """Return what to add to the times of the ranks of a run whose clocks were compared with that of rank 0."""
+    shifts = {}
+    for path in without_refused((run / "ranks").glob("*.json"), run):
+        try:
+            facts = read_object(path)
+            rank, shift = int(facts["rank"]), Shift.of(facts)
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        if shift is not None:
+            shifts[rank] = shift
+    return shifts

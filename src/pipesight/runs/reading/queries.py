@@ -1,0 +1,238 @@
+"""The report's queries, written once: expressions over a lazy frame of events, whichever engine has the frame.
+
+Engines filter, project and group, in this way. What is left is small, and is sorted and weeded out as arrays, so that
+every engine gives the same table, row for row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import narwhals as nw
+import numpy as np
+
+from pipesight.runs.reading._codes import KINDS, PHASES
+from pipesight.runs.reading.tables import (
+    COMMUNICATION,
+    Column,
+    Communications,
+    LayerRuns,
+    LayerTimes,
+    NameTimes,
+    Spans,
+    Tasks,
+    Transfers,
+)
+
+__all__ = [
+    "COLUMNS",
+    "Fetch",
+    "Frame",
+    "communications",
+    "count",
+    "layer_runs",
+    "layer_times",
+    "names",
+    "of_dataset",
+    "ranks",
+    "spans",
+    "steps",
+]
+__all__ += ["tasks", "transfers"]
+
+Frame: TypeAlias = nw.LazyFrame[Any]
+Fetch: TypeAlias = Callable[[Frame], Mapping[str, Column]]
+"""Runs a query, and returns its columns."""
+
+COLUMNS = {
+    "rank": "INTEGER",
+    "pid": "BIGINT",
+    "tid": "BIGINT",
+    "category": "VARCHAR",
+    "name": "VARCHAR",
+    "begin": "BIGINT",
+    "end": "BIGINT",
+    "phase": "TINYINT",
+    "kind": "TINYINT",
+    "step": "BIGINT",
+    "minibatch": "BIGINT",
+    "partition": "INTEGER",
+    "microbatch": "INTEGER",
+    "layer": "VARCHAR",
+    "device": "VARCHAR",
+    "size": "BIGINT",
+    "peers": "VARCHAR",
+}
+"""Of a frame of spans. What a span has not is -1, or empty: engines differ in what they make of null.
+
+``phase`` is that of a task, or of a layer if ``layer`` is there too; ``kind`` is that of a span of the main thread.
+"""
+
+_RENAMED = {
+    "rank": "process_rank",
+    "begin": "started",
+    "end": "ended",
+    "partition": "partition_index",
+    "size": "size_bytes",
+}
+"""What columns are called in a dataset, where words that are reserved in SQL would be in the way."""
+
+
+def of_dataset(rows: Frame) -> Frame:
+    """Return the spans of a dataset, with numbers for words, and no null."""
+
+    def column(name: str, kind: str) -> nw.Expr:
+        given = nw.col(_RENAMED.get(name, name))
+        if name in ("phase", "kind"):
+            return _code(given.fill_null(""), PHASES if name == "phase" else KINDS)
+        return given.fill_null("" if kind == "VARCHAR" else -1)
+
+    spans = rows.filter(nw.col("event") == "span")
+    return spans.select(**{name: column(name, kind) for name, kind in COLUMNS.items()})
+
+
+def _code(given: nw.Expr, words: Sequence[str]) -> nw.Expr:
+    number: Any = nw.lit(-1)
+    for code, word in enumerate(words):
+        number = nw.when(given == word).then(nw.lit(code)).otherwise(number)
+    return cast("nw.Expr", number)
+
+
+_TASK = ("step", "minibatch", "partition", "microbatch", "phase")
+
+
+def tasks(events: Frame, fetch: Fetch, window: range | None = None) -> Tasks:
+    """Return the tasks, by mini-batch and begin; those on the device, where a partition has them."""
+    chosen = _within(events.filter((nw.col("phase") >= 0) & (nw.col("layer") == "")), window)
+    found = fetch(chosen.select("rank", *_TASK, "begin", "end", _on_device()))
+    kept = _on_device_if_any(_stepped(found, window))
+    return Tasks(**_sorted(kept, "minibatch", "begin", "rank", "partition", "microbatch", "phase", "end", "step"))
+
+
+def transfers(events: Frame, fetch: Fetch, window: range | None = None) -> Transfers:
+    """Return the transfers to partitions, by mini-batch and begin."""
+    is_transfer = (nw.col("category") == "device") & (nw.col("name") == "transfer") & (nw.col("partition") >= 0)
+    chosen = _within(events.filter(is_transfer), window)
+    found = fetch(chosen.select("rank", *_TASK[:-1], "begin", "end", "size"))
+    return Transfers(
+        **_sorted(_stepped(found, window), "minibatch", "begin", "rank", "partition", "microbatch", "end", "size")
+    )
+
+
+def spans(events: Frame, fetch: Fetch) -> Spans:
+    """Return what main threads did beside pipelines, by rank and begin."""
+    found = fetch(events.filter(nw.col("kind") >= 0).select("rank", "kind", "begin", "end"))
+    return Spans(**_sorted(found, "rank", "begin", "end", "kind"))
+
+
+def communications(events: Frame, fetch: Fetch) -> Communications:
+    """Return the communication of main threads outside of pipelines, by rank and begin."""
+    columns = ("rank", "name", "peers", "step", "begin", "end", "size")
+    if "peers" not in events.collect_schema().names():  # a dataset of an earlier version
+        return Communications(*[np.zeros(0, np.int64)] * len(columns))
+    chosen = events.filter((nw.col("kind") == COMMUNICATION) & (nw.col("partition") < 0) & (nw.col("peers") != ""))
+    return Communications(**_sorted(fetch(chosen.select(*columns)), "rank", "begin", "end", "name", "peers"))
+
+
+def layer_times(events: Frame, fetch: Fetch, window: range | None = None) -> LayerTimes:
+    """Return the time of each layer in each phase, by rank, partition, layer and phase."""
+    chosen = _within(events.filter((nw.col("phase") >= 0) & (nw.col("layer") != "")), window)
+    if window is not None and abs(window.step) != 1:
+        chosen = chosen.filter((nw.col("step") - min(window, default=0)) % abs(window.step) == 0)
+    groups = ("rank", "partition", "layer", "phase", "on_device")
+    runs = chosen.select("rank", "partition", "layer", "phase", _on_device(), dur=nw.col("end") - nw.col("begin"))
+    times = runs.group_by(*groups).agg(count=nw.len(), total=nw.col("dur").sum(), longest=nw.col("dur").max())
+    found = _on_device_if_any(fetch(times.select(*groups, "count", "total", "longest")))
+    return LayerTimes(**_sorted(found, "rank", "partition", "layer", "phase"))
+
+
+def layer_runs(events: Frame, fetch: Fetch, steps: Sequence[int]) -> LayerRuns:
+    """Return the runs of layers in some steps, by begin."""
+    chosen = events.filter((nw.col("phase") >= 0) & (nw.col("layer") != "") & nw.col("step").is_in(list(steps)))
+    columns = ("rank", "step", "minibatch", "partition", "microbatch", "phase", "layer", "begin", "end")
+    found = _on_device_if_any(fetch(chosen.select(*columns, _on_device())))
+    return LayerRuns(
+        **_sorted(found, "minibatch", "begin", "rank", "partition", "end", "microbatch", "phase", "layer", "step")
+    )
+
+
+def names(events: Frame, fetch: Fetch) -> NameTimes:
+    """Return the time of each name, the longest first."""
+    spans = events.select("category", "name", dur=nw.col("end") - nw.col("begin"))
+    found = fetch(spans.group_by("category", "name").agg(count=nw.len(), total=nw.col("dur").sum()))
+    columns = _sorted(found, "category", "name")
+    longest = np.argsort(-columns["total"], kind="stable")
+    return NameTimes(**{name: column[longest] for name, column in columns.items()})
+
+
+def count(events: Frame, fetch: Fetch) -> int:
+    """Return how many spans there are."""
+    return int(fetch(events.select(count=nw.len()))["count"][0])
+
+
+def steps(events: Frame, fetch: Fetch) -> Column:
+    """Return the numbers of the steps that there are tasks of, or else spans of any kind, in order."""
+    known = events.filter(nw.col("step") >= 0)
+    found = fetch(known.group_by("step").agg(last=nw.col("phase").max()).select("step", "last"))
+    with_tasks = found["last"] >= 0
+    numbers = found["step"][with_tasks] if with_tasks.any() else found["step"]
+    return np.sort(numbers.astype(np.int64))
+
+
+def ranks(events: Frame, fetch: Fetch) -> Column:
+    """Return the numbers of the ranks, in order."""
+    found = fetch(events.group_by("rank").agg(count=nw.len()).select("rank", "count"))
+    return np.sort(found["rank"].astype(np.int64))
+
+
+def _within(events: Frame, window: range | None) -> Frame:
+    if window is None:
+        return events
+    first, last = min(window, default=0), max(window, default=-1)
+    return events.filter((nw.col("step") >= first) & (nw.col("step") <= last))
+
+
+def _stepped(found: Mapping[str, Column], window: range | None) -> Mapping[str, Column]:
+    """Leave out what lies between the steps of a window that takes every second, say."""
+    if window is None or abs(window.step) == 1:
+        return found
+    rows = (found["step"] - min(window, default=0)) % abs(window.step) == 0
+    return {name: column[rows] for name, column in found.items()}
+
+
+def _on_device() -> nw.Expr:
+    return (nw.col("device") != "").alias("on_device")
+
+
+def _on_device_if_any(found: Mapping[str, Column]) -> dict[str, Column]:
+    """Keep what a GPU timed, and of partitions without such, what the host did."""
+    columns = dict(found)
+    on_device = columns.pop("on_device").astype(bool)
+    if not on_device.any() or on_device.all():
+        return columns
+    partition = columns["rank"].astype(np.int64) << 32 | columns["partition"].astype(np.int64)
+    rows = on_device | ~np.isin(partition, np.unique(partition[on_device]))
+    return {name: column[rows] for name, column in columns.items()}
+
+
+def _sorted(columns: Mapping[str, Column], *by: str) -> dict[str, Column]:
+    """Sort by some columns, the first of them first, and give numbers one width whichever engine they come from."""
+    plain = {name: column if column.dtype.kind in "OU" else column.astype(np.int64) for name, column in columns.items()}
+    keys = [_sortable(plain[name]) for name in by]
+    rows = np.lexsort(keys[1::-1])
+    if _has_ties(keys[:2], rows):  # seldom, and all the columns take five times as long
+        rows = np.lexsort(keys[::-1])
+    return {name: column[rows] for name, column in plain.items()}
+
+
+def _sortable(column: Column) -> Column:
+    return np.unique(column, return_inverse=True)[1] if column.dtype.kind == "O" else column
+
+
+def _has_ties(keys: Sequence[Column], rows: Column) -> bool:
+    same = np.ones(max(len(rows) - 1, 0), bool)
+    for key in keys:
+        ordered = key[rows]
+        same &= ordered[1:] == ordered[:-1]
+    return bool(same.any())

@@ -1,0 +1,212 @@
+"""A run, opened: its tasks, spans, layers, statistics and log lines, whatever state its files are in.
+
+    with open_run("RUN") as run:
+        tasks = run.tasks()
+        for note in run.notes: ...
+
+The files are read once. What cannot be read is left out, and a note says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from pipesight.runs.reading._dataset import is_dataset
+from pipesight.runs.reading._files import NotARunError, Note
+from pipesight.runs.reading.processes import is_gone, may_restart
+from pipesight.runs.reading._records import LogLine, foreign_statistics, log_lines, statistics
+
+if TYPE_CHECKING:
+    from pipesight.runs.reading._loading import Loaded
+    from pipesight.runs.reading.tables import (
+        Communications,
+        LayerRuns,
+        LayerTimes,
+        NameTimes,
+        Spans,
+        Tasks,
+        Transfers,
+    )
+
+__all__ = ["LogLine", "NotARunError", "Note", "Run", "is_dataset", "open_run"]
+
+
+class Run:
+    """What is known of a run. `open_run` makes it."""
+
+    followed = False
+    """Whether it is read as it grows, by somebody who knows whether it has ended."""
+
+    def __init__(self, path: Path, loaded: Loaded) -> None:
+        self.path = path
+        self.description = loaded.description
+        """What ``run.json`` says, or nothing."""
+        self.attempt = loaded.attempt
+        """Which attempt it is, of a run that was restarted."""
+        self.events = loaded.count
+        """How many spans there are."""
+        self._events = loaded.events
+        self._loaded = loaded
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the events."""
+        self._loaded.checks.stop()
+        self._events.close()
+
+    @property
+    def notes(self) -> list[Note]:
+        """What was left out of the files, and why, as far as they have been read."""
+        self._loaded.checks.finish()
+        return list(self._loaded.notes)
+
+    def was_killed(self) -> bool:
+        """Tell whether the run's process is gone from this machine, and nobody wrote how it ended."""
+        from pipesight.runs.reading._files import read_object
+
+        if not is_gone(self.description.get("pid"), self.description) or may_restart(self.description):
+            return False
+        try:  # it may have ended just now, in the usual way
+            return read_object(self.path / "run.json").get("outcome") is None
+        except (OSError, ValueError):
+            return False
+
+    def tasks(self, steps: range | None = None) -> Tasks:
+        """Return the tasks of all steps or of some, by mini-batch and begin; on GPUs, when they ran there."""
+        from pipesight.runs.reading import queries
+
+        return queries.tasks(self._events.frame, self._events.fetch, steps)
+
+    def transfers(self, steps: range | None = None) -> Transfers:
+        """Return the transfers between partitions, by mini-batch and begin."""
+        from pipesight.runs.reading import queries
+
+        return queries.transfers(self._events.frame, self._events.fetch, steps)
+
+    def spans(self) -> Spans:
+        """Return what the main threads of ranks did beside pipelines."""
+        from pipesight.runs.reading import queries
+
+        return queries.spans(self._events.frame, self._events.fetch)
+
+    def communications(self) -> Communications:
+        """Return what the main threads of ranks sent and received beside pipelines."""
+        from pipesight.runs.reading import queries
+
+        return queries.communications(self._events.frame, self._events.fetch)
+
+    def layer_times(self, steps: range | None = None) -> LayerTimes:
+        """Return the time of each layer, in all steps or in some."""
+        from pipesight.runs.reading import queries
+
+        return queries.layer_times(self._events.frame, self._events.fetch, steps)
+
+    def layer_runs(self, *steps: int) -> LayerRuns:
+        """Return each run of each layer in some steps."""
+        from pipesight.runs.reading import queries
+
+        return queries.layer_runs(self._events.frame, self._events.fetch, steps)
+
+    def names(self) -> NameTimes:
+        """Return the time of each name, the longest first, whatever made the trace."""
+        from pipesight.runs.reading import queries
+
+        return queries.names(self._events.frame, self._events.fetch)
+
+    def steps(self) -> list[int]:
+        """Return the numbers of the steps, in order."""
+        return self._steps
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that there are events of, in order."""
+        return self._ranks
+
+    @cached_property
+    def _steps(self) -> list[int]:
+        from pipesight.runs.reading import queries
+
+        return [int(step) for step in queries.steps(self._events.frame, self._events.fetch)]
+
+    @cached_property
+    def _ranks(self) -> list[int]:
+        from pipesight.runs.reading import queries
+
+        return [int(rank) for rank in queries.ranks(self._events.frame, self._events.fetch)]
+
+    def statistics(self, *, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+        """Yield the statistics, each as its line says, with ``rank``; given ``words``, those with one of them."""
+        yield from statistics(self.path / "stats", self._note, words=words, attempt=self.attempt)
+        for path, rank in self._loaded.records:
+            yield from foreign_statistics(path, rank)
+
+    def log_lines(self) -> Iterator[LogLine]:
+        """Yield the log lines, rank by rank."""
+        return log_lines(self.path / "logs", self._note, attempt=self.attempt)
+
+    def write_dataset(self, folder: str | os.PathLike[str]) -> int:
+        """Write the run as a dataset, as ``pipesight convert --to parquet`` does: events in Parquet, and all the rest.
+
+        Every event is written, with all that it says. A run that was opened for spans alone is read again for that.
+        Returns how many events there are.
+
+        Raises:
+            OSError: it could not be written.
+            TypeError: the events are in a cluster, so it is one already.
+        """
+        from pipesight.runs.reading._dataset import write_dataset
+        from pipesight.runs.reading._duckdb import DuckEvents
+        from pipesight.runs.reading._loading import load
+
+        if not isinstance(self._events, DuckEvents):
+            raise TypeError(f"the run is a dataset already: {str(self.path)!r}")
+        if self._events.is_whole:
+            records = self._loaded.records
+            return write_dataset(self._events, self.notes, source=self.path, target=Path(folder), records=records)
+        with Run(self.path, load(self.path, attempt=self._loaded.asked, whole=True)) as whole:
+            return whole.write_dataset(folder)
+
+    def _note(self, note: Note) -> None:
+        if note not in self._loaded.notes:
+            self._loaded.notes.append(note)
+
+
+def open_run(
+    path: str | os.PathLike[str], *, engine: object = "duckdb", attempt: int | None = None, whole: bool = False
+) -> Run:
+    """Read a run directory, a folder of traces, one trace, or a dataset that `pipesight convert --to parquet` made.
+
+    Example::
+
+        >>> with open_run("RUN") as run:
+        ...     print(len(run.tasks()), "tasks in", len(run.steps()), "steps")
+
+    Args:
+        path: what to read.
+        engine: what runs the queries. A dataset can be left to a cluster: ``"dask"``, ``"spark"``, a client of Dask or
+            a session of Spark.
+        attempt: which one of a run that was restarted, from 0; the last by default.
+        whole: read every event with all that it says, for `Run.write_dataset`; tables need spans alone.
+
+    Raises:
+        NotARunError: there is no event to be found.
+        ValueError: there is no such engine, or no such attempt.
+        ImportError: the engine is not installed.
+    """
+    from pipesight.runs.reading._loading import load
+
+    folder = Path(path)
+    if folder.name == "trace" and (folder.parent / "run.json").is_file():
+        folder = folder.parent
+    return Run(folder, load(folder, engine=engine, attempt=attempt, whole=whole))

@@ -1,0 +1,164 @@
+"""What the report works on: small tables of a run, a column an array, times in whole microseconds.
+
+Queries make them of events, wherever those are; everything after that is arithmetic on these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesight.runs.reading._codes import (
+    BACKWARD,
+    CHECKPOINT,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    KINDS,
+    OPTIMIZER,
+    PHASES,
+    RECOMPUTE,
+    WEIGHT,
+)
+
+__all__ = [
+    "BACKWARD",
+    "CHECKPOINT",
+    "COMMUNICATION",
+    "DATA",
+    "FORWARD",
+    "KINDS",
+    "OPTIMIZER",
+    "PHASES",
+    "RECOMPUTE",
+    "WEIGHT",
+    "Column",
+    "Communications",
+    "LayerRuns",
+    "LayerTimes",
+    "NameTimes",
+    "Spans",
+    "Table",
+    "Tasks",
+    "Transfers",
+]
+
+Column: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Columns of one length."""
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))
+
+    def columns(self) -> dict[str, Column]:
+        """Return the columns by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def where(self, rows: Column) -> Self:
+        """Return some rows: those that a mask selects, or that numbers name, in their order."""
+        return type(self)(**{name: column[rows] for name, column in self.columns().items()})
+
+    @classmethod
+    def of(cls, **columns: Any) -> Self:
+        """Make a table of any sequences."""
+        return cls(**{name: np.asarray(column) for name, column in columns.items()})
+
+    @classmethod
+    def joined(cls, *tables: Self) -> Self:
+        """Put tables below each other."""
+        return cls(**{field.name: np.concatenate([getattr(t, field.name) for t in tables]) for field in fields(cls)})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tasks(Table):
+    """One micro-batch in one partition: a row each. ``phase`` is `FORWARD`, `RECOMPUTE`, `BACKWARD` or `WEIGHT`."""
+
+    rank: Column
+    step: Column
+    minibatch: Column
+    partition: Column
+    microbatch: Column
+    phase: Column
+    begin: Column
+    end: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfers(Table):
+    """Tensors on their way to a partition, of ``size`` bytes."""
+
+    rank: Column
+    step: Column
+    minibatch: Column
+    partition: Column
+    microbatch: Column
+    begin: Column
+    end: Column
+    size: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans(Table):
+    """What the main thread of a rank did beside the pipeline. ``kind`` is `DATA`, `OPTIMIZER` and so on."""
+
+    rank: Column
+    kind: Column
+    begin: Column
+    end: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Communications(Table):
+    """Calls of torch.distributed outside of pipelines, and waits for them, by ``peers``: ``"0,1"``, or ``"world"``."""
+
+    rank: Column
+    name: Column
+    peers: Column
+    step: Column
+    begin: Column
+    end: Column
+    size: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTimes(Table):
+    """The times of a layer in one phase, over all its runs."""
+
+    rank: Column
+    partition: Column
+    layer: Column
+    phase: Column
+    count: Column
+    total: Column
+    longest: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRuns(Table):
+    """Each run of each layer."""
+
+    rank: Column
+    step: Column
+    minibatch: Column
+    partition: Column
+    microbatch: Column
+    phase: Column
+    layer: Column
+    begin: Column
+    end: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NameTimes(Table):
+    """The times of all spans of one name, whatever they are."""
+
+    category: Column
+    name: Column
+    count: Column
+    total: Column

@@ -1,0 +1,176 @@
+"""What any run of consecutive layers would cost as a stage, in one setting: arrays over first and last layer.
+
+``time[B][a, b]`` is the backward of layers a to b - 1 on one micro-batch. A cut of the model picks one block a stage;
+an array of cuts, of shape (stages + 1, cuts), picks thousands at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesight.schedule.costs import Costs
+from pipesight.schedule.memory import held
+from pipesight.schedule.orders import (
+    B,
+    F,
+    R,
+    Schedule,
+    W,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    recomputed,
+    zero_bubble,
+)
+from pipesight.schedule.contention import rate_of
+from pipesight.schedule.simulation import Simulation, Times, simulate
+
+__all__ = ["SCHEDULES", "Blocks", "Cuts", "Setting"]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+Cuts: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A way to run a model, but for its balance.
+
+    Raises:
+        ValueError: There is no such way.
+    """
+
+    schedule: str
+    partitions: int
+    chunks: int
+    checkpoint: str = "except_last"
+    rounds: int = 1
+    """How often a micro-batch comes around, in an interleaved schedule."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)} (schedule: {self.schedule!r})")
+        if self.rounds != 1 and self.schedule != "interleaved":
+            raise ValueError(f"only an interleaved schedule has rounds (schedule: {self.schedule})")
+
+    @property
+    def stages(self) -> int:
+        """How many there are: one a partition, or one a partition and round."""
+        return self.partitions * self.rounds
+
+    @property
+    def runs(self) -> bool:
+        """Whether an engine takes it: `pipesight.GPipe` or, of a torch that has the schedule, `DistributedPipeline`."""
+        if self.schedule == "1f1b":
+            return self.chunks >= self.partitions
+        if self.schedule == "interleaved":
+            return self.partitions > 1 and self.chunks % self.partitions == 0  # other numbers are not simulated
+        return self.schedule == "gpipe" or self.chunks % max(1, self.chunks // self.partitions) == 0
+
+    def build(self) -> Schedule:
+        """Return the schedule."""
+        again = recomputed(self.checkpoint, self.chunks)
+        if self.schedule == "gpipe":
+            return gpipe(self.stages, self.chunks, recompute=again, joined=True)
+        if self.schedule == "1f1b":
+            return one_f_one_b(self.stages, self.chunks, recompute=again)
+        if self.schedule == "zero-bubble":
+            return zero_bubble(self.stages, self.chunks, recompute=again)
+        return interleaved(self.stages, self.chunks, devices=self.partitions, recompute=again)
+
+
+class Blocks:
+    """The costs of all blocks in one setting."""
+
+    def __init__(self, costs: Costs, setting: Setting, *, parameter_scale: float = 2.0) -> None:
+        self.costs, self.setting = costs, setting
+        self.schedule = setting.build()
+        self.crowded = rate_of(costs.rates, self.schedule.devices) < 1
+        """Whether devices slow each other down."""
+        self.layers, m = len(costs.layers), setting.chunks
+        layers = costs.layers
+        split = costs.weight_share if setting.schedule == "zero-bubble" else 0.0
+        each = _sums([layer.forward_each for layer in layers])
+        again = [layer.forward if layer.recompute is None else layer.recompute for layer in layers]
+        forward = _sums([layer.forward for layer in layers]) / m + each
+        recompute = _sums(again) / m + each
+        backward = _sums([layer.backward for layer in layers]) / m + _sums([layer.backward_each for layer in layers])
+        self.gaps = np.array([costs.forward_gap, costs.recompute_gap, costs.backward_gap, costs.backward_gap])
+        """Seconds of each task, by kind, that its device does not compute."""
+        beside = [costs.forward_overhead, costs.recompute_overhead, costs.backward_overhead, costs.backward_overhead]
+        self.beside = np.array(beside) + self.gaps
+        """Seconds of each task, by kind, that are not its layers'."""
+        parts = [forward, recompute, backward * (1 - split), backward * split]
+        self.time: Times = np.maximum(np.stack(parts) + self.beside[:, None, None], 0.0)
+        """Seconds of a task of each kind, by first layer and the one after the last."""
+        if not split:
+            self.time[W] = 0.0
+        sizes = np.array([costs.input_bytes, *(layer.output_bytes for layer in layers)]) / m
+        self.send: Times = np.array([0.0, *(costs.link.seconds(size) for size in sizes[1:-1]), 0.0])
+        """Seconds from one stage to the next, by the layer that the next begins with."""
+        if setting.partitions == 1:
+            self.send[:] = 0.0
+        self.loss = costs.loss if self.schedule.joined else costs.loss / m
+        self.inputs: Times = sizes
+        """Bytes of the input of a stage that begins with a layer, for a micro-batch."""
+        self.kept: Times = _sums([layer.kept_bytes for layer in layers]) / m
+        self.parameters: Times = _sums([layer.parameter_bytes for layer in layers]) * parameter_scale
+        self.again = sum(recomputed(setting.checkpoint, m))
+        self._held = held(self.schedule)
+
+    def simulate(self, cuts: Cuts) -> Simulation:
+        """Run the schedule for each of the cuts."""
+        begin, end = cuts[:-1], cuts[1:]
+        delays = np.zeros((2, *begin.shape))
+        delays[0], delays[1] = self.send[begin], self.send[end]
+        delays[1, -1] = self.loss
+        times = np.maximum(self.time[:, begin, end] - self.gaps[:, None, None], 0.0)[:, :, None]
+        return simulate(self.schedule, times, delays=delays[:, :, None], gaps=self.gaps, rates=self.costs.rates)
+
+    def bubble(self, simulation: Simulation) -> Times:
+        """Return the share of time in which devices do not compute; gaps before tasks are part of it."""
+        computing = simulation.busy.mean(axis=0)
+        length = np.asarray(simulation.makespan, float)
+        return np.asarray(1 - np.divide(computing, length, out=np.ones_like(length), where=length > 0))
+
+    def busy(self) -> Times:
+        """Return how long a device computes for a block in all micro-batches, by first and last layer."""
+        m = self.setting.chunks
+        busy: Times = m * (self.time[F] + self.time[B]) + self.again * self.time[R]
+        return busy + m * self.time[W] if self.setting.schedule == "zero-bubble" else busy
+
+    def memory(self, cuts: Cuts) -> Times:
+        """Return the bytes that each device needs at most, for each of the cuts: parameters and activations."""
+        begin, end = cuts[:-1], cuts[1:]
+        homes = np.asarray(self.schedule.device_of_stage)
+        needs = []
+        for device in range(self.setting.partitions):
+            first, last = begin[homes == device], end[homes == device]
+            needs.append(self._memory(device, self.inputs[first], self.kept[first, last]))
+            needs[-1] += self.parameters[first, last].sum(axis=0)
+        return np.stack(needs)
+
+    def memory_of_blocks(self) -> Times:
+        """Return the bytes that each device needs for any one block."""
+        if self.setting.rounds != 1:
+            raise ValueError(f"devices have several blocks each (rounds: {self.setting.rounds})")
+        inputs = np.broadcast_to(self.inputs[:, None], self.kept.shape)
+        alone = [self._memory(d, inputs[None], self.kept[None]) for d in range(self.setting.partitions)]
+        return np.stack(alone) + self.parameters
+
+    def _memory(self, device: int, inputs: Times, kept: Times) -> Times:
+        of_inputs, of_activations = self._held[device]
+        most: Times = np.zeros(inputs.shape[1:])
+        for a, b in zip(of_inputs, of_activations, strict=True):
+            np.maximum(most, np.tensordot(a, inputs, 1) + np.tensordot(b, kept, 1), out=most)
+        return most
+
+
+def _sums(costs: list[float]) -> Times:
+    """Return the sums of all blocks, by first and last layer; 0 where there is none."""
+    total = np.concatenate([[0.0], np.cumsum(costs)])
+    return np.asarray(np.maximum(total[None, :] - total[:, None], 0.0))

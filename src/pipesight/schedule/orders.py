@@ -1,0 +1,321 @@
+"""The order in which each device runs its tasks: GPipe, 1F1B, interleaved 1F1B, zero-bubble, or one that was recorded.
+
+A task is a kind, a stage and a micro-batch. Kinds are `F`, a forward, `R`, the forward again for a backward that has no
+activations, `B`, a backward, and `W`, the gradients of the weights where a schedule keeps them apart from those of the
+inputs. For 3 stages and 4 micro-batches, if all tasks take equally long::
+
+    gpipe        0  F0 F1 F2 F3             B3 B2 B1 B0
+                 1     F0 F1 F2 F3       B3 B2 B1 B0
+                 2        F0 F1 F2 F3 B3 B2 B1 B0
+    one_f_one_b  0  F0 F1 F2       B0 F3 B1    B2    B3
+                 1     F0 F1    B0 F2 B1 F3 B2    B3
+                 2        F0 B0 F1 B1 F2 B2 F3 B3
+    zero_bubble  0  F0 F1 F2       B0 W0 F3 B1 W1 B2 W2 B3 W3
+                 1     F0 F1    B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+                 2        F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+
+Devices follow no clock: each takes the next task of its list as soon as that one's input is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = [
+    "KINDS",
+    "B",
+    "F",
+    "Order",
+    "R",
+    "Schedule",
+    "W",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "recomputed",
+    "recorded",
+    "zero_bubble",
+]
+
+F, R, B, W = range(4)
+KINDS = "FRBW"
+
+Order: TypeAlias = NDArray[np.int32]
+"""Of each device, its tasks: kind, stage, micro-batch; -1 after the last."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """Who runs what, and in which order.
+
+    Raises:
+        ValueError: A task is there twice, on a device that does not have its stage, or before one of the same stage and
+            micro-batch that it needs.
+    """
+
+    name: str
+    stages: int
+    chunks: int
+    device_of_stage: tuple[int, ...]
+    order: Order
+    joined: bool = False
+    """Whether everything but forwards waits until the last stage has run all of them, as for the loss of a batch."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return len(self.order)
+
+    @property
+    def tasks(self) -> int:
+        """How many there are, of all devices."""
+        return int((self.order[..., 0] >= 0).sum())
+
+
+def gpipe(
+    stages: int,
+    chunks: int,
+    *,
+    recompute: Sequence[bool] = (),
+    device_of_stage: Sequence[int] | None = None,
+    joined: bool = False,
+) -> Schedule:
+    """Run all forwards, then all backwards, the last micro-batch first.
+
+    A recomputation comes right before its backward, and does not wait for the gradient. With ``joined``, neither starts
+    before all forwards have ended, as in `pipesight.GPipe`, which knows the loss only then.
+
+    >>> gpipe(2, 2).order[0].tolist()
+    [[0, 0, 0], [0, 0, 1], [2, 0, 1], [2, 0, 0]]
+
+    Args:
+        stages: How many there are.
+        chunks: How many micro-batches there are.
+        recompute: For each micro-batch, whether its forward is run again; see `recomputed`.
+        device_of_stage: Where each stage runs; by default, each on a device of its own. Stages on one device take
+            turns: micro-batch i in stage s goes before micro-batch i - 1 in stage s + 1.
+        joined: Whether to wait for all forwards.
+    """
+    homes = _homes(stages, chunks, device_of_stage)
+    orders = []
+    for device in range(max(homes) + 1):
+        s = np.repeat([stage for stage in range(stages) if homes[stage] == device], chunks)
+        i = np.tile(np.arange(chunks), len(s) // chunks)
+        turn = np.lexsort((s, i + s)) if len(s) > chunks else np.arange(chunks)
+        forward = _tasks(F, s[turn], i[turn])
+        backward = forward[::-1].copy()
+        backward[:, 0] = B
+        orders.append(np.concatenate([forward, backward]))
+    return Schedule("gpipe", stages, chunks, homes, _order(orders, chunks, recompute), joined)
+
+
+def one_f_one_b(
+    stages: int,
+    chunks: int,
+    *,
+    recompute: Sequence[bool] = (),
+    device_of_stage: Sequence[int] | None = None,
+) -> Schedule:
+    """Run a backward as soon as there is one, so that at most ``stages`` micro-batches are under way.
+
+    >>> one_f_one_b(2, 2).order[1].tolist()
+    [[0, 1, 0], [2, 1, 0], [0, 1, 1], [2, 1, 1]]
+    """
+    homes = _homes(stages, chunks, device_of_stage)
+    i = np.arange(chunks)
+    orders = []
+    for s in range(stages):
+        orders.append(_alternate(_tasks(F, s, i), _tasks(B, s, i), ahead=stages - 1 - s))
+    alone = Schedule("1f1b", stages, chunks, tuple(range(stages)), _order(orders, chunks, recompute))
+    return alone if homes == alone.device_of_stage else _on_devices(alone, homes)
+
+
+def interleaved(stages: int, chunks: int, *, devices: int, recompute: Sequence[bool] = ()) -> Schedule:
+    """Run 1F1B with several stages a device, so that a micro-batch comes around several times.
+
+    Stage s is on device s % devices. The shorter stages make the bubble shorter: with v of them a device it is
+    (n - 1) / (v * m + n - 1).
+
+    >>> interleaved(4, 2, devices=2).order[1, :, :2].tolist()
+    [[0, 1], [0, 1], [0, 3], [2, 3], [0, 3], [2, 3], [2, 1], [2, 1]]
+
+    Raises:
+        ValueError: The devices cannot have equally many stages, or the micro-batches do not come in groups as large as
+            there are devices.
+    """
+    homes = _homes(stages, chunks, [s % devices for s in range(stages)] if devices > 0 else [])
+    rounds, rest = divmod(stages, devices)
+    if rest:
+        raise ValueError(f"stages must be a multiple of devices (stages: {stages}, devices: {devices})")
+    if chunks % devices and rounds > 1:
+        raise ValueError(
+            f"chunks must be a multiple of devices where stages are interleaved (chunks: {chunks}, devices: {devices})"
+        )
+    # A group of as many micro-batches as there are devices goes through all rounds before the next group starts.
+    turn = np.arange(rounds * chunks)
+    i = turn // (devices * rounds) * devices + turn % devices if rounds > 1 else turn
+    down = turn // devices % rounds if rounds > 1 else turn * 0
+    up = rounds - 1 - down
+    orders = []
+    for device in range(devices):
+        ahead = (rounds - 1) * devices + (devices - 1 - device) * (2 if rounds > 1 else 1)
+        orders.append(
+            _alternate(_tasks(F, down * devices + device, i), _tasks(B, up * devices + device, i), ahead=ahead)
+        )
+    return Schedule("interleaved", stages, chunks, homes, _order(orders, chunks, recompute))
+
+
+def zero_bubble(stages: int, chunks: int, *, recompute: Sequence[bool] = ()) -> Schedule:
+    """Run 1F1B with the gradients of inputs first, and those of weights where there would be a gap (ZB-H1).
+
+    Stage s puts off the weights of s micro-batches, so that no stage holds more than the first one does in 1F1B.
+
+    >>> zero_bubble(2, 2).order[1].tolist()
+    [[0, 1, 0], [2, 1, 0], [0, 1, 1], [2, 1, 1], [3, 1, 0], [3, 1, 1]]
+    """
+    homes = _homes(stages, chunks, None)
+    i = np.arange(chunks)
+    orders = []
+    for s in range(stages):
+        tasks = _alternate(_tasks(F, s, i), _tasks(B, s, i), ahead=stages - 1 - s)
+        backwards = np.flatnonzero(tasks[:, 0] == B)
+        after = np.concatenate([backwards[s:], np.full(min(s, chunks), len(tasks) - 1)])
+        orders.append(np.insert(tasks, after + 1, _tasks(W, s, i), axis=0))
+    return Schedule("zero-bubble", stages, chunks, homes, _order(orders, chunks, recompute))
+
+
+def recorded(order: ArrayLike, *, name: str = "recorded", joined: bool = False) -> Schedule:
+    """Take an order that was observed: of each device, its tasks (kind, stage, micro-batch), padded with -1.
+
+    >>> recorded([[[F, 0, 0], [B, 0, 0]], [[F, 1, 0], [B, 1, 0]]]).device_of_stage
+    (0, 1)
+
+    Raises:
+        ValueError: It is no such array, or one stage is on two devices.
+    """
+    tasks = np.asarray(order)
+    if tasks.ndim != 3 or tasks.shape[-1] != 3 or not np.issubdtype(tasks.dtype, np.integer):
+        raise ValueError(
+            f"an order must be integers of shape (devices, tasks, 3) (shape: {tasks.shape}, dtype: {tasks.dtype})"
+        )
+    real = tasks[..., 0] >= 0
+    if not real.any():
+        raise ValueError("an order must have a task (tasks: 0)")
+    stages, chunks = (int(tasks[real][:, column].max()) + 1 for column in (1, 2))
+    homes = np.zeros(stages, int)
+    homes[tasks[..., 1][real]] = np.broadcast_to(np.arange(len(tasks))[:, None], real.shape)[real]
+    return Schedule(name, stages, chunks, tuple(homes.tolist()), tasks.astype(np.int32), joined)
+
+
+def recomputed(checkpoint: str, chunks: int) -> tuple[bool, ...]:
+    """Return which micro-batches are recomputed in a checkpoint mode of `pipesight.GPipe`.
+
+    >>> recomputed("except_last", 3)
+    (True, True, False)
+    """
+    stops = {"always": chunks, "except_last": chunks - 1, "never": 0}
+    if checkpoint not in stops:
+        raise ValueError(f"checkpoint must be one of {', '.join(stops)} (checkpoint: {checkpoint!r})")
+    return tuple(i < stops[checkpoint] for i in range(chunks))
+
+
+# What orders are made of.
+
+
+def _homes(stages: int, chunks: int, device_of_stage: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the device of each stage, and check the numbers that all schedules need."""
+    if stages < 1 or chunks < 1:
+        raise ValueError(f"stages and chunks must be positive integers (stages: {stages}, chunks: {chunks})")
+    if device_of_stage is None:
+        return tuple(range(stages))
+    homes = tuple(int(device) for device in device_of_stage)
+    if len(homes) != stages or {*homes} != {*range(max(homes, default=0) + 1)}:
+        raise ValueError(
+            "each stage must have a device, and each device from 0 on a stage "
+            f"(stages: {stages}, device_of_stage: {list(homes)})"
+        )
+    return homes
+
+
+def _tasks(kind: int, s: ArrayLike, i: ArrayLike) -> Order:
+    return np.stack(np.broadcast_arrays(np.int32(kind), s, i), axis=-1).astype(np.int32)
+
+
+def _alternate(forwards: Order, backwards: Order, *, ahead: int) -> Order:
+    """Run some forwards ahead, then a forward and a backward in turns, then the backwards that are left."""
+    ahead = min(ahead, len(forwards))
+    both = np.empty((2 * len(forwards), 3), np.int32)
+    middle = both[ahead : len(both) - ahead]
+    both[:ahead] = forwards[:ahead]
+    middle[::2], middle[1::2] = forwards[ahead:], backwards[: len(backwards) - ahead]
+    both[len(both) - ahead :] = backwards[len(backwards) - ahead :]
+    return both
+
+
+def _order(orders: Iterable[Order], chunks: int, recompute: Sequence[bool]) -> Order:
+    """Put recomputations before their backwards, and the lists of all devices into one array."""
+    again = np.asarray(recompute if len(recompute) else [False] * chunks, bool)
+    if len(again) != chunks:
+        raise ValueError(f"recompute must have a flag for each micro-batch (flags: {len(again)}, chunks: {chunks})")
+    lists = [_recomputing(tasks, again) for tasks in orders] if again.any() else list(orders)
+    order = np.full((len(lists), max(map(len, lists)), 3), -1, np.int32)
+    for device, tasks in enumerate(lists):
+        order[device, : len(tasks)] = tasks
+    return order
+
+
+def _recomputing(tasks: Order, again: NDArray[np.bool_]) -> Order:
+    wanted = (tasks[:, 0] == B) & again[tasks[:, 2]]
+    doubled = np.repeat(tasks, 1 + wanted, axis=0)
+    doubled[np.cumsum(1 + wanted)[wanted] - 2, 0] = R
+    return doubled
+
+
+def _on_devices(schedule: Schedule, homes: tuple[int, ...]) -> Schedule:
+    """Let stages share devices: in the order in which their tasks would start if they did not."""
+    from pipesight.schedule.simulation import simulate  # which needs the schedules of this module
+
+    begins = simulate(schedule, np.array([1.0, 1.0, 2.0, 1.0])[:, None, None]).begin
+    orders = []
+    for device in range(max(homes) + 1):
+        rows = schedule.order[[s for s in range(schedule.stages) if homes[s] == device]]
+        tasks = rows[rows[..., 0] >= 0]
+        orders.append(tasks[np.lexsort((-tasks[:, 1], begins[tasks[:, 0], tasks[:, 1], tasks[:, 2]]))])
+    return Schedule(schedule.name, schedule.stages, schedule.chunks, homes, _order(orders, schedule.chunks, ()))
+
+
+def _check(schedule: Schedule) -> None:
+    stages, chunks, homes = schedule.stages, schedule.chunks, np.asarray(schedule.device_of_stage)
+    if len(homes) != stages:
+        raise ValueError(f"each stage must have a device (stages: {stages}, device_of_stage: {homes.tolist()})")
+    places = np.full((len(KINDS), stages, chunks), -1, np.int32)
+    found = 0
+    for device, row in enumerate(schedule.order):  # one by one: together they may be too many for caches
+        count = int((row[:, 0] >= 0).sum())
+        tasks, found = row[:count], found + count
+        if count and tasks[:, 0].min() < 0:
+            raise ValueError(f"the tasks of a device must come before the -1 that follow the last (device: {device})")
+        for column, (limit, what) in enumerate(((len(KINDS), "kinds"), (stages, "stages"), (chunks, "chunks"))):
+            if count and not 0 <= tasks[:, column].min() <= (most := tasks[:, column].max()) < limit:
+                raise ValueError(f"a task is beyond the {what} (its number: {most}, {what}: {limit})")
+        if (homes[tasks[:, 1]] != device).any():
+            raise ValueError(
+                "each task must be on the device of its stage, and each stage on one device "
+                f"(device: {device}, device_of_stage: {homes.tolist()})"
+            )
+        places[tasks[:, 0], tasks[:, 1], tasks[:, 2]] = np.arange(count)
+    if (different := int((places >= 0).sum())) != found:
+        raise ValueError(f"each task must be there once (tasks: {found}, different: {different})")
+    for after, before in ((R, F), (B, F), (B, R), (W, B)):
+        wrong = (places[after] >= 0) & (places[after] < places[before])
+        if wrong.any():
+            s, i = (int(index[0]) for index in np.nonzero(wrong))
+            raise ValueError(f"{KINDS[after]}{i} of stage {s} needs {KINDS[before]}{i}, which must come before it")

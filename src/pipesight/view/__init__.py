@@ -1,0 +1,1 @@
+"""Findings as terminal text, JSON and pages. Views draw what analysis found and compute nothing of their own."""

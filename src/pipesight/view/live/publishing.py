@@ -1,0 +1,140 @@
+"""What the viewers of a run share: one reader of its files, which tells them all when there is something new."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pipesight._logger import own_logger
+from pipesight.runs.following.follower import Follower, State
+
+__all__ = ["News", "Publisher"]
+
+logger = own_logger(__name__)
+
+LEVEL = 4  # of gzip
+SHARE = 2
+"""How many times longer than it took to read and draw the last news to wait for the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """How far a run is, for those who wait for more of it."""
+
+    revision: int
+    ended: bool = False
+    outcome: str | None = None
+
+
+class Publisher:
+    """Follows a run from ``with`` to its end, in a thread of its own, and draws it for whoever asks, once a revision.
+
+    Example::
+
+        with Publisher(Path("RUN"), draw=draw) as publisher:
+            news = publisher.wait(None, timeout=60)
+            print(gzip.decompress(publisher.payload()))
+
+    Args:
+        path: The run. It need not be there yet.
+        draw: Makes the payload of a run, a `Run` on disk or the last steps of one that is going on.
+        interval: Seconds from one look to the next, at least.
+    """
+
+    def __init__(self, path: Path, *, draw: Callable[[Follower], dict[str, Any] | None], interval: float = 1.0) -> None:
+        self.path = path
+        self._draw, self._interval = draw, interval
+        self._follower = Follower(path)
+        self._reading = threading.Lock()  # the follower
+        self._told = threading.Condition()
+        self._news = News(0)
+        self._drawn: tuple[int, bytes | None] = (-1, None)
+        self._complaints: set[str] = set()
+        self._cost = 0.0  # seconds that the last drawing took
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="pipesight-follow", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._look()  # so that it is known at once how far the run is
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        with self._told:
+            self._told.notify_all()
+        self._thread.join()
+        with self._reading:
+            self._follower.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether there will be no more news."""
+        return self._closing.is_set()
+
+    @property
+    def state(self) -> State:
+        """How far the run is."""
+        return self._follower.state
+
+    def wait(self, seen: News | None, *, timeout: float) -> News:
+        """Return the news as soon as they are others than those that were seen, or the same after the timeout."""
+        with self._told:
+            self._told.wait_for(lambda: self._news != seen or self.closed, timeout)
+            return self._news
+
+    def payload(self) -> bytes | None:
+        """Return what the page draws, as JSON in gzip; nothing while there is nothing to draw."""
+        with self._reading:
+            news = self._news
+            if self._drawn[0] != news.revision:
+                begin = time.monotonic()
+                self._drawn = (news.revision, self._make(news))
+                self._cost = time.monotonic() - begin
+            return self._drawn[1]
+
+    def _make(self, news: News) -> bytes | None:
+        try:
+            payload = self._draw(self._follower)
+        except Exception as error:  # of one revision; the next may be another matter
+            self._complain("the run %s could not be drawn; it is tried again when there is more of it", error)
+            return None
+        if payload is None:
+            return None
+        payload["revision"], payload["live"] = news.revision, not news.ended
+        return gzip.compress(json.dumps(payload, allow_nan=False, separators=(",", ":")).encode(), LEVEL)
+
+    def _follow(self) -> None:
+        spent = 0.0
+        while not self._news.ended and not self._closing.wait(max(self._interval, SHARE * (spent + self._cost))):
+            begin = time.monotonic()
+            self._look()
+            spent = time.monotonic() - begin
+
+    def _look(self) -> None:
+        with self._reading:
+            try:
+                changed = self._follower.look()
+            except Exception as error:
+                self._complain("the run %s could not be read; it is tried again", error)
+                return
+            if changed:
+                state = self._follower.state
+                self._tell(News(self._news.revision + 1, state.phase == "ended", state.outcome))
+
+    def _complain(self, what: str, error: Exception) -> None:
+        """Say what failed, once for each kind of failure."""
+        if (complaint := f"{what} {error!r}") not in self._complaints:
+            self._complaints.add(complaint)
+            logger.error(what, self.path, exc_info=error)
+
+    def _tell(self, news: News) -> None:
+        with self._told:
+            self._news = news
+            self._told.notify_all()

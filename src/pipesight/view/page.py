@@ -1,0 +1,232 @@
+"""The page: one file that works offline, drawn from a payload.
+
+The page's scripts are ES modules, in the folder ``page``. They become one script here: each keeps a scope of its own,
+and none is fetched. The policy of the page allows this script and this style, by their hashes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipesight.view.payload import LIMITS, Limits, page_payload
+
+if TYPE_CHECKING:
+    from pipesight.view.comparison import Comparison
+
+__all__ = [
+    "LIMITS",
+    "MOST_BYTES",
+    "Limits",
+    "Served",
+    "page_html",
+    "page_payload",
+    "write_comparison",
+    "write_page",
+]
+
+MOST_BYTES = 2_000_000
+"""Of a page on disk: long runs show fewer steps."""
+
+LEVEL = 9  # of gzip: a page is written once and sent around
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Where a page that comes from a server finds more; addresses are relative to its own."""
+
+    events: str | None = "events"
+    """Server-sent events: ``changed`` and ``ended``."""
+    payload: str | None = "payload.json"
+    trace: str | None = "trace"
+    """The trace as one file, for Perfetto."""
+
+
+def write_page(
+    run_path: str | os.PathLike[str],
+    *,
+    output: str | os.PathLike[str] | None = None,
+    attempt: int | None = None,
+    steps: range | None = None,
+    partition: int | None = None,
+    layer: str | None = None,
+    first: int | None = None,
+) -> Path:
+    """Write the page of a run to ``RUN/report.html``, or to ``output``; return where it is.
+
+    Example::
+
+        >>> write_page("RUN")
+        PosixPath('RUN/report.html')
+
+    Args:
+        run_path: The run.
+        output: Where to write it.
+        attempt: Which one of a run that was restarted; without, it is the last.
+        steps: Only these; so are ``partition`` and ``layer``, as in `analyse`.
+        partition: Only this one's losses and layers.
+        layer: Only layers of this name.
+        first: The step that the page opens at.
+
+    Raises:
+        NotARunError: There is nothing to show.
+        ValueError: There is no such attempt, step, partition or layer.
+    """
+    from pipesight.analysis.report import analyse
+    from pipesight.runs.reading.run import open_run
+
+    run_path = Path(run_path)
+    with open_run(run_path, attempt=attempt) as run:
+        report = analyse(run, steps=steps, partition=partition, layer=layer)
+        if first is not None and first not in run.steps():
+            raise ValueError(f"there is no step {first} to open the page at (steps: {_ends(run.steps())})")
+        limits, page = LIMITS, page_html(page_payload(run, report, steps=steps, first=first))
+        while len(page.encode()) > MOST_BYTES and limits.blocks > 1_000:
+            limits = limits.halved()
+            page = page_html(page_payload(run, report, limits=limits, steps=steps, first=first))
+    return _write(page, _beside(run_path, "report.html") if output is None else Path(output))
+
+
+def write_comparison(comparison: Comparison, *, output: str | os.PathLike[str] | None = None) -> Path:
+    """Write a page that compares two runs to ``comparison.html`` in the second, or to ``output``; return where it is.
+
+    Example::
+
+        >>> write_comparison(compare(first, second))
+        PosixPath('RUN_B/comparison.html')
+    """
+    from pipesight.view.payload.comparison import comparison_payload
+
+    page = page_html(comparison_payload(comparison), name="comparison")
+    return _write(page, _beside(Path(comparison.second.path), "comparison.html") if output is None else Path(output))
+
+
+def _ends(steps: Sequence[int]) -> str:
+    return f"{steps[0]} to {steps[-1]}" if steps else "none"
+
+
+def _beside(run_path: Path, name: str) -> Path:
+    return (run_path if run_path.is_dir() else run_path.parent) / name
+
+
+def _write(page: str, path: Path) -> Path:
+    """Write a file that is there when all of it is."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        with unfinished.open("x", encoding="utf-8") as file:  # follows no link that somebody put there
+            file.write(page)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def page_html(payload: Mapping[str, Any] | None = None, *, served: Served | None = None, name: str = "page") -> str:
+    """Return the page with a payload in it, or, if a server has it, with nothing.
+
+    Args:
+        payload: What to draw, from `page_payload`.
+        served: Where a server has more. Without, the page is a file, and asks nobody for anything.
+        name: Which page: that of a run, or ``comparison``.
+    """
+    style, script = _style(), _script(_MAIN[name])
+    title = "" if payload is None else str(payload["title"])
+    values = {
+        "policy": _policy(style, script, served),
+        "addresses": "\n".join(_addresses(served)),
+        "title": html.escape(title or "pipesight"),
+        "style": style,
+        "payload": "" if payload is None else _packed(payload),
+        "script": script,
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset(f"{name}.html"))
+
+
+def _packed(payload: Mapping[str, Any]) -> str:
+    text = json.dumps(payload, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), LEVEL, mtime=0)).decode()
+
+
+def _addresses(served: Served | None) -> list[str]:
+    if served is None:
+        return []
+    known = {"events": served.events, "payload": served.payload, "trace": served.trace}
+    return [
+        f'<meta name="pipesight-{name}" content="{html.escape(address)}">' for name, address in known.items() if address
+    ]
+
+
+def _policy(style: str, script: str, served: Served | None) -> str:
+    rules = {
+        "default-src": "'none'",
+        "script-src": _hash(script),
+        "style-src": _hash(style),
+        "img-src": "data:",
+        "connect-src": "'none'" if served is None else "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# Scripts and style.
+
+_MAIN = {"page": "main.js", "comparison": "comparison.js"}
+_IMPORT = re.compile(r'^import (?:\{(?P<names>[^}]*)\} from )?"\./(?P<file>[\w.]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:const|let|class|function|async function) (?P<name>\w+))", re.MULTILINE)
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files("pipesight.view") / "assets" / name).read_text(encoding="utf-8")
+
+
+@cache
+def _style() -> str:
+    return re.sub(r"/\*.*?\*/\n?", "", _asset("style.css"), flags=re.DOTALL)
+
+
+@cache
+def _script(main: str) -> str:
+    """Join a module and all that it imports, each before those that import it."""
+    joined: dict[str, str] = {}
+    _join(main, joined, ())
+    return "\n".join([*(text for name, text in joined.items() if name != main), _body(main)])
+
+
+def _join(name: str, joined: dict[str, str], above: tuple[str, ...]) -> None:
+    if name in joined:
+        return
+    if name in above:
+        raise ImportError(f"scripts of the page must not import each other in a circle: {' -> '.join([*above, name])}")
+    for match in _IMPORT.finditer(_asset(name)):
+        _join(match["file"], joined, (*above, name))
+    exports = ", ".join(match["name"] for match in _EXPORT.finditer(_asset(name)))
+    joined[name] = f"const {_variable(name)} = (() => {{\n{_body(name)}return {{ {exports} }};\n}})();"
+
+
+def _body(name: str) -> str:
+    def imported(match: re.Match[str]) -> str:
+        return f"const {{{match['names']}}} = {_variable(match['file'])};\n" if match["names"] else ""
+
+    return _EXPORT.sub("", _IMPORT.sub(imported, _asset(name)))
+
+
+def _variable(name: str) -> str:
+    return "$" + name.removesuffix(".js")

@@ -1,0 +1,68 @@
+"""Which steps a page shows, where there is no room for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipesight.runs.reading.tables import Column
+
+__all__ = ["choose_steps"]
+
+
+def choose_steps(
+    times: Sequence[int] | Column,
+    sizes: Sequence[int] | Column,
+    *,
+    most: int,
+    typical: int | None = None,
+    first: int | None = None,
+) -> list[int]:
+    """Return the places of steps to show, those that matter most first; the first of them always is one.
+
+    They are the one that is asked for, the typical one, the last, the slowest, the first, and others evenly between.
+
+    Example::
+
+        >>> choose_steps([10, 30, 20, 20, 20], [8, 8, 8, 8, 8], most=32)
+        [2, 4, 1, 0]
+
+    Args:
+        times: How long each step took.
+        sizes: How many blocks each has.
+        most: How many blocks there is room for.
+        typical: The place of the typical step; by default, the one of median length.
+        first: The place of a step that comes before all others.
+    """
+    if not len(times):
+        return []
+    chosen: dict[int, None] = {}
+    room = most
+    for place in (*([] if first is None else [first]), *_by_importance(np.asarray(times), typical)):
+        if place in chosen or (chosen and sizes[place] > room):
+            continue
+        chosen[place] = None
+        room -= int(sizes[place])
+    return list(chosen)
+
+
+def _median_place(times: Column) -> int:
+    """Return the place of the step of median length: of those, the middle one."""
+    distance = np.abs(times - np.median(times))
+    closest = np.flatnonzero(distance == distance.min())
+    return int(closest[len(closest) // 2])
+
+
+def _by_importance(times: Column, typical: int | None) -> Iterator[int]:
+    yield _median_place(times) if typical is None else typical
+    yield len(times) - 1
+    yield int(np.argmax(times))
+    yield 0
+    # Halves, quarters, eighths: wherever it ends, they are spread over all steps.
+    parts = 2
+    while parts < 2 * len(times):
+        for number in range(1, parts, 2):
+            yield number * (len(times) - 1) // parts
+        parts *= 2
+    yield from range(len(times))

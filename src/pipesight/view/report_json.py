@@ -1,0 +1,141 @@
+"""A report for machines: plain values, as ``report.schema.json`` describes them, times in microseconds, shares of 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from pipesight._version import __version__
+from pipesight.analysis.report import Overall, Report
+from pipesight.analysis.breakdown import PARTS, StepTimes, Summary
+from pipesight.analysis.layers import Layer
+from pipesight.analysis.pipelines import PipelineReport
+from pipesight.runs.reading.tables import Column
+
+__all__ = ["FORMAT", "FORMAT_VERSION", "as_json"]
+
+FORMAT, FORMAT_VERSION = "pipesight-report", 1
+
+_FACTS = ("command", "host", "started", "ended", "outcome", "python", "torch", "cuda", "world_size")
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Return a report as what `json.dumps` takes; there is no NaN and no infinity in it.
+
+    Example::
+
+        >>> json.dumps(as_json(report), allow_nan=False)
+    """
+    result = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "pipesight": __version__,
+        "run": {
+            "path": report.path,
+            **{name: _plain(report.description.get(name)) for name in _FACTS},
+            "events": report.events,
+            "attempt": report.attempt,
+            "attempts": list(report.attempts),
+            "ranks": list(report.ranks),
+        },
+        "remarks": [asdict(remark) for remark in report.remarks],
+        "verdict": asdict(report.verdict),
+        "overall": None if report.overall is None else _overall(report.overall),
+        "left_out": {"warm_up": list(report.left.warm_up), "incomplete": report.left.incomplete},
+        "evaluations": report.evaluations,
+        "pipelines": [_pipeline(pipeline) for pipeline in report.pipelines],
+        "steps": _steps(report.steps, report.counted),
+        "layers": [_layer(layer) for layer in report.layers],
+        "stragglers": [asdict(straggler) for straggler in report.stragglers],
+        "links": [asdict(link) for link in report.links],
+        "held": [asdict(held) for held in report.held],
+        "collectives": [asdict(collective) for collective in report.collectives],
+        "nonfinite": None if report.nonfinite is None else asdict(report.nonfinite),
+        "names": [asdict(name) for name in report.names],
+    }
+    plain = _plain(result)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _overall(overall: Overall) -> dict[str, Any]:
+    total = max(sum(overall.parts.values()), 1e-9)
+    return {
+        "steps": overall.steps,
+        "replicas": overall.replicas,
+        "time": asdict(overall.time),
+        "elapsed": overall.elapsed,
+        "steps_per_second": overall.steps_per_second,
+        "samples_per_second": overall.samples_per_second,
+        "microbatches_per_second": overall.microbatches_per_second,
+        "bubble": overall.bubble,
+        "bubbles": asdict(overall.bubbles),
+        "bound": overall.bound,
+        "recompute": overall.recompute,
+        "turnaround": overall.turnaround,
+        "parts": {name: _part(time, total, overall.spreads[name]) for name, time in overall.parts.items()},
+    }
+
+
+def _part(time: float, total: float, spread: Summary) -> dict[str, float]:
+    return {"time": time, "share": time / total, "low": spread.low, "high": spread.high}
+
+
+def _pipeline(pipeline: PipelineReport) -> dict[str, Any]:
+    facts = pipeline.facts
+    return {
+        "schedule": facts.schedule,
+        "partitions": pipeline.partitions,
+        "chunks": pipeline.chunks,
+        "balance": None if facts.balance is None else list(facts.balance),
+        "checkpoint": facts.checkpoint,
+        "batch_size": facts.batch_size,
+        "devices": pipeline.devices,
+        "device_idle": pipeline.device_idle,
+        "workers": pipeline.workers,
+        "replicas": pipeline.replicas,
+        "minibatches": pipeline.minibatches,
+        "window": asdict(pipeline.window),
+        "bubble": pipeline.bubble,
+        "bubbles": asdict(pipeline.bubbles),
+        "bound": pipeline.bound,
+        "textbook": pipeline.textbook,
+        "rows": [{**asdict(row), "ranks": list(row.ranks)} for row in pipeline.rows],
+    }
+
+
+def _steps(steps: StepTimes, counted: Column) -> list[dict[str, Any]]:
+    columns = {
+        "replica": steps.replica,
+        "step": steps.step,
+        "begin": steps.begin,
+        "time": steps.period,
+        "window": steps.window,
+        "minibatches": steps.minibatches,
+        "bubble": steps.bubble,
+        "bound": steps.bound,
+        "counted": counted,
+    }
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    parts = steps.parts.T.tolist()
+    return [
+        {**dict(zip(columns, row, strict=True)), "parts": dict(zip(PARTS, own, strict=True))}
+        for row, own in zip(rows, parts, strict=True)
+    ]
+
+
+def _layer(layer: Layer) -> dict[str, Any]:
+    return {**asdict(layer), "runs": dict(zip(("forward", "recompute", "backward"), layer.runs, strict=True))}
+
+
+def _plain(value: object) -> Any:
+    """Make lists of tuples, and null of what JSON has no number for."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
