@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import pipesight
 from pipesight import GPipe
+from pipesight.analysis.advice import Change
 from pipesight.analysis.report import analyse
-from pipesight.plan.advice import Change
 from pipesight.runs.reading.run import open_run
 from torchrun import RANK, torchrun
 

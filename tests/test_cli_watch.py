@@ -18,12 +18,12 @@ from dataclasses import replace
 import pytest
 
 from growing import LIMIT, GrowingRun, recorder, wait_for
-from pipesight.analysis.report import analyse
 from pipesight.analysis.breakdown import PARTS
 from pipesight.analysis.nonfinite import NonFinite
+from pipesight.analysis.report import analyse
+from pipesight.runs.reading.run import LogLine, open_run
 from pipesight.view.live.figures import figures_of, steps_of
 from pipesight.view.live.terminal import Frame, draw_frame, line_of
-from pipesight.runs.reading.run import LogLine, open_run
 from processes import STRICT_PYTHON
 from synthetic import Made
 

@@ -8,8 +8,8 @@ import torch
 
 from network import Link, two_hosts
 from nodes import nodes
+from pipesight.analysis.advice import AT_MOST
 from pipesight.analysis.report import analyse
-from pipesight.plan.advice import AT_MOST
 from pipesight.runs.reading.run import open_run
 from processes import STRICT_PYTHON
 from torchrun import END, RANK, batches, tanhs, train_plainly

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from observed import description, events
-from pipesight.runs.directory import RunDirectory
 from pipesight.analysis.report import analyse
+from pipesight.runs.directory import RunDirectory
 from pipesight.runs.reading.run import open_run
 from torchrun import RANK, torchrun
 

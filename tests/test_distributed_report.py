@@ -6,13 +6,13 @@ import subprocess
 import numpy as np
 import pytest
 
-from pipesight.plan import one_f_one_b, simulate
 from pipesight.analysis.report import analyse
 from pipesight.analysis.topology import pipelines_of
-from pipesight.view.payload.limits import Limits
-from pipesight.view.payload.timeline import Timelines
+from pipesight.plan import one_f_one_b, simulate
 from pipesight.runs.reading.run import open_run
 from pipesight.runs.reading.tables import BACKWARD, FORWARD
+from pipesight.view.payload.limits import Limits
+from pipesight.view.payload.timeline import Timelines
 from processes import STRICT_PYTHON
 from torchrun import RANK, torchrun
 

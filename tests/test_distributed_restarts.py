@@ -7,8 +7,8 @@ import pytest
 
 from nodes import Here, nodes
 from observed import STATS, description
-from pipesight.runs.directory import RunDirectory
 from pipesight.analysis.report import analyse
+from pipesight.runs.directory import RunDirectory
 from pipesight.runs.reading.run import open_run
 from torchrun import END, RANK
 

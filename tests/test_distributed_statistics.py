@@ -12,8 +12,8 @@ from torch import nn
 
 from logged import SIX, assert_six, config, lines, six, values
 from pipesight.analysis.report import analyse
-from pipesight.view.payload.whole import page_payload
 from pipesight.runs.reading.run import open_run
+from pipesight.view.payload.whole import page_payload
 from processes import STRICT_PYTHON
 from torchrun import RANK, batches, tanhs, torchrun
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from pipesight.cli.command import main
-from pipesight.view.live.drawing import draw
 from pipesight.runs.following.follower import Follower
 from pipesight.runs.reading.run import open_run
+from pipesight.view.live.drawing import draw
 from synthetic import Made
 
 SECRET = "nobody's business"

@@ -21,8 +21,8 @@ import observed
 from observed import STATS, description, events, learn, log_lines, pipeline, sgd, statistics, tasks, train
 from pipesight import GPipe, context, trace
 from pipesight.recording import observe
-from pipesight.runs.directory import RunDirectory
 from pipesight.recording.sampling import Windows
+from pipesight.runs.directory import RunDirectory
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 
 import browser
 from pipesight.analysis.report import analyse
-from pipesight.view.page import Served, page_html, page_payload
 from pipesight.runs.reading.run import open_run
+from pipesight.view.page import Served, page_html, page_payload
 from synthetic import Made
 
 pytestmark = pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesight.view import page as html
 from pipesight.analysis.report import analyse
+from pipesight.runs.reading.run import LogLine, open_run
+from pipesight.view import page as html
 from pipesight.view.page import MOST_BYTES, Limits, Served, page_html, page_payload, write_page
 from pipesight.view.payload.chosen import choose_steps
 from pipesight.view.payload.logs import logs_of
 from pipesight.view.payload.statistics import Mark, statistics_of
-from pipesight.runs.reading.run import LogLine, open_run
 from synthetic import Made
 
 TIMES = {"forward": 100, "recompute": 100, "backward": 200}

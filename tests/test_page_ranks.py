@@ -7,12 +7,12 @@ import re
 import pytest
 
 import browser
-from pipesight.schedule.orders import interleaved
 from pipesight.analysis.report import analyse
-from pipesight.view.page import write_page
+from pipesight.runs.reading.run import open_run
+from pipesight.schedule.orders import interleaved
 from pipesight.view.live.figures import figures_of
 from pipesight.view.live.terminal import Frame, draw_frame
-from pipesight.runs.reading.run import open_run
+from pipesight.view.page import write_page
 from pipesight.view.terminal import render
 from synthetic import Made
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipesight.analysis.measured_costs import NoTasksError
 from pipesight.plan import (
     Costs,
     Layer,
@@ -29,10 +30,9 @@ from pipesight.plan import (
     with_sizes,
     zero_bubble,
 )
-from pipesight.analysis.measured_costs import NoTasksError
+from pipesight.runs.reading.run import open_run
 from pipesight.schedule.memory import device_bytes
 from pipesight.schedule.orders import KINDS
-from pipesight.runs.reading.run import open_run
 from synthetic import Made
 
 PHASES = ("forward", "recompute", "backward")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipesight.schedule.gpipe_order import backward_tasks, forward_tasks
 from pipesight.plan import Schedule, gpipe, interleaved, one_f_one_b, recomputed, recorded, zero_bubble
+from pipesight.schedule.gpipe_order import backward_tasks, forward_tasks
 from pipesight.schedule.orders import KINDS, B, F, R, W
 
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipesight.schedule.arguments import CHECKPOINT_MODES
 from pipesight.plan import (
     SCHEDULES,
     Costs,
@@ -24,8 +23,9 @@ from pipesight.plan import (
     simulate,
 )
 from pipesight.plan import settings as all_settings
-from pipesight.schedule.cuts import Blocks
+from pipesight.schedule.arguments import CHECKPOINT_MODES
 from pipesight.schedule.bounds import bounds
+from pipesight.schedule.cuts import Blocks
 from pipesight.schedule.orders import B, F, R, W
 
 

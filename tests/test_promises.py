@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipesight.plan.advice import AT_LEAST, AT_MOST
+from pipesight.analysis.advice import AT_LEAST, AT_MOST
 from promising import CASES, Kept
 
 WITHIN = 0.1

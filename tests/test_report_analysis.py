@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import warm
+from pipesight.analysis.advice import AT_LEAST, AT_MOST, SIMULATED, Change
+from pipesight.analysis.bubble import LOSSES
 from pipesight.analysis.measured_costs import measure
+from pipesight.analysis.nonfinite import first_nonfinite
+from pipesight.analysis.report import Report, analyse
+from pipesight.analysis.stragglers import Lane, find_stragglers
+from pipesight.analysis.topology import pipelines_of
 from pipesight.plan.planning import best_plans
 from pipesight.plan.planning import settings as planned_settings
-from pipesight.schedule.orders import interleaved
-from pipesight.analysis.report import Report, analyse
-from pipesight.analysis.bubble import LOSSES
-from pipesight.plan.advice import AT_LEAST, AT_MOST, SIMULATED, Change
-from pipesight.analysis.topology import pipelines_of
-from pipesight.analysis.nonfinite import first_nonfinite
-from pipesight.analysis.stragglers import Lane, find_stragglers
-from pipesight.view.comparison import compare
 from pipesight.runs.reading.run import open_run
+from pipesight.schedule.orders import interleaved
+from pipesight.view.comparison import compare
 from pipesight.view.terminal import render
 from synthetic import Made
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipesight.analysis.report import Report, analyse
-from pipesight.view.report_json import as_json
 from pipesight.runs.following.follower import Follower
 from pipesight.runs.reading.run import open_run
+from pipesight.view.report_json import as_json
 from pipesight.view.terminal import render
 from processes import STRICT_PYTHON
 from synthetic import Made

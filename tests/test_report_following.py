@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from growing import GrowingRun, recorder
-from pipesight.analysis.report import analyse
 from pipesight.analysis.breakdown import PARTS
+from pipesight.analysis.report import analyse
 from pipesight.runs.following import follower as following
 from pipesight.runs.following import growing_file as _growing
 from pipesight.runs.following import recent_run as _recent

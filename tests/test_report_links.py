@@ -9,10 +9,10 @@ import re
 import jsonschema
 import pytest
 
+from pipesight.analysis.advice import AT_MOST
 from pipesight.analysis.report import analyse
-from pipesight.plan.advice import AT_MOST
-from pipesight.view.report_json import as_json
 from pipesight.runs.reading.run import open_run
+from pipesight.view.report_json import as_json
 from pipesight.view.terminal import render
 from synthetic import Made
 

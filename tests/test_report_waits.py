@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from pipesight.cli import main
 from pipesight.analysis.report import analyse
+from pipesight.cli import main
 from pipesight.runs.reading.run import open_run
 from synthetic import Made
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pipesight.analysis.report import analyse
 from pipesight.plan import Setting, best_plans, measure, predict, simulate, zero_bubble
 from pipesight.plan.planning import settings
-from pipesight.schedule.orders import KINDS
-from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
+from pipesight.schedule.orders import KINDS
 from synthetic import Made
 
 N, CHUNKS, STEPS = 3, 6, 5

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipesight.analysis.report import analyse
 from pipesight.cli.command import main
 from pipesight.plan import NoTasksError, best_plans, measure, predict, settings
 from pipesight.plan.planning import WORTH
-from pipesight.view.plan_table import Outcome
-from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
+from pipesight.view.plan_table import Outcome
 from synthetic import Made
 
 PARTS = {"num_workers": "data_loading", "fused": "optimizer", "between steps": "between_steps", "disturbs": "jitter"}

@@ -28,9 +28,9 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from pipesight.cli.command import main
-from pipesight.view.live.drawing import draw
 from pipesight.runs.following.follower import Follower, check_place
 from pipesight.runs.reading.run import NotARunError
+from pipesight.view.live.drawing import draw
 
 PATIENCE = 60  # seconds for one command
 

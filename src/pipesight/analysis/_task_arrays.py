@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesight.runs.reading.tables import BACKWARD, FORWARD, Column, Tasks
 from pipesight.schedule.orders import Schedule, recorded
 from pipesight.schedule.simulation import simulate
-from pipesight.runs.reading.tables import BACKWARD, FORWARD, Column, Tasks
 
 __all__ = ["Batch", "Lengths", "Times", "orders_of"]
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipesight.schedule.cuts import Setting
-from pipesight.schedule.costs import Costs, Link
 from pipesight.analysis.layer_costs import MICROSECOND, layers_of
-from pipesight.plan.planning import predict
-from pipesight.schedule.orders import B, F, R, Schedule, W
-from pipesight.schedule.simulation import Times
+from pipesight.analysis.links import Messages, messages_of
 from pipesight.analysis.measured_tasks import Windows
 from pipesight.analysis.topology import PipelineFacts
-from pipesight.analysis.links import Messages, messages_of
+from pipesight.plan.planning import predict
 from pipesight.runs.reading.tables import Column, LayerTimes, Tasks, Transfers
+from pipesight.schedule.costs import Costs, Link
+from pipesight.schedule.cuts import Setting
+from pipesight.schedule.orders import B, F, R, Schedule, W
+from pipesight.schedule.simulation import Times
 
 if TYPE_CHECKING:
     from pipesight.analysis.breakdown import StepTimes

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipesight.schedule.orders import KINDS, B, F, R, Schedule, W
-from pipesight.schedule.contention import Crowd
-from pipesight.schedule.simulation import Times, simulate
 from pipesight.analysis.steps import MiniBatches
 from pipesight.runs.reading.tables import Tasks
+from pipesight.schedule.contention import Crowd
+from pipesight.schedule.orders import KINDS, B, F, R, Schedule, W
+from pipesight.schedule.simulation import Times, simulate
 
 __all__ = ["Windows"]
 

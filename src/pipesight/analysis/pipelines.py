@@ -9,9 +9,9 @@ import numpy as np
 
 from pipesight.analysis.breakdown import Summary, summary
 from pipesight.analysis.bubble import LOSSES, Split
-from pipesight.analysis.topology import PipelineFacts
-from pipesight.analysis.stragglers import Lane
 from pipesight.analysis.steps import MiniBatches
+from pipesight.analysis.stragglers import Lane
+from pipesight.analysis.topology import PipelineFacts
 from pipesight.runs.reading.tables import PHASES, Column, Tasks
 
 __all__ = ["PartitionReport", "PipelineReport", "describe_pipelines", "lanes_of"]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipesight.analysis.clocks import doubts_about_clocks
+from pipesight.analysis.steps import INCOMPLETE, MiniBatches
 from pipesight.analysis.verdict import MUCH, TITLES, Verdict
 from pipesight.analysis.waits import Held
-from pipesight.analysis.steps import INCOMPLETE, MiniBatches
 from pipesight.runs.reading.processes import KILLED, ending_of
 from pipesight.runs.reading.tables import OPTIMIZER, Spans, Tasks
 

@@ -8,27 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipesight.analysis.measured_costs import Measured, measure_steps
+from pipesight.analysis.advice import Situation, find_changes
 from pipesight.analysis.breakdown import PARTS, StepTimes, Summary, break_down, summary, warm_up
 from pipesight.analysis.bubble import Split, split_windows
-from pipesight.plan.advice import Situation, find_changes
 from pipesight.analysis.collectives import Collective, find_meetings, name_collectives, waits_in
-from pipesight.analysis.topology import (
-    PipelineFacts,
-    device_of_partition,
-    is_over_ranks,
-    pipelines_of,
-    rank_of_partition,
-    replicas_in,
-)
 from pipesight.analysis.layers import Layer, layers_of, with_weights
 from pipesight.analysis.links import Link, find_links
+from pipesight.analysis.measured_costs import Measured, measure_steps
 from pipesight.analysis.nonfinite import SIGNS, NonFinite, first_nonfinite
 from pipesight.analysis.pipelines import PipelineReport, describe_pipelines, lanes_of
 from pipesight.analysis.remarks import Remark, doubts_about, remarks_on, with_ending, with_waits
-from pipesight.analysis.stragglers import Straggler, find_stragglers
-from pipesight.analysis.verdict import Verdict, verdict_on
-from pipesight.analysis.waits import Held, Waits
 from pipesight.analysis.steps import (
     EVALUATION,
     INCOMPLETE,
@@ -39,6 +28,17 @@ from pipesight.analysis.steps import (
     find_steps,
     replicas_of,
 )
+from pipesight.analysis.stragglers import Straggler, find_stragglers
+from pipesight.analysis.topology import (
+    PipelineFacts,
+    device_of_partition,
+    is_over_ranks,
+    pipelines_of,
+    rank_of_partition,
+    replicas_in,
+)
+from pipesight.analysis.verdict import Verdict, verdict_on
+from pipesight.analysis.waits import Held, Waits
 from pipesight.analysis.workers import workers_of
 from pipesight.runs.reading.tables import Column, Tasks
 

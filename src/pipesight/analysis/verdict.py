@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipesight.analysis.advice import Change
 from pipesight.analysis.breakdown import OUTSIDE
 from pipesight.analysis.bubble import LOSSES
-from pipesight.plan.advice import Change
 
 __all__ = ["TITLES", "Verdict", "verdict_on"]
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from pipesight.cli._quantities import bandwidth, bytes_text, seconds, seconds_text, size
 
 if TYPE_CHECKING:
-    from pipesight.schedule.costs import Costs, Link
     from pipesight.analysis.measured_costs import Measured
+    from pipesight.schedule.costs import Costs, Link
     from pipesight.view.plan_table import Outcome
 
 __all__ = ["add_to", "run"]
@@ -89,8 +89,8 @@ def _fail(message: str, code: int) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Outcome:
-    from pipesight.schedule.memory import device_bytes
     from pipesight.plan.planning import best_plans, settings
+    from pipesight.schedule.memory import device_bytes
     from pipesight.view.plan_table import Outcome
 
     costs, measured = _costs(options)
@@ -210,8 +210,8 @@ def _print(options: argparse.Namespace, outcome: Outcome) -> None:
 
 def _page(options: argparse.Namespace, outcome: Outcome) -> str:
     from pipesight.plan.planning import simulated
-    from pipesight.view.plan_table import HEADINGS, best_of_each, notes, rows
     from pipesight.view.plan_page import Timeline, page
+    from pipesight.view.plan_table import HEADINGS, best_of_each, notes, rows
 
     timelines = []
     if (known := outcome.measured) is not None:

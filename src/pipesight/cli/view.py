@@ -51,11 +51,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _serve(path: Path, *, port: int, browser: bool) -> int:
-    from pipesight.view.live.drawing import draw, empty_page
     from pipesight.runs.following.follower import check_place
+    from pipesight.runs.reading.run import NotARunError
+    from pipesight.view.live.drawing import draw, empty_page
     from pipesight.view.live.publishing import Publisher
     from pipesight.view.live.serving import RunServer
-    from pipesight.runs.reading.run import NotARunError
 
     try:
         check_place(path)

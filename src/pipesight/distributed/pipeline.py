@@ -35,8 +35,8 @@ from pipesight.distributed.step_inputs import Planner
 from pipesight.distributed.step_runner import Runner
 from pipesight.pipeline.microbatch import TensorOrTensors
 from pipesight.pipeline.partition import Partition, verify_sequential
-from pipesight.schedule.arguments import check_balance, check_checkpoint, check_chunks
 from pipesight.pipeline.skip import verify_skippables
+from pipesight.schedule.arguments import check_balance, check_checkpoint, check_chunks
 
 __all__ = ["DistributedPipeline"]
 

@@ -8,8 +8,8 @@ from typing import Any, get_overloads, overload
 from torch import Tensor, nn
 
 from pipesight.pipeline.partition import non_sequential
-from pipesight.schedule.balancing import balance_cost, check_partitions
 from pipesight.pipeline.profiling import Device, Sample, profile_size, profile_time
+from pipesight.schedule.balancing import balance_cost, check_partitions
 
 __all__ = ["balance_by_size", "balance_by_time"]
 

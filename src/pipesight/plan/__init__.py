@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from pipesight._lazy import lazily
 
 if TYPE_CHECKING:
-    from pipesight.schedule.cuts import SCHEDULES, Setting
-    from pipesight.schedule.costs import Costs, Layer, Link
     from pipesight.analysis.measured_costs import Measured, NoTasksError, measure
-    from pipesight.schedule.memory import peak_bytes
-    from pipesight.plan.planning import DoesNotFitError, Plan, best_plans, predict, settings, simulated
     from pipesight.pipeline.profiled_costs import profile, with_sizes
+    from pipesight.plan.planning import DoesNotFitError, Plan, best_plans, predict, settings, simulated
+    from pipesight.schedule.costs import Costs, Layer, Link
+    from pipesight.schedule.cuts import SCHEDULES, Setting
+    from pipesight.schedule.memory import peak_bytes
     from pipesight.schedule.orders import Schedule, gpipe, interleaved, one_f_one_b, recomputed, recorded, zero_bubble
     from pipesight.schedule.simulation import DeadlockError, Simulation, simulate
 

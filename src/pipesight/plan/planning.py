@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.schedule.balancing import check_partitions
-from pipesight.schedule.arguments import CHECKPOINT_MODES
-from pipesight.schedule.cuts import SCHEDULES, Blocks, Setting
-from pipesight.schedule.costs import Costs
 from pipesight.plan.search import find
+from pipesight.schedule.arguments import CHECKPOINT_MODES
+from pipesight.schedule.balancing import check_partitions
+from pipesight.schedule.costs import Costs
+from pipesight.schedule.cuts import SCHEDULES, Blocks, Setting
 from pipesight.schedule.simulation import Simulation
 
 __all__ = [

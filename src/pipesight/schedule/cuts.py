@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesight.schedule.contention import rate_of
 from pipesight.schedule.costs import Costs
 from pipesight.schedule.memory import held
 from pipesight.schedule.orders import (
@@ -26,7 +27,6 @@ from pipesight.schedule.orders import (
     recomputed,
     zero_bubble,
 )
-from pipesight.schedule.contention import rate_of
 from pipesight.schedule.simulation import Simulation, Times, simulate
 
 __all__ = ["SCHEDULES", "Blocks", "Cuts", "Setting"]

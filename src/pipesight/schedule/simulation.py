@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipesight.schedule._contended import run_together
-from pipesight.schedule.orders import KINDS, B, F, R, Schedule
 from pipesight.schedule.contention import rate_of
+from pipesight.schedule.orders import KINDS, B, F, R, Schedule
 
 __all__ = ["DeadlockError", "Simulation", "Times", "simulate"]
 

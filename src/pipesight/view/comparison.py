@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipesight.view.text import Style, columns, percent, shown_width, time
-from pipesight.analysis.report import Report
 from pipesight.analysis.changed_layers import CHANGED, LayerChange, layer_changes
+from pipesight.analysis.report import Report
 from pipesight.analysis.same_layers import same_layers
 from pipesight.analysis.verdict import TITLES
 from pipesight.view.report_json import as_json
+from pipesight.view.text import Style, columns, percent, shown_width, time
 
 __all__ = [
     "Comparison",

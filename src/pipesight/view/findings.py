@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipesight.view.text import percent, size, time
-from pipesight.analysis.report import Report
 from pipesight.analysis.collectives import Collective
 from pipesight.analysis.links import Link
 from pipesight.analysis.remarks import Remark
+from pipesight.analysis.report import Report
 from pipesight.analysis.stragglers import Straggler
 from pipesight.analysis.verdict import TITLES
 from pipesight.analysis.waits import Held
+from pipesight.view.text import percent, size, time
 
 __all__ = [
     "Finding",

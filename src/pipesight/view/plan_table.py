@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pipesight.schedule.costs import Costs
-from pipesight.plan.distributed import distributed_call
 from pipesight.analysis.measured_costs import Measured
+from pipesight.plan.distributed import distributed_call
 from pipesight.plan.planning import UNPIPELINED, WORTH, Plan
+from pipesight.schedule.costs import Costs
 
 __all__ = ["HEADINGS", "Outcome", "Row", "as_json", "best_of_each", "notes", "rows"]
 

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from pipesight._version import __version__
-from pipesight.analysis.report import Overall, Report
 from pipesight.analysis.breakdown import PARTS, StepTimes, Summary
 from pipesight.analysis.layers import Layer
 from pipesight.analysis.pipelines import PipelineReport
+from pipesight.analysis.report import Overall, Report
 from pipesight.runs.reading.tables import Column
 
 __all__ = ["FORMAT", "FORMAT_VERSION", "as_json"]

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipesight.view.text import Style, bar, beside, columns, percent, shown_width, spark, time
-from pipesight.analysis.report import Overall, Report
 from pipesight.analysis.breakdown import OUTSIDE, PARTS
 from pipesight.analysis.bubble import LOSSES
 from pipesight.analysis.pipelines import PartitionReport, PipelineReport
+from pipesight.analysis.report import Overall, Report
 from pipesight.analysis.verdict import TITLES
+from pipesight.runs.reading.tables import RECOMPUTE, WEIGHT
 from pipesight.view.findings import (
     Finding,
     collectives_in,
@@ -22,7 +22,7 @@ from pipesight.view.findings import (
     stragglers_in,
     warm_up_in,
 )
-from pipesight.runs.reading.tables import RECOMPUTE, WEIGHT
+from pipesight.view.text import Style, bar, beside, columns, percent, shown_width, spark, time
 from pipesight.view.text_timeline import DRAWN, Glyphs, coloured, draw_step
 
 __all__ = ["render"]

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.view.text import Style
 from pipesight.analysis.report import Report
 from pipesight.analysis.steps import EVALUATION
 from pipesight.runs.reading.tables import BACKWARD, FORWARD, RECOMPUTE, Column, Tasks
+from pipesight.view.text import Style
 
 __all__ = ["DRAWN", "Glyphs", "Timeline", "coloured", "draw_step"]
 

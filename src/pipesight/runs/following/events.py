@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.runs.reading.clocks import Shift
 from pipesight.runs.reading._duckdb import DuckEvents, Source
+from pipesight.runs.reading.clocks import Shift
 from pipesight.runs.reading.queries import Frame
 
 __all__ = ["Lines", "LiveEvents"]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pipesight.runs.reading import _sql
-from pipesight.runs.reading.clocks import NO_SHIFT, Shift
 from pipesight.runs.reading._files import NotARunError
+from pipesight.runs.reading.clocks import NO_SHIFT, Shift
 
 if TYPE_CHECKING:
     from pipesight.runs.reading.queries import Frame

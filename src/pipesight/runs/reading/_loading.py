@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipesight.runs.reading._attempts import Attempt, choose, own_restarts
 from pipesight.runs.reading._checking import Checks
-from pipesight.runs.reading.clocks import NO_SHIFT, Shift
 from pipesight.runs.reading._dataset import EVENTS, check_schema, is_dataset, read_notes
 from pipesight.runs.reading._describing import complete
 from pipesight.runs.reading._duckdb import DuckEvents, FileFacts, Source, UnreadableError
@@ -22,6 +21,7 @@ from pipesight.runs.reading._files import NotARunError, Note, TraceFile, find_fi
 from pipesight.runs.reading._opening import refusal, without_refused
 from pipesight.runs.reading._sieve import Sieve
 from pipesight.runs.reading._unpack import Unpacker
+from pipesight.runs.reading.clocks import NO_SHIFT, Shift
 
 if TYPE_CHECKING:
     from pipesight.runs.reading.queries import Frame

@@ -9,12 +9,12 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from pipesight.runs.reading.clocks import Shift
 from pipesight.runs.reading._duckdb import DuckEvents, Source, UnreadableError
 from pipesight.runs.reading._files import TraceFile
 from pipesight.runs.reading._foreign import ChromeReader, records, span_of
 from pipesight.runs.reading._sql import LONGEST
 from pipesight.runs.reading._unpack import Unpacker, without_surrogates
+from pipesight.runs.reading.clocks import Shift
 
 __all__ = ["Sieve"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.analysis.report import Report
 from pipesight.analysis.breakdown import PARTS
-from pipesight.analysis.topology import rank_of_partition
+from pipesight.analysis.report import Report
 from pipesight.analysis.steps import EVALUATION, TRAINING
+from pipesight.analysis.topology import rank_of_partition
 from pipesight.runs.reading.tables import Column
 from pipesight.view.text_timeline import DRAWN
 

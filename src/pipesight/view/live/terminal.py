@@ -22,14 +22,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipesight.view.text import Style, bar, percent, time
-from pipesight.analysis.report import Report
 from pipesight.analysis.breakdown import PARTS
 from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.report import Report
 from pipesight.analysis.verdict import TITLES
-from pipesight.view.live.figures import LiveFigures, StepFigures
 from pipesight.runs.reading.run import LogLine
 from pipesight.runs.reading.tables import PHASES
+from pipesight.view.live.figures import LiveFigures, StepFigures
+from pipesight.view.text import Style, bar, percent, time
 from pipesight.view.text_timeline import DRAWN, Glyphs, coloured, draw_step
 
 __all__ = ["Frame", "draw_frame", "line_of"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pipesight.analysis.report import Report
 from pipesight.analysis.breakdown import OUTSIDE, PARTS
 from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.report import Report
 from pipesight.analysis.verdict import TITLES
 from pipesight.runs.reading.tables import PHASES
 

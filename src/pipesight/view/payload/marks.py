@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipesight.runs.reading.tables import BACKWARD, FORWARD
 from pipesight.view.payload.statistics import Marks
 from pipesight.view.payload.timeline import Lane
-from pipesight.runs.reading.tables import BACKWARD, FORWARD
 
 __all__ = ["lanes_of_tensor", "marks_of_step"]
 

@@ -10,6 +10,9 @@ import numpy as np
 
 from pipesight.analysis.report import Report
 from pipesight.analysis.topology import hosts_of
+from pipesight.runs.reading.run import Run
+from pipesight.runs.reading.tables import PHASES, LayerRuns
+from pipesight.runs.reading.traces import find_traces
 from pipesight.view.findings import (
     collectives_in,
     held_in,
@@ -25,9 +28,6 @@ from pipesight.view.payload.losses import losses_of, losses_of_step
 from pipesight.view.payload.marks import lanes_of_tensor, marks_of_step
 from pipesight.view.payload.statistics import Marks, statistics_of
 from pipesight.view.payload.timeline import Timelines
-from pipesight.runs.reading.run import Run
-from pipesight.runs.reading.tables import PHASES, LayerRuns
-from pipesight.runs.reading.traces import find_traces
 
 __all__ = ["facts_of", "findings_of", "page_payload", "title_of"]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipesight.schedule.cuts import Blocks, Setting
-from pipesight.schedule.costs import Costs
-from pipesight.plan.distributed import NAMES
+from pipesight.analysis.links import Link, places_to_look_at
 from pipesight.analysis.measured_costs import SMALL_MESSAGE, Measured
+from pipesight.analysis.topology import PipelineFacts
+from pipesight.plan.distributed import NAMES
 from pipesight.plan.planning import UNPIPELINED, WORTH, Plan, best_plans, fastest_first, predict, settings
 from pipesight.plan.search import find
-from pipesight.analysis.topology import PipelineFacts
-from pipesight.analysis.links import Link, places_to_look_at
+from pipesight.schedule.costs import Costs
+from pipesight.schedule.cuts import Blocks, Setting
 
 __all__ = ["AT_LEAST", "AT_MOST", "SIMULATED", "Change", "Situation", "find_changes"]
 

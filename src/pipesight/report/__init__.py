@@ -8,9 +8,9 @@ from pipesight._lazy import lazily
 
 if TYPE_CHECKING:
     from pipesight.analysis.report import Report, analyse
+    from pipesight.runs.reading.run import NotARunError, Run, open_run
     from pipesight.view.page import write_page
     from pipesight.view.report_json import as_json
-    from pipesight.runs.reading.run import NotARunError, Run, open_run
     from pipesight.view.terminal import render
 
 __all__ = ["NotARunError", "Report", "Run", "analyse", "as_json", "open_run", "render", "write_page"]
