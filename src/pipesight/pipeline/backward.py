@@ -19,9 +19,9 @@ from pipesight.pipeline.mailbox import Packet
 from pipesight.pipeline.passes import Pass
 from pipesight.pipeline.randomness import begin_task, end_task
 from pipesight.pipeline.reentrant_checkpoint import CaughtGradients
-from pipesight.schedule.gpipe_order import backward_tasks
 from pipesight.pipeline.task import Graph, Stage
 from pipesight.pipeline.transfer import ready
+from pipesight.schedule.gpipe_order import backward_tasks
 
 if TYPE_CHECKING:
     from pipesight.pipeline.minibatch import MiniBatch

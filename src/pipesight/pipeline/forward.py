@@ -19,9 +19,9 @@ from pipesight.pipeline.checkpoint import changes_input
 from pipesight.pipeline.mailbox import Packet
 from pipesight.pipeline.microbatch import Form, lone
 from pipesight.pipeline.passes import Pass
-from pipesight.schedule.gpipe_order import forward_tasks
 from pipesight.pipeline.task import Checkpoint, Graph, Inputs, Stage
 from pipesight.pipeline.transfer import ready
+from pipesight.schedule.gpipe_order import forward_tasks
 
 if TYPE_CHECKING:
     from pipesight.pipeline.minibatch import MiniBatch

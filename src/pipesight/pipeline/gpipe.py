@@ -17,10 +17,10 @@ from pipesight.pipeline.caller_state import Surroundings
 from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, form_of, gather, scatter
 from pipesight.pipeline.minibatch import MiniBatch
 from pipesight.pipeline.partition import Partition, SkipRoutes, split, verify_sequential
-from pipesight.schedule.arguments import check_balance, check_checkpoint, check_chunks
 from pipesight.pipeline.skip import verify_skippables
 from pipesight.pipeline.task import Stage
 from pipesight.pipeline.workers import Workers
+from pipesight.schedule.arguments import check_balance, check_checkpoint, check_chunks
 
 __all__ = ["GPipe"]
 
