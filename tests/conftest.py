@@ -1,4 +1,4 @@
-"""Without devices, GPipe takes the GPUs that are there. Only the tests in test_cuda* are about them."""
+"""Without devices, GPipe takes the GPUs that are there. Only the tests in tests/cuda are about them."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ hypothesis.settings.load_profile("anywhere")
 @pytest.fixture(autouse=True)
 def on_the_cpu(request, monkeypatch):
     """Hide the GPUs from all other tests, so that these are the same on every machine."""
-    if not request.module.__name__.startswith("test_cuda"):
+    if request.path.parent.name != "cuda":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

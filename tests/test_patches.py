@@ -14,10 +14,10 @@ from torch.distributed import isend as imported_before
 from torch.utils.data import DataLoader, Dataset
 
 import pipesight
-import warm
 from pipesight import trace
 from pipesight._patches import Patches, harmless
 from pipesight.testing import capture_events
+from support import warm
 
 TO = torch.Tensor.to
 STATS = {"enabled": True, "tensors": ["activation"], "stats": ["mean"]}

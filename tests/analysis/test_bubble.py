@@ -15,7 +15,7 @@ from pipesight.analysis.steps import INCOMPLETE, find_minibatches
 from pipesight.runs.reading.run import open_run
 from pipesight.runs.reading.tables import BACKWARD, FORWARD, RECOMPUTE, Tasks, Transfers
 from pipesight.schedule.orders import Schedule, gpipe, interleaved, one_f_one_b
-from synthetic import Made
+from support.synthetic import Made
 
 Durations = Callable[[int, int, int, int], int]  # of a task, by mini-batch, phase, partition and micro-batch
 

@@ -33,7 +33,7 @@ from pipesight.plan import (
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.memory import device_bytes
 from pipesight.schedule.orders import KINDS
-from synthetic import Made
+from support.synthetic import Made
 
 PHASES = ("forward", "recompute", "backward")
 TIMES = {"forward": (100, 140, 120), "recompute": (90, 120, 110), "backward": (200, 260, 180)}

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import warm
 from pipesight.analysis.advice import AT_LEAST, AT_MOST, SIMULATED, Change
 from pipesight.analysis.bubble import LOSSES
 from pipesight.analysis.measured_costs import measure
@@ -24,7 +23,8 @@ from pipesight.runs.reading.run import open_run
 from pipesight.schedule.orders import interleaved
 from pipesight.view.comparison import compare
 from pipesight.view.terminal import render
-from synthetic import Made
+from support import warm
+from support.synthetic import Made
 
 EVEN = {"forward": 100, "recompute": 100, "backward": 200}
 

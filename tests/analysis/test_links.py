@@ -14,7 +14,7 @@ from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.view.report_json import as_json
 from pipesight.view.terminal import render
-from synthetic import Made
+from support.synthetic import Made
 
 SCHEMA = json.loads(importlib.resources.files("pipesight.report").joinpath("report.schema.json").read_text())
 STEPS, PAUSE = 5, 100

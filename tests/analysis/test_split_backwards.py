@@ -10,7 +10,7 @@ from pipesight.plan import Setting, best_plans, measure, predict, simulate, zero
 from pipesight.plan.planning import settings
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.orders import KINDS
-from synthetic import Made
+from support.synthetic import Made
 
 N, CHUNKS, STEPS = 3, 6, 5
 FORWARD = [40, 80, 60, 50, 30, 90]

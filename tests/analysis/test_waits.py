@@ -9,7 +9,7 @@ import pytest
 from pipesight.analysis.report import analyse
 from pipesight.cli import main
 from pipesight.runs.reading.run import open_run
-from synthetic import Made
+from support.synthetic import Made
 
 RANKS, STEPS = 4, 8
 WINDOW, WORK, NETWORK = 600, 1000, 20

@@ -7,7 +7,7 @@ import pytest
 
 import pipesight
 from pipesight.cli import main
-from processes import STRICT_PYTHON
+from support.processes import STRICT_PYTHON
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:

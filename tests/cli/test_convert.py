@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pipesight.runs.reading.run import open_run
-from processes import STRICT_PYTHON
-from synthetic import Made
+from support.processes import STRICT_PYTHON
+from support.synthetic import Made
 
 RECORD = """
 import os, signal, sys

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-import warm
 from pipesight.cli import _quantities as quantities
 from pipesight.distributed import schedule_names
 from pipesight.distributed.schedules import choose
 from pipesight.plan import SCHEDULES, Setting
 from pipesight.plan.distributed import NAMES
-from processes import STRICT_PYTHON
-from synthetic import Made
+from support import warm
+from support.processes import STRICT_PYTHON
+from support.synthetic import Made
 
 MODEL = """
 from torch import nn

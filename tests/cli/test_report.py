@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from processes import STRICT_PYTHON
-from synthetic import Made
+from support.processes import STRICT_PYTHON
+from support.synthetic import Made
 
 
 def report(*args: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

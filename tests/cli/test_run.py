@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-import warm
-from observed import description, events, log_lines, statistics, tasks
 from pipesight.cli import main
-from processes import STRICT_PYTHON
+from support import warm
+from support.observed import description, events, log_lines, statistics, tasks
+from support.processes import STRICT_PYTHON
 
 RUN = [*STRICT_PYTHON, "-m", "pipesight", "run", "--out", "RUN"]
 

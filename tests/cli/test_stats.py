@@ -7,9 +7,9 @@ import textwrap
 
 import pytest
 
-import warm
 from pipesight.cli._stats_tables import fold
-from processes import STRICT_PYTHON
+from support import warm
+from support.processes import STRICT_PYTHON
 
 FEATURES = """\
 from pipesight.stats.registry import register_feature

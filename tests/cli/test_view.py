@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-import browser
-from growing import LIMIT, GrowingRun, recorder, wait_for
 from pipesight.view.live import serving
 from pipesight.view.live.publishing import Publisher
-from processes import STRICT_PYTHON
+from support import browser
+from support.growing import LIMIT, GrowingRun, recorder, wait_for
+from support.processes import STRICT_PYTHON
 
 
 class View:

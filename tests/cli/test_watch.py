@@ -17,15 +17,15 @@ from dataclasses import replace
 
 import pytest
 
-from growing import LIMIT, GrowingRun, recorder, wait_for
 from pipesight.analysis.breakdown import PARTS
 from pipesight.analysis.nonfinite import NonFinite
 from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import LogLine, open_run
 from pipesight.view.live.figures import figures_of, steps_of
 from pipesight.view.live.terminal import Frame, draw_frame, line_of
-from processes import STRICT_PYTHON
-from synthetic import Made
+from support.growing import LIMIT, GrowingRun, recorder, wait_for
+from support.processes import STRICT_PYTHON
+from support.synthetic import Made
 
 ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")
 

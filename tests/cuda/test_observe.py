@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from observed import description, events
 from pipesight import GPipe, context, trace
 from pipesight.recording import observe
 from pipesight.trace.device import device_spans
+from support.observed import description, events
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -1,6 +1,6 @@
 """The engine on CUDA: several partitions on one GPU, and CPU and GPU partitions mixed, for real transfers.
 
-It runs wherever there is a GPU: ``pytest tests/test_cuda.py``.
+It runs wherever there is a GPU: ``pytest tests/cuda``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from torch import nn
 
-import warm
 from pipesight import GPipe
 from pipesight.cli import main
 from pipesight.demo.live import LiveDisplay
@@ -30,7 +29,8 @@ from pipesight.demo.progress import Limit, Meter
 from pipesight.demo.training import Training, pick_partitions
 from pipesight.demo.verse import Verse
 from pipesight.demo.watch import Activity, Watch
-from processes import STRICT_PYTHON
+from support import warm
+from support.processes import STRICT_PYTHON
 
 DEMO = [*STRICT_PYTHON, "-m", "pipesight", "demo"]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}

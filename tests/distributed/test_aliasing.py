@@ -1,6 +1,6 @@
 """Over ranks, too, a change in place is one for all who hold the tensor, or is refused; never for some of them."""
 
-from torchrun import RANK, torchrun
+from support.torchrun import RANK, torchrun
 
 LAYERS = (
     RANK

@@ -1,6 +1,6 @@
 """The context of tasks on real processes, and what reads it: observers, log lines, spans, statistics."""
 
-from torchrun import RANK, torchrun
+from support.torchrun import RANK, torchrun
 
 BEGIN = (
     RANK
@@ -141,7 +141,7 @@ def test_spans_logs_and_statistics(tmp_path):
             assert all(a["peer"] == other and a["size"] == 2 * 6 * 8 for a in places), (name, places)
 
         import pipesight.stats as stats
-        from logged import config, values
+        from support.logged import config, values
         stats.initialize(config(["activation", "gradient"], ["mean"]), log_dir=folder)
         watch = stats.watch(pipeline.module, auto_step=False)
         stats.set_tensor_reduction_group(pipeline.data_parallel_group)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import warm
-from nodes import Here, free_port, nodes, started
-from observed import description
+from support import warm
+from support.nodes import Here, free_port, nodes, started
+from support.observed import description
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "distributed"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "distributed"
 STEPS = 60
 SMALL = f"--steps {STEPS} --save-every 20 --eval-every 30 --batch 8 --chunks 2 --blocks 2 --width 16".split()
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import faults
 from pipesight.distributed.symptoms import collective_of, is_symptom
-from torchrun import RANK, batches, ended, start, tanhs, torchrun, train_plainly
+from support import faults
+from support.torchrun import RANK, batches, ended, start, tanhs, torchrun, train_plainly
 
 BEGIN = (
     RANK

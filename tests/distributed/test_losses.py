@@ -10,7 +10,7 @@ from torch.nn import functional
 from pipesight.distributed.loss_check import Evidence, LossCheck
 from pipesight.distributed.loss_weights import Weighing
 from pipesight.pipeline.microbatch import lone
-from torchrun import RANK, torchrun
+from support.torchrun import RANK, torchrun
 
 LOSSES = (
     RANK
@@ -250,7 +250,7 @@ def test_weights_span_replicas(tmp_path):
 
 def test_padded_language_model_of_the_documents(tmp_path):
     """The example of the documents gives the same loss with two replicas, and it is that of the plain model."""
-    document = (Path(__file__).parents[1] / "docs" / "distributed.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
     program = re.search(r"```python\n# padded.py\n(.*?)```", document, re.S)[1]
     shown = re.search(r"^\d+ tokens, loss .*$", document, re.M)[0]
     plain = """

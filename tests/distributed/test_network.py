@@ -6,13 +6,13 @@ import subprocess
 import pytest
 import torch
 
-from network import Link, two_hosts
-from nodes import nodes
 from pipesight.analysis.advice import AT_MOST
 from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
-from processes import STRICT_PYTHON
-from torchrun import END, RANK, batches, tanhs, train_plainly
+from support.network import Link, two_hosts
+from support.nodes import nodes
+from support.processes import STRICT_PYTHON
+from support.torchrun import END, RANK, batches, tanhs, train_plainly
 
 STEPS, LAYERS = 4, 4
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from pipesight.distributed import DistributedPipeline, schedule_names
 from pipesight.distributed.agreement import differences
-from torchrun import torchrun
+from support.torchrun import torchrun
 
 ALL = ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv-zero-bubble", "dualpipev"]
 

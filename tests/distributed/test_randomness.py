@@ -1,6 +1,6 @@
 """Random generators of the user's: what the library does to them is the same on every rank."""
 
-from torchrun import torchrun
+from support.torchrun import torchrun
 
 
 def test_shuffled_alike(tmp_path):

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from observed import description, events
 from pipesight.analysis.report import analyse
 from pipesight.runs.directory import RunDirectory
 from pipesight.runs.reading.run import open_run
-from torchrun import RANK, torchrun
+from support.observed import description, events
+from support.torchrun import RANK, torchrun
 
 TRAIN = (
     RANK
@@ -155,7 +155,7 @@ def test_open_span_and_statistics(tmp_path):
         """
         import pipesight
         from pipesight.trace import ai
-        from observed import STATS
+        from support.observed import STATS
         pipeline = DistributedPipeline(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), [2, 2], chunks=2,
                                        loss_fn=nn.functional.mse_loss)
         with pipesight.observe(os.path.join(folder, "RUN"), stats=STATS):

@@ -1,6 +1,6 @@
 """Pipelines side by side, each with a part of the batch: pp x dp = 2 x 2 real processes."""
 
-from torchrun import torchrun
+from support.torchrun import torchrun
 
 
 def test_gradients_of_the_whole_batch(tmp_path):

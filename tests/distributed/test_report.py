@@ -13,8 +13,8 @@ from pipesight.runs.reading.run import open_run
 from pipesight.runs.reading.tables import BACKWARD, FORWARD
 from pipesight.view.payload.limits import Limits
 from pipesight.view.payload.timeline import Timelines
-from processes import STRICT_PYTHON
-from torchrun import RANK, torchrun
+from support.processes import STRICT_PYTHON
+from support.torchrun import RANK, torchrun
 
 # The clock of rank 2 is seven seconds ahead, and gains a millisecond a second.
 CLOCKS = """

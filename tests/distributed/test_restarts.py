@@ -5,12 +5,12 @@ import os
 
 import pytest
 
-from nodes import Here, nodes
-from observed import STATS, description
 from pipesight.analysis.report import analyse
 from pipesight.runs.directory import RunDirectory
 from pipesight.runs.reading.run import open_run
-from torchrun import END, RANK
+from support.nodes import Here, nodes
+from support.observed import STATS, description
+from support.torchrun import END, RANK
 
 # A node counts the restarts that its own ranks made necessary, and none that follow from those of another node.
 TRAIN = """

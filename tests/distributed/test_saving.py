@@ -6,7 +6,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from torchrun import batches, tanhs, torchrun, train_plainly
+from support.torchrun import batches, tanhs, torchrun, train_plainly
 
 TRAIN = """
 import pipesight

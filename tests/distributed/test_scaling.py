@@ -1,6 +1,6 @@
 """GradScaler over ranks: all of them skip the same steps, and scale alike."""
 
-from torchrun import torchrun
+from support.torchrun import torchrun
 
 BODY = """
 import warnings

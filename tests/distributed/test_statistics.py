@@ -10,12 +10,12 @@ import torch
 import yaml
 from torch import nn
 
-from logged import SIX, assert_six, config, lines, six, values
 from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.view.payload.whole import page_payload
-from processes import STRICT_PYTHON
-from torchrun import RANK, batches, tanhs, torchrun
+from support.logged import SIX, assert_six, config, lines, six, values
+from support.processes import STRICT_PYTHON
+from support.torchrun import RANK, batches, tanhs, torchrun
 
 TENSORS = ("input", "activation", "gradient", "weight", "wgrad")
 SIZES = [16, 14, 16]  # of batches; the first replica takes eight samples, the other the rest
@@ -25,7 +25,7 @@ TRAIN = (
     + """
 from torch.distributed.device_mesh import init_device_mesh
 import pipesight
-from logged import *
+from support.logged import *
 mse = nn.functional.mse_loss
 TENSORS = ("input", "activation", "gradient", "weight", "wgrad")
 
@@ -293,7 +293,7 @@ def test_stages_that_differ(tmp_path):
         assert_true(values(tmp_path / "watched", rank), mine)
 
 
-SPEC = (Path(__file__).parent / "spec" / "tensor-statistics-logging.md").read_text(encoding="utf-8")
+SPEC = (Path(__file__).parents[1] / "spec" / "tensor-statistics-logging.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", SPEC, re.M | re.S)
 
 

@@ -1,6 +1,6 @@
 """What bare torch.distributed.pipelining trips over: each works here, on real processes."""
 
-from torchrun import RANK, torchrun
+from support.torchrun import RANK, torchrun
 
 MODELS = (
     RANK

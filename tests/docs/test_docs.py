@@ -31,13 +31,13 @@ from packaging.version import Version
 
 import pipesight
 import pipesight.stats.features  # registers them
-import warm
 from pipesight.cli import main
 from pipesight.stats.config import load
 from pipesight.stats.registry import ENTRY_POINTS, default_registry
-from processes import STRICT_PYTHON
+from support import warm
+from support.processes import STRICT_PYTHON
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKED = [*DOCUMENTS, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 PUBLIC = [

@@ -15,7 +15,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from synthetic import START, Made
+from support.synthetic import START, Made
 
 __all__ = ["BASES", "EDITS", "SECRET", "Change", "changes", "do", "files_of", "secret"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import cases
+from fuzz import cases
 
 
 def pytest_terminal_summary(terminalreporter):

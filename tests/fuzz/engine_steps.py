@@ -11,10 +11,10 @@ import threading
 import time
 
 import torch
-from engine_layers import DEVICE, Bomb, Drop, plain
 from torch import nn
 from torch.nn import functional as F
 
+from fuzz.engine_layers import DEVICE, Bomb, Drop, plain
 from pipesight import context
 
 

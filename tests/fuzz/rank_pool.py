@@ -9,7 +9,7 @@ import warnings
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
-import warm
+from support import warm
 
 __all__ = ["Pool", "RankError"]
 
@@ -61,8 +61,7 @@ class Pool:
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         address = os.path.join(self._folder.name, f"socket{self._ran}")
-        tests = Path(__file__).parent
-        paths = [str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         shared = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "POOL": address, "OMP_NUM_THREADS": "1"}
         shared |= {"MASTER_ADDR": "127.0.0.1", "PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         with Listener(address) as listener:
@@ -92,9 +91,10 @@ class Pool:
 
 def serve() -> None:
     """Run cases until nobody sends any; each in a process group of its own, of as many ranks as it needs."""
-    import rank_steps
     import torch
     import torch.distributed as dist
+
+    from fuzz import rank_steps
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # it warns of views that are changed in place: none is

@@ -6,8 +6,9 @@ import copy
 import gc
 
 import torch
-from rank_models import WIDTH, Noise, make_layers, make_loss, run_plainly
 from torch import nn
+
+from fuzz.rank_models import WIDTH, Noise, make_layers, make_loss, run_plainly
 
 __all__ = ["batches", "expected", "run"]
 

@@ -8,19 +8,19 @@ import math
 import tempfile
 from pathlib import Path
 
-import cases
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuzz import cases
 from pipesight.analysis.report import analyse
 from pipesight.cli.command import main
 from pipesight.plan import NoTasksError, best_plans, measure, predict, settings
 from pipesight.plan.planning import WORTH
 from pipesight.runs.reading.run import open_run
 from pipesight.view.plan_table import Outcome
-from synthetic import Made
+from support.synthetic import Made
 
 PARTS = {"num_workers": "data_loading", "fused": "optimizer", "between steps": "between_steps", "disturbs": "jitter"}
 TIMES = st.sampled_from([0, 1, 7, 100, 5000])

@@ -9,10 +9,10 @@ import time
 
 import pytest
 import yaml
-from cases import account, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuzz.cases import account, fuzz
 from pipesight.stats.config import Config, ConfigError, load
 from pipesight.stats.registry import default_registry
 

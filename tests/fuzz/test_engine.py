@@ -10,13 +10,13 @@ import time
 
 import pytest
 import torch
-from cases import account, fuzz
-from engine_layers import DEVICE, LAYERS, WIDTH, Bomb, Checkpointed, Pop, Stash, plain, twin_of
-from engine_steps import Log, Planted, Truth, arm, bring_in_line, defer, interrupted, take_step
 from hypothesis import given, note
 from hypothesis import strategies as st
 from torch import nn
 
+from fuzz.cases import account, fuzz
+from fuzz.engine_layers import DEVICE, LAYERS, WIDTH, Bomb, Checkpointed, Pop, Stash, plain, twin_of
+from fuzz.engine_steps import Log, Planted, Truth, arm, bring_in_line, defer, interrupted, take_step
 from pipesight import GPipe
 
 KINDS = ["train", "train", "train", "forward", "grad", "inputs", "retain", "twice", "fail", "interrupt", "thread"]

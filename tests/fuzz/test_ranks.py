@@ -10,14 +10,14 @@ import tempfile
 
 import numpy as np
 import pytest
-from cases import account, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_pool import Pool
-from rank_steps import expected
 
-import faults
+from fuzz.cases import account, fuzz
+from fuzz.rank_pool import Pool
+from fuzz.rank_steps import expected
 from pipesight.distributed import schedule_names, schedules
+from support import faults
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 0.12}
 """Of the largest value of a tensor: gradients of micro-batches are summed in another order."""

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from broken_runs import BASES, EDITS, SECRET, Change, changes, do, files_of, secret
-from cases import account, fuzz
 from hypothesis import given, note
 from hypothesis import strategies as st
 
+from fuzz.broken_runs import BASES, EDITS, SECRET, Change, changes, do, files_of, secret
+from fuzz.cases import account, fuzz
 from pipesight.cli.command import main
 from pipesight.runs.following.follower import Follower, check_place
 from pipesight.runs.reading.run import NotARunError

@@ -12,10 +12,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from cases import account, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuzz.cases import account, fuzz
 from pipesight.stats.moments import Moments, _exact, _rows, measuring, merge_rows
 from pipesight.stats.moments.blockwise import max_blockwise_dynamic_range, measure_blockwise
 from pipesight.stats.moments.casting import measure_fp8

@@ -18,12 +18,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cases import account, fuzz
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-import warm
+from fuzz.cases import account, fuzz
 from pipesight.runs.reading.run import open_run
+from support import warm
 
 PROGRAM = Path(__file__).with_name("recording.py")
 ENDS = ["return", "with daemons", "sys.exit", "exception", "os._exit", "os._exit in a thread", "stop", "exec"]

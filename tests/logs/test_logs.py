@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-import warm
 from pipesight import GPipe, context, register_layer_logging_hooks
 from pipesight.logs import ContextFilter, records
+from support import warm
 
 
 def named_model(**options):

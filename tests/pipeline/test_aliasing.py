@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from against_plain import Fn, assert_same, modes, rand, total
 from pipesight import GPipe
 from pipesight.pipeline.aliasing import region_of
 from pipesight.skip import pop, skippable, stash
+from support.against_plain import Fn, assert_same, modes, rand, total
 
 
 class InPlace(nn.Module):

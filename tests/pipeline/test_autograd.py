@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from against_plain import (
+from pipesight import GPipe
+from support.against_plain import (
     Fn,
     assert_same,
     assert_same_pass,
@@ -28,7 +29,6 @@ from against_plain import (
     run_plain,
     total,
 )
-from pipesight import GPipe
 
 
 def both(model, balance, chunks, checkpoint, **kwargs):

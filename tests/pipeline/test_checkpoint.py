@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from against_plain import MODES, Fn, assert_same, assert_same_state, mlp, modes, rand, run_plain, total
 from pipesight import GPipe, context, is_checkpointing, is_recomputing
+from support.against_plain import MODES, Fn, assert_same, assert_same_state, mlp, modes, rand, run_plain, total
 
 RECOMPUTED = {"always": 3, "except_last": 2, "never": 0}  # of three micro-batches
 

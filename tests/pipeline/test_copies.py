@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-import warm
 from pipesight import GPipe
 from pipesight.skip import pop, skippable, stash
+from support import warm
 
 MODES = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
@@ -54,9 +55,9 @@ def assert_like_plain(model, plain, input=None):
 
 
 def run_script(body, *args, timeout=90):
-    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])  # for what it spawns
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])  # for what it spawns
     source = "import warnings; warnings.simplefilter('default')  # from 3.12 on, of forks beside threads\n"
-    source += "from test_copies import *\n" + textwrap.dedent(body)
+    source += "from pipeline.test_copies import *\n" + textwrap.dedent(body)
     done = warm.run("-c", source, *args, env={**os.environ, "PYTHONPATH": path}, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -384,7 +385,7 @@ def test_spawned_process():
     run_script(
         """
         import torch.multiprocessing as mp
-        import test_copies
+        from pipeline import test_copies
 
         plain = layers()
         model = pipe(copy.deepcopy(plain))
@@ -409,7 +410,7 @@ DDP = """
     import sys
     import torch.distributed as dist
     import torch.multiprocessing as mp
-    import test_copies
+    from pipeline import test_copies
 
     mp.start_processes(test_copies.train_in_ddp, args=(sys.argv[1], sys.argv[2]), nprocs=2, start_method="fork")
 """

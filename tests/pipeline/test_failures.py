@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-import warm
 from pipesight import GPipe, context
+from support import warm
 
 MODES = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 PHASES = ["forward", "recompute", "backward"]

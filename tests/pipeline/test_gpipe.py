@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from against_plain import mlp, modes, rand
 from pipesight import GPipe
 from pipesight.balance import balance_by_time
+from support.against_plain import mlp, modes, rand
 
 
 def named_model():

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from against_plain import Fn, assert_same, assert_same_state, modes, named, rand, total
 from pipesight import GPipe
 from pipesight.context import current_microbatch
+from support.against_plain import Fn, assert_same, assert_same_state, modes, named, rand, total
 
 kinds = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
 

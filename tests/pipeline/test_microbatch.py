@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from against_plain import Fn, rand
 from pipesight import GPipe
 from pipesight.pipeline.microbatch import as_tuple, gather, scatter
+from support.against_plain import Fn, rand
 
 rows = st.integers(0, 30)
 chunks = st.integers(1, 12)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from against_plain import MODES, Fn, assert_equal_tensors, assert_same_state, fresh, mlp, rand, run_plain, total
 from pipesight import GPipe, context, current_microbatch
 from pipesight.skip import pop, skippable, stash
+from support.against_plain import MODES, Fn, assert_equal_tensors, assert_same_state, fresh, mlp, rand, run_plain, total
 
 modes = pytest.mark.parametrize("mode", MODES)
 reentrants = pytest.mark.parametrize("reentrant", [False, True])

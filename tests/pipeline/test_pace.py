@@ -6,9 +6,9 @@ import time
 import torch
 from torch import nn
 
-from against_plain import assert_same
 from pipesight import GPipe
 from pipesight.pipeline.workers import Pace
+from support.against_plain import assert_same
 
 
 class Call(nn.Module):

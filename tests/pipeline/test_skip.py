@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from against_plain import Fn, assert_same, assert_same_state, error_of, modes, rand, total
 from pipesight import GPipe
 from pipesight.skip import Namespace, pop, skippable, stash, verify_skippables
+from support.against_plain import Fn, assert_same, assert_same_state, error_of, modes, rand, total
 
 
 @skippable(stash=["skip"])

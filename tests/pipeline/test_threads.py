@@ -19,8 +19,8 @@ import torch
 import torch._dynamo  # the first forward does so, and in torch 2.6 it fails where the default device is "meta"
 from torch import nn
 
-import warm
 from pipesight import GPipe, is_recomputing
+from support import warm
 
 MODES = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 

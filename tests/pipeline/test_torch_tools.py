@@ -11,7 +11,8 @@ import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from against_plain import (
+from pipesight import GPipe
+from support.against_plain import (
     Fn,
     assert_same,
     assert_same_pass,
@@ -22,7 +23,6 @@ from against_plain import (
     rand,
     total,
 )
-from pipesight import GPipe
 
 
 def both(checkpoint, layers=4):

@@ -10,9 +10,9 @@ import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from against_plain import Fn, assert_equal_tensors, fresh, modes, named, rand, run_plain, tensors_of, total
 from pipesight import GPipe
 from pipesight.skip import pop, skippable, stash
+from support.against_plain import Fn, assert_equal_tensors, fresh, modes, named, rand, run_plain, tensors_of, total
 
 a, b = (lambda s, x: x * s.a), (lambda s, x: x * s.b)
 both = lambda s, x: x * s.a + s.b

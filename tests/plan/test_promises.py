@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipesight.analysis.advice import AT_LEAST, AT_MOST
-from promising import CASES, Kept
+from support.promising import CASES, Kept
 
 WITHIN = 0.1
 """Of the step, by which a promise may be off."""

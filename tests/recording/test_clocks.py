@@ -18,7 +18,7 @@ from pipesight.recording import comparing_clocks
 from pipesight.recording.clock_server import ClockServer
 from pipesight.recording.clocks import UNKNOWN_DRIFT, Measurement, correction_from, measure
 from pipesight.runs.reading.run import open_run
-from synthetic import START, Made
+from support.synthetic import START, Made
 
 SECOND = 10**9
 

@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.data import DataLoader, TensorDataset
 
-import observed
-from observed import STATS, description, events, learn, log_lines, pipeline, sgd, statistics, tasks, train
 from pipesight import GPipe, context, trace
 from pipesight.recording import observe
 from pipesight.recording.sampling import Windows
 from pipesight.runs.directory import RunDirectory
+from support import observed
+from support.observed import STATS, description, events, learn, log_lines, pipeline, sgd, statistics, tasks, train
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-import warm
+from support import warm
 
 LOADERS = """
 import torch

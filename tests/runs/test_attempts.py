@@ -13,8 +13,8 @@ from pipesight.runs.following.follower import Follower
 from pipesight.runs.reading.run import open_run
 from pipesight.view.report_json import as_json
 from pipesight.view.terminal import render
-from processes import STRICT_PYTHON
-from synthetic import Made
+from support.processes import STRICT_PYTHON
+from support.synthetic import Made
 
 RANKS = 2
 

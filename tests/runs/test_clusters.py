@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from pipesight.runs.reading.run import NotARunError, Run, open_run
-from processes import STRICT_PYTHON
-from synthetic import Made
+from support.processes import STRICT_PYTHON
+from support.synthetic import Made
 
 # Dask and Spark warn of the versions of each other that they find.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
@@ -114,7 +114,7 @@ SPARK = """
 import sys
 from pyspark.sql import SparkSession
 sys.path.insert(0, sys.argv[2])
-from test_report_clusters import Path, open_run, tables
+from runs.test_clusters import Path, open_run, tables
 session = SparkSession.builder.master("local-cluster[2,1,512]").config("spark.executor.memory", "512m").getOrCreate()
 with open_run(Path(sys.argv[1]).parent / "run") as run:
     expected = tables(run)
@@ -130,7 +130,7 @@ print("equal")
 def test_spark(dataset):
     """Spark gives the tables of DuckDB, on a cluster of processes, by a session that is given or is there."""
     pyspark = pytest.importorskip("pyspark", reason='needs Spark: pip install "pipesight[spark]"')
-    command = [STRICT_PYTHON[0], "-c", SPARK, str(dataset), str(Path(__file__).parent)]
+    command = [STRICT_PYTHON[0], "-c", SPARK, str(dataset), str(Path(__file__).parents[1])]
     home = os.environ | {"SPARK_HOME": str(Path(pyspark.__file__).parent)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500, env=home)
     assert ended.stdout == "equal\n", ended.stderr

@@ -16,7 +16,7 @@ import pipesight.trace as trace
 from pipesight.runs.reading._codes import KINDS, PHASES
 from pipesight.runs.reading.run import NotARunError, open_run
 from pipesight.trace._span import Mark, put
-from synthetic import Made
+from support.synthetic import Made
 
 ai = trace.ai
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from growing import GrowingRun, recorder
 from pipesight.analysis.breakdown import PARTS
 from pipesight.analysis.report import analyse
 from pipesight.runs.following import follower as following
@@ -21,7 +20,8 @@ from pipesight.runs.following import growing_file as _growing
 from pipesight.runs.following import recent_run as _recent
 from pipesight.runs.following.follower import Follower, check_place
 from pipesight.runs.reading.run import NotARunError, open_run
-from synthetic import Made
+from support.growing import GrowingRun, recorder
+from support.synthetic import Made
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import warm
 from pipesight.runs.reading._foreign import ChromeReader
 from pipesight.runs.reading.run import NotARunError, Run, open_run
 from pipesight.runs.reading.tables import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, WEIGHT
-from processes import STRICT_PYTHON
-from synthetic import Made
+from support import warm
+from support.processes import STRICT_PYTHON
+from support.synthetic import Made
 
 
 def texts(run: Run) -> list[str]:

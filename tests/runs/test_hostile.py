@@ -15,7 +15,7 @@ from pipesight.cli.command import main
 from pipesight.runs.following.follower import Follower
 from pipesight.runs.reading.run import open_run
 from pipesight.view.live.drawing import draw
-from synthetic import Made
+from support.synthetic import Made
 
 SECRET = "nobody's business"
 

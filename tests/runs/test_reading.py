@@ -27,8 +27,8 @@ from pipesight.runs.reading.tables import (
     RECOMPUTE,
     Table,
 )
-from processes import STRICT_PYTHON
-from synthetic import START, Made
+from support.processes import STRICT_PYTHON
+from support.synthetic import START, Made
 
 PHASES = {"forward": FORWARD, "recompute": RECOMPUTE, "backward": BACKWARD}
 

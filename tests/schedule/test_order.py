@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from against_plain import Fn, modes, rand
 from pipesight import GPipe, context
 from pipesight.schedule.gpipe_order import backward_tasks, clock_cycles, forward_tasks
+from support.against_plain import Fn, modes, rand
 
 sizes = st.integers(1, 24)
 

@@ -13,7 +13,7 @@ import pytest
 from dftracer.logger import dft_fn
 from dftracer.logger import dftracer as tracer
 
-from dftraced import clean_environment, events_of, own, read, run_script, user
+from support.dftraced import clean_environment, events_of, own, read, run_script, user
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,9 @@ from dftracer.logger import dftracer as tracer
 
 import pipesight.trace
 import pipesight.trace.dftracer
-from dftraced import clean_environment, events_of, files, own, read, run_script, user
 from pipesight.trace import Node, ai
 from pipesight.trace.ai import CONVENTIONS
+from support.dftraced import clean_environment, events_of, files, own, read, run_script, user
 
 OURS = pipesight.trace.dftracer
 ENV = {

@@ -19,7 +19,7 @@ import pytest
 
 from pipesight.trace.ai import CONVENTIONS
 
-SPEC = (Path(__file__).parent / "spec" / "ai-logging.rst").read_text(encoding="utf-8")
+SPEC = (Path(__file__).parents[1] / "spec" / "ai-logging.rst").read_text(encoding="utf-8")
 
 # Two blocks are no Python as they stand. What stands in the way, and what the reader is to think of instead.
 MENDED = {

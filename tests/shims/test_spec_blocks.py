@@ -56,12 +56,12 @@ def fences(text: str, language: str) -> list[str]:
 
 
 def python_blocks(file: str) -> list[str]:
-    text = (Path(__file__).parent / "spec" / file).read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "spec" / file).read_text(encoding="utf-8")
     return literal_blocks(text) if file.endswith(".rst") else fences(text, "python")
 
 
 def example_outputs() -> list[list[str]]:
-    text = (Path(__file__).parent / "spec" / LAYERS).read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "spec" / LAYERS).read_text(encoding="utf-8")
     return [block.splitlines() for block in fences(text, "")]
 
 

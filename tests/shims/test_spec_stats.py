@@ -14,9 +14,9 @@ import torch
 import yaml
 from nvdlfw_inspect.logging import BaseLogger
 
-import warm
+from support import warm
 
-SPEC = (Path(__file__).parent / "spec" / "tensor-statistics-logging.md").read_text(encoding="utf-8")
+SPEC = (Path(__file__).parents[1] / "spec" / "tensor-statistics-logging.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", SPEC, re.M | re.S)
 CONFIG = {
     "section": {

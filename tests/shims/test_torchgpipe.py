@@ -20,7 +20,7 @@ import pipesight
 import pipesight.balance
 import pipesight.pipeline.batchnorm
 import pipesight.skip
-import warm
+from support import warm
 
 # What torchgpipe 0.0.7 lists in `__all__`, and the names of the guides.
 NAMES = {

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipesight.stats as debug_api
-import warm
-from logged import SIX, assert_six, config, lines, six, values
 from pipesight.stats import BaseLogger, ConfigError
 from pipesight.stats.api import open_session
+from support import warm
+from support.logged import SIX, assert_six, config, lines, six, values
 
 
 @pytest.fixture(autouse=True)
@@ -525,7 +525,7 @@ SCRIPT = """
 import sys
 import torch
 import pipesight.stats as debug_api
-from logged import config
+from support.logged import config
 debug_api.initialize(config(stats=["max"]), log_dir=sys.argv[1])
 for i in range(3):
     debug_api.log_tensor_stats("fc1", tensor=torch.full((2,), float(i)), tensor_name="activation")
@@ -538,7 +538,7 @@ import sys
 import torch
 from torch import nn
 import pipesight.stats
-from logged import config
+from support.logged import config
 model = nn.Sequential(nn.Linear(2, 2))
 pipesight.stats.watch(model, config(("activation",), ["numel"]), log_dir=sys.argv[1])
 optimizer = torch.optim.SGD(model.parameters(), 0.1)

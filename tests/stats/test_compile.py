@@ -6,8 +6,8 @@ import torch._dynamo.testing
 from torch import nn
 
 import pipesight.stats as debug_api
-from logged import assert_six, config, values
 from pipesight.stats import watch
+from support.logged import assert_six, config, values
 
 
 @pytest.fixture(autouse=True)

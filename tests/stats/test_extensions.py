@@ -9,7 +9,6 @@ import textwrap
 import pytest
 import torch
 
-import warm
 from pipesight.stats import api as debug_api
 from pipesight.stats.config import ConfigError
 from pipesight.stats.extensions import (
@@ -32,6 +31,7 @@ from pipesight.stats.extensions import (
 )
 from pipesight.stats.extensions.namespaces import attribute
 from pipesight.stats.sinks import BaseLogger
+from support import warm
 
 FEATURES = """
     from pipesight.stats.extensions import BaseNamespaceAPI, GenericConfigAPIMapper, Registry

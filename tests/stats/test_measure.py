@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-import warm
 from pipesight.stats.moments import Moments, _rows
 from pipesight.stats.moments.measuring import measure, measure_on_device
 from pipesight.stats.moments.statistics import STATISTICS
+from support import warm
 
 SIX = ("min", "max", "mean", "std", "l1_norm", "l2_norm")
 N = 1 << 20

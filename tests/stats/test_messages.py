@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import warm
 from pipesight.stats._environment import LogSettings, log_file, process_rank
 from pipesight.stats.messages import MessageLog
-from processes import STRICT_PYTHON
+from support import warm
+from support.processes import STRICT_PYTHON
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - ([A-Z]+) - (.*)")
 LEVEL = "NVDLFW_INSPECT_LOG_LEVEL"

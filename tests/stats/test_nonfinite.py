@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import pipesight.stats as debug_api
-from logged import config, lines, run_ranks, values
 from pipesight import GPipe
 from pipesight.stats import NonfiniteError, watch
+from support.logged import config, lines, run_ranks, values
 
 
 @pytest.fixture(autouse=True)

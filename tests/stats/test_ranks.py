@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import warm
-from logged import RANK, assert_six, lines, run_ranks, six, values
+from support import warm
+from support.logged import RANK, assert_six, lines, run_ranks, six, values
 
 LOG = 'debug_api.log_tensor_stats("fc1", tensor={0}, tensor_name="activation"{1})\n'
 

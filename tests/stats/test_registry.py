@@ -9,7 +9,7 @@ import pytest
 
 from pipesight.stats import registry as registry_module
 from pipesight.stats.registry import Registry, api_method, default_registry, register_feature
-from processes import STRICT_PYTHON
+from support.processes import STRICT_PYTHON
 
 FEATURE = """\
 from pipesight.stats.registry import api_method, register_feature

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipesight.stats as debug_api
-from logged import assert_six, config, lines, values
 from pipesight.stats import BaseLogger, watch
 from pipesight.stats import session as session_module
 from pipesight.stats.api import open_session
 from pipesight.stats.moments.measuring import measure
+from support.logged import assert_six, config, lines, values
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from pipesight.stats.sinks import (
     WandbSink,
 )
 from pipesight.stats.sinks.file import format_value
-from processes import STRICT_PYTHON
+from support.processes import STRICT_PYTHON
 
 LINE = re.compile(
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - INFO - (?P<name>[^\t]*) \t\t\t\t iteration=(?P<iteration>\d{6,})"

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pipesight.stats as debug_api
-from logged import SIX, assert_six, config, lines, run_ranks, values
 from pipesight import GPipe
 from pipesight.skip import pop, skippable, stash
 from pipesight.stats import ConfigError, watch
+from support.logged import SIX, assert_six, config, lines, run_ranks, values
 
 ALL = ("activation", "gradient", "weight", "wgrad", "input", "output")
 

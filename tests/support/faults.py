@@ -17,7 +17,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import warm
+from support import warm
 
 __all__ = ["POINTS", "WHATS", "strike", "verify"]
 
@@ -37,7 +37,7 @@ DEFAULTS = {
 def strike(case, folder):
     """Run a case; return exit code and stderr of each rank."""
     case = {**DEFAULTS, **case}
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CASE": json.dumps(case)}
     environment["FOLDER"] = str(folder)
     stuck = [case["rank"]] if case["what"] in ("stop", "sleep") else []

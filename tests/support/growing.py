@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from processes import STRICT_PYTHON
-from synthetic import Made
+from support.processes import STRICT_PYTHON
+from support.synthetic import Made
 
 LIMIT = 120  # seconds; what is waited for comes much sooner, on any machine that is not stuck
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import warm
+from support import warm
 
 SIX = ["min", "max", "mean", "std", "l1_norm", "l2_norm"]
 
@@ -65,7 +65,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 import pipesight.stats as debug_api
-from logged import *
+from support.logged import *
 torch.set_num_threads(1)
 rank, size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["FOLDER"]
 if os.environ.get("INIT", "1") == "1":

@@ -10,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
-import warm
+from support import warm
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def free_port():
 
 def environment_of(**more):
     """Return the environment of a program that finds this folder's modules, and leaves a core to the others."""
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {**os.environ, **settings, **{key: str(value) for key, value in more.items()}}
 

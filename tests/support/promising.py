@@ -3,7 +3,7 @@
 Layers sleep for so many milliseconds, and so many for each sample. That takes no processor, so the times hold on a busy
 machine, and as many partitions sleep at once as like to. Where processors matter, a few permits stand for them.
 
-``python tests/promising.py`` prints the table of docs/reference/report.md.
+``cd tests; python -m support.promising`` prints the table of docs/reference/report.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipesight import GPipe
 from pipesight.analysis.advice import Change
 from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
-from torchrun import RANK, torchrun
+from support.torchrun import RANK, torchrun
 
 STEPS, TURNS = 6, 3
 SAMPLES = 16
@@ -236,7 +236,7 @@ def fewer_partitions(folder: Path) -> Kept:
 
 RANKS = """
 import pipesight
-from promising import Sleeping
+from support.promising import Sleeping
 def train(name, schedule):
     layers = [Sleeping(each=15, back=(0, 5)), Sleeping(each=5, back=(0, 15))]
     pipeline = DistributedPipeline(

@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from network import ADDRESSES, HEADERS, INTERFACE, Link, two_hosts
+from support.network import ADDRESSES, HEADERS, INTERFACE, Link, two_hosts
 
 DELAY, LOSS, RATE = 0.02, 0.1, 20e6
 
@@ -98,7 +99,7 @@ def test_nothing_stays(killed, tmp_path):
     """At the end the hosts are gone, with the programs on them, also if the tests were killed."""
     begin = f"""
 import subprocess, sys, time
-from network import Link, two_hosts
+from support.network import Link, two_hosts
 with two_hosts(Link()) as hosts:
     left = [subprocess.Popen(host.command(["sleep", "1000"])) for host in hosts]
     time.sleep(0.5)
@@ -111,7 +112,7 @@ for process in left:
     with two_hosts(Link()):
         pass  # skips where there are none
     with subprocess.Popen(
-        [sys.executable, "-c", begin], cwd=os.path.dirname(__file__), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", begin], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
     ) as job:
         *namespaces, first, second = job.stdout.readline().split()
         if killed:

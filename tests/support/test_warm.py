@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-import warm
-from processes import STRICT_PYTHON
+from support import warm
+from support.processes import STRICT_PYTHON
 
 SEES = """
 import atexit, os, sys, warnings

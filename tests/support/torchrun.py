@@ -9,7 +9,7 @@ import subprocess
 import textwrap
 from pathlib import Path
 
-import warm
+from support import warm
 
 RANK = """
 import copy, os, sys, time
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from pipesight import context
 from pipesight.distributed import *
-from torchrun import *
+from support.torchrun import *
 torch.set_num_threads(1)
 init_process_group("gloo")
 rank, size, folder = dist.get_rank(), dist.get_world_size(), os.environ["FOLDER"]
@@ -72,7 +72,7 @@ def _written(body, folder, *, begin=RANK, end=END, through=(), **environment):
     """Write the script; return how to run it, and the variables that it needs."""
     script = Path(folder) / "script.py"
     script.write_text(begin + textwrap.dedent(body) + end)
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     shared = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "FOLDER": str(folder), "OMP_NUM_THREADS": "1"}
     return (*through, str(script)), {**shared, **{key: str(value) for key, value in environment.items()}}
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from processes import STRICT_PYTHON
+from support.processes import STRICT_PYTHON
 
 __all__ = ["Process", "command", "run", "start", "torchrun"]
 
@@ -173,8 +173,8 @@ def _server() -> str:
     """Start the process that forks, once; return its address. It ends when its input does."""
     folder = tempfile.mkdtemp(prefix="warm-")
     address = os.path.join(folder, "socket")
-    command = [*STRICT_PYTHON, "-u", "-c", "exec(__import__('warm').serve())", address]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *_paths()])}
+    command = [*STRICT_PYTHON, "-u", "-c", "exec(__import__('support.warm', fromlist=['serve']).serve())", address]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *_paths()])}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     assert process.stdin is not None
     assert process.stdout is not None

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from pipesight.testing import capture_events
 from pipesight.trace import ai, counter, instant
-from traced import args_of, tree_put_back
+from support.traced import args_of, tree_put_back
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import warm
 from pipesight import GPipe, trace
 from pipesight.testing import capture_events
 from pipesight.trace import ai
+from support import warm
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import pipesight.trace as trace
-import warm
 from pipesight.trace import _span
 from pipesight.trace._encode import Encoder
 from pipesight.trace._file import TraceFile
 from pipesight.trace._tracer import tracer as tracer_of_process
+from support import warm
 
 ai = trace.ai
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-import warm
 from pipesight import GPipe, context, trace
 from pipesight.testing import capture_events
 from pipesight.trace import ai
+from support import warm
 
 CHUNKS, PARTITIONS = 4, 2
 

@@ -11,9 +11,9 @@ import pytest
 
 from pipesight.testing import capture_events
 from pipesight.trace import Node, ai
-from traced import args_of, levels, named, names, parents, tree_put_back
+from support.traced import args_of, levels, named, names, parents, tree_put_back
 
-SPEC = (Path(__file__).parent / "spec" / "ai-logging.rst").read_text()
+SPEC = (Path(__file__).parents[1] / "spec" / "ai-logging.rst").read_text()
 PATHS = re.findall(r"^     - ``ai\.(\S+)``$", SPEC, re.MULTILINE)
 CATEGORIES = sorted({path.split(".")[0] for path in PATHS})
 

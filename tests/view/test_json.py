@@ -14,7 +14,7 @@ from pipesight.analysis.report import Report, analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.view.comparison import compare, comparison_as_json
 from pipesight.view.report_json import as_json
-from synthetic import Made
+from support.synthetic import Made
 
 SCHEMA = json.loads(importlib.resources.files("pipesight.report").joinpath("report.schema.json").read_text())
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import browser
 from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.view.comparison import compare, part_rows, quantity_rows, settings_text
 from pipesight.view.findings import links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
 from pipesight.view.page import write_comparison, write_page
-from synthetic import Made
+from support import browser
+from support.synthetic import Made
 
 pytestmark = pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)
 

@@ -10,11 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-import browser
 from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.view.page import Served, page_html, page_payload
-from synthetic import Made
+from support import browser
+from support.synthetic import Made
 
 pytestmark = pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)
 

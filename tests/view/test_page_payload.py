@@ -21,7 +21,7 @@ from pipesight.view.page import MOST_BYTES, Limits, Served, page_html, page_payl
 from pipesight.view.payload.chosen import choose_steps
 from pipesight.view.payload.logs import logs_of
 from pipesight.view.payload.statistics import Mark, statistics_of
-from synthetic import Made
+from support.synthetic import Made
 
 TIMES = {"forward": 100, "recompute": 100, "backward": 200}
 

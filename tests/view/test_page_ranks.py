@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-import browser
 from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.orders import interleaved
@@ -14,7 +13,8 @@ from pipesight.view.live.figures import figures_of
 from pipesight.view.live.terminal import Frame, draw_frame
 from pipesight.view.page import write_page
 from pipesight.view.terminal import render
-from synthetic import Made
+from support import browser
+from support.synthetic import Made
 
 CHUNKS, STEPS = 8, 3
 KINDS = ("program", "lane")

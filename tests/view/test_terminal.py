@@ -22,7 +22,7 @@ from pipesight.view.comparison import compare, comparison_as_json, render_compar
 from pipesight.view.terminal import render
 from pipesight.view.text import Style, bar, beside, columns, percent, shown_width, spark, time
 from pipesight.view.text_timeline import Glyphs, draw_step
-from synthetic import Made
+from support.synthetic import Made
 
 EVEN = {"forward": 100, "recompute": 100, "backward": 200}
 
