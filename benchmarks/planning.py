@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.harness import Options
 from pipesight.plan import Schedule, gpipe, interleaved, measure, one_f_one_b, recomputed, simulate, zero_bubble
+from pipesight.schedule.arguments import CheckpointMode
 
 __all__ = ["run"]
 
@@ -129,7 +130,8 @@ def predicted(options: Options) -> bool:
 
     print("\nThe demo, recorded and simulated: median step")
     steps = 30 if options.quick else 200
-    for partitions, chunks, checkpoint in ((4, 4, "except_last"), (2, 8, "never"), (4, 8, "always")):
+    settings: list[tuple[int, int, CheckpointMode]] = [(4, 4, "except_last"), (2, 8, "never"), (4, 8, "always")]
+    for partitions, chunks, checkpoint in settings:
         with tempfile.TemporaryDirectory() as folder, one_thread():
             training = Training(partitions=partitions, chunks=chunks, checkpoint=checkpoint, seed=0)
             (Path(folder) / "trace").mkdir()

@@ -15,6 +15,7 @@ from pipesight.balance import balance_by_size
 from pipesight.demo.model import char_gpt
 from pipesight.demo.verse import Verse
 from pipesight.pipeline.gpipe import GPipe
+from pipesight.schedule.arguments import CheckpointMode
 
 __all__ = ["CONTEXT", "ON_CPU", "ON_GPU", "Size", "Training", "one_thread", "pick_partitions"]
 
@@ -52,7 +53,7 @@ class Training:
             seed is none.
     """
 
-    def __init__(self, *, partitions: int, chunks: int, checkpoint: str, seed: int) -> None:
+    def __init__(self, *, partitions: int, chunks: int, checkpoint: CheckpointMode, seed: int) -> None:
         devices = pick_devices(partitions)
         size = ON_GPU if any(device.type == "cuda" for device in devices) else ON_CPU
         self.batch = size.batch

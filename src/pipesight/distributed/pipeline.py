@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from pipesight.distributed.step_runner import Runner
 from pipesight.pipeline.microbatch import TensorOrTensors
 from pipesight.pipeline.partition import Partition, verify_sequential
 from pipesight.pipeline.skip import verify_skippables
-from pipesight.schedule.arguments import check_balance, check_checkpoint, check_chunks
+from pipesight.schedule.arguments import CheckpointMode, check_balance, check_checkpoint, check_chunks
 
 __all__ = ["DistributedPipeline"]
 
@@ -91,9 +91,9 @@ class DistributedPipeline:
         loss_fn: LossFunction,
         loss_weight: LossWeight | None = None,
         mesh: DeviceMesh | None = None,
-        checkpoint: str = "never",
+        checkpoint: CheckpointMode = "never",
         deferred_batch_norm: bool = False,
-        data_parallel: str = "ddp",
+        data_parallel: Literal["ddp", "fsdp"] = "ddp",
         timeout: float | None = None,
     ) -> None:
         if data_parallel not in KINDS:
@@ -176,7 +176,7 @@ class DistributedPipeline:
         return self._kind.name
 
     @property
-    def checkpoint(self) -> str:
+    def checkpoint(self) -> CheckpointMode:
         """Which micro-batches are run again before their backward."""
         return self._checkpoint
 

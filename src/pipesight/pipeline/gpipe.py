@@ -20,7 +20,7 @@ from pipesight.pipeline.partition import Partition, SkipRoutes, split, verify_se
 from pipesight.pipeline.skip import verify_skippables
 from pipesight.pipeline.task import Stage
 from pipesight.pipeline.workers import Workers
-from pipesight.schedule.arguments import check_balance, check_checkpoint, check_chunks
+from pipesight.schedule.arguments import CheckpointMode, check_balance, check_checkpoint, check_chunks
 
 __all__ = ["GPipe"]
 
@@ -66,7 +66,7 @@ class GPipe(nn.Module):
         *,
         devices: Iterable[torch.device | str | int] | None = None,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: CheckpointMode = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
@@ -109,12 +109,12 @@ class GPipe(nn.Module):
         self._chunks = check_chunks(chunks)
 
     @property
-    def checkpoint(self) -> str:
+    def checkpoint(self) -> CheckpointMode:
         """Which micro-batches are run again before their backward. It may be changed between calls."""
         return self._checkpoint
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: str) -> None:
+    def checkpoint(self, checkpoint: CheckpointMode) -> None:
         self._checkpoint = check_checkpoint(checkpoint)
 
     def __len__(self) -> int:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Literal, get_args
 
-__all__ = ["CHECKPOINT_MODES", "check_balance", "check_checkpoint", "check_chunks"]
+__all__ = ["CHECKPOINT_MODES", "CheckpointMode", "check_balance", "check_checkpoint", "check_chunks"]
 
-CHECKPOINT_MODES = ("always", "except_last", "never")
+CheckpointMode = Literal["always", "except_last", "never"]
+"""Which micro-batches are recomputed in their backward."""
+
+CHECKPOINT_MODES: tuple[CheckpointMode, ...] = get_args(CheckpointMode)
 
 
 def check_balance(balance: Iterable[int] | None, layers: int, recipe: str = "") -> list[int]:
@@ -41,7 +45,7 @@ def check_chunks(chunks: int) -> int:
     return number
 
 
-def check_checkpoint(checkpoint: str) -> str:
+def check_checkpoint(checkpoint: CheckpointMode) -> CheckpointMode:
     """Return the mode."""
     if checkpoint not in CHECKPOINT_MODES:
         raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' (checkpoint: {checkpoint!r})")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterable, Iterable, Iterator
 from typing import Any, Literal, TypeVar, overload
 
 from pipesight.trace import _span
@@ -24,6 +24,7 @@ from pipesight.trace._wrap import wrap
 __all__ = ["Node", "SilentNode", "Use", "is_recording", "set_recording"]
 
 F = TypeVar("F")
+T = TypeVar("T")
 
 _get, _set, _ident = _span.current, _span.resume, threading.get_ident
 _add = EVENTS.extend
@@ -121,6 +122,14 @@ class Node:
         return Use(self, **options)
 
     # A loop.
+
+    @overload
+    def iter(self, iterable: Iterable[T], *, include_iter: bool = True, include_block: bool = True) -> Iterable[T]: ...
+
+    @overload
+    def iter(
+        self, iterable: AsyncIterable[T], *, include_iter: bool = True, include_block: bool = True
+    ) -> AsyncIterable[T]: ...
 
     def iter(self, iterable: Any, *, include_iter: bool = True, include_block: bool = True) -> Any:
         """Iterate, and record each wait for an item as ``.iter`` and each run of the loop's body as ``.block``."""
@@ -302,6 +311,14 @@ class Use:
     def __call__(self, function: F, /) -> F:
         """Decorate ``function``."""
         return wrap(function, self)
+
+    @overload
+    def iter(self, iterable: Iterable[T], *, include_iter: bool = True, include_block: bool = True) -> Iterable[T]: ...
+
+    @overload
+    def iter(
+        self, iterable: AsyncIterable[T], *, include_iter: bool = True, include_block: bool = True
+    ) -> AsyncIterable[T]: ...
 
     def iter(self, iterable: Any, *, include_iter: bool = True, include_block: bool = True) -> Any:
         """Iterate as `Node.iter` does, with the arguments and the switch of this use."""
