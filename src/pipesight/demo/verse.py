@@ -1,4 +1,4 @@
-"""The text the demo learns: some of Shakespeare's sonnets, as numbers."""
+"""The text the demo learns: 34 of Shakespeare's sonnets (public domain, see sonnets.md), as numbers."""
 
 from __future__ import annotations
 
