@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SIGNS", "NonFinite", "first_nonfinite", "is_bad", "place_of", "rank_of"]
+from pipesight.runs.reading.records import is_nonfinite
 
-SIGNS = ("nonfinite", "nans", "infs")
-"""What a line of statistics has, one of these at least, if its tensor was not finite."""
+__all__ = ["NonFinite", "first_nonfinite", "place_of", "rank_of"]
 
 _PARTITION = re.compile(r"^(?:module\.)?partitions\.\d+\.")
 
@@ -66,7 +65,7 @@ def first_nonfinite(lines: Iterable[Mapping[str, Any]], *, layers: Sequence[str]
     best: dict[int, tuple[tuple[int, ...], Mapping[str, Any]]] = {}  # of each rank
     for line in lines:
         iteration, layer, tensor = line.get("iteration"), line.get("layer"), line.get("tensor")
-        if not is_bad(line) or not isinstance(layer, str) or not isinstance(tensor, str):
+        if not is_nonfinite(line) or not isinstance(layer, str) or not isinstance(tensor, str):
             continue
         if not isinstance(iteration, int) or isinstance(iteration, bool):
             continue
@@ -100,11 +99,6 @@ def first_nonfinite(lines: Iterable[Mapping[str, Any]], *, layers: Sequence[str]
         microbatch=_count(first.get("microbatch")),
         phase=phase if isinstance(phase, str) else None,
     )
-
-
-def is_bad(line: Mapping[str, Any]) -> bool:
-    """Whether a tensor, or a number without one, is not finite. A statistic may be undefined: a tensor may be empty."""
-    return bool(line.get("nans") or line.get("infs") or ("nonfinite" in line and not line.get("tensor")))
 
 
 def rank_of(line: Mapping[str, Any]) -> int:

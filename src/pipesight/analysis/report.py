@@ -15,7 +15,7 @@ from pipesight.analysis.collectives import Collective, find_meetings, name_colle
 from pipesight.analysis.layers import Layer, layers_of, with_weights
 from pipesight.analysis.links import Link, find_links
 from pipesight.analysis.measured_costs import Measured, measure_steps
-from pipesight.analysis.nonfinite import SIGNS, NonFinite, first_nonfinite
+from pipesight.analysis.nonfinite import NonFinite, first_nonfinite
 from pipesight.analysis.pipelines import PipelineReport, describe_pipelines, lanes_of
 from pipesight.analysis.remarks import Remark, doubts_about, remarks_on, with_ending, with_waits
 from pipesight.analysis.steps import (
@@ -40,6 +40,7 @@ from pipesight.analysis.topology import (
 from pipesight.analysis.verdict import Verdict, verdict_on
 from pipesight.analysis.waits import Held, Waits
 from pipesight.analysis.workers import workers_of
+from pipesight.runs.reading.records import NONFINITE_KEYS
 from pipesight.runs.reading.tables import Column, Tasks
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
             transfers=transfers,
             processors=processors[pipelines[0].partitions],
         )
-    nonfinite = first_nonfinite(run.statistics(words=SIGNS), layers=names)  # before remarks: it finds some
+    nonfinite = first_nonfinite(run.statistics(words=NONFINITE_KEYS), layers=names)  # before remarks: it finds some
     held = waits.held(times.where(counted))
     return Report(
         path=str(run.path),
@@ -276,7 +277,7 @@ def _without_tasks(run: Run) -> Report:
     rows = zip(times.category.tolist(), times.name.tolist(), times.count.tolist(), times.total.tolist(), strict=True)
     entries = [NameTime(str(c), str(n), int(k), int(t)) for c, n, k, t in rows if c != ENVELOPE]
     nothing = np.zeros(0, np.int64)
-    nonfinite = first_nonfinite(run.statistics(words=SIGNS))
+    nonfinite = first_nonfinite(run.statistics(words=NONFINITE_KEYS))
     text = (
         "There is no bubble to tell of: the trace has no tasks of a pipeline, that is, no spans of category compute "
         "called forward or backward that name a partition and a micro-batch."

@@ -16,6 +16,8 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+from pipesight._launcher import launched_rank
+
 __all__ = ["add_to", "run"]
 
 WRONG, FAILED, INTERRUPTED = 2, 1, 128 + 2
@@ -219,7 +221,7 @@ def _refuse(message: str) -> int:
 
 
 def _say_where(out: Path) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if not launched_rank():
         print(f"pipesight: recorded in {out}; see it with: pipesight report {out}", file=sys.stderr)
 
 

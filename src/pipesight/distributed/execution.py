@@ -14,10 +14,10 @@ from pipesight import context
 from pipesight.distributed import schedules
 from pipesight.distributed.failures import RankFailedError
 from pipesight.distributed.minibatch import Minibatch
-from pipesight.distributed.schedules import Kind
 from pipesight.distributed.stage import Stage
 from pipesight.distributed.symptoms import is_symptom
 from pipesight.pipeline.randomness import isolated
+from pipesight.schedule.catalog import RankSchedule
 
 __all__ = ["Execution"]
 
@@ -31,7 +31,7 @@ class Execution:
         ranks: How many there are in the pipeline.
     """
 
-    def __init__(self, kind: Kind, stages: Sequence[Stage], ranks: int) -> None:
+    def __init__(self, kind: RankSchedule, stages: Sequence[Stage], ranks: int) -> None:
         self._kind, self._stages, self._ranks = kind, stages, ranks
         self._schedules: dict[int, tuple[Any, dict[str, Any]]] = {}
 

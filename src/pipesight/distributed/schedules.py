@@ -1,122 +1,23 @@
-"""Schedules of torch.distributed.pipelining: their names here, what they ask for, and which rank has which partition.
-
-With 2 ranks and 4 partitions, the partitions of the ranks are
-
-- one each: gpipe, 1f1b (2 partitions)         0 | 1
-- in a loop: interleaved, looped BFS           0 2 | 1 3
-- in a V: ZBV, DualPipeV                       0 3 | 1 2
-"""
+"""The schedules that the installed torch can run, and torch's objects for them."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed.pipelining as pipelining
 import torch.distributed.pipelining.schedules as torch_schedules
 
-__all__ = ["Kind", "choose", "make", "names"]
+from pipesight.schedule.catalog import SCHEDULES, RankSchedule, by_name
+
+__all__ = ["choose", "make", "names"]
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One schedule."""
-
-    name: str
-    torch_name: str
-    placement: Literal["one each", "loop", "v"]
-    rule: Callable[[int, int, int], str | None]
-    """Given micro-batches, ranks and partitions, say what is wrong and what to do, or ``None``."""
-    stand_in: str
-    """Runs the batches that are too small for this one. It gives the same gradients."""
-
-    def partitions_of(self, rank: int, ranks: int, partitions: int) -> list[int]:
-        """Return the partitions of a rank."""
-        if self.placement == "v":
-            return [rank, 2 * ranks - 1 - rank]
-        return list(range(rank, partitions, ranks))
-
-    def rank_of(self, partition: int, ranks: int) -> int:
-        """Return the rank that has a partition."""
-        turn, place = divmod(partition, ranks)
-        return ranks - 1 - place if self.placement == "v" and turn % 2 else place
-
-    def check(self, chunks: int, ranks: int, partitions: int) -> None:
-        """Raise ``ValueError`` unless the partitions fit the ranks, and the chunks the schedule."""
-        if self.placement == "one each" and partitions != ranks:
-            several = partitions > ranks and partitions % ranks == 0
-            other = (
-                "take a schedule with several a rank: schedule='interleaved-1f1b'"
-                if several
-                else f"start as many processes as partitions: --nproc-per-node {partitions}"
-            )
-            raise ValueError(
-                f"schedule '{self.name}' takes one partition a rank (partitions: {partitions}, ranks: {ranks}); give "
-                f"balance {ranks} numbers, or {other}"
-            )
-        if self.placement == "v" and partitions != 2 * ranks:
-            raise ValueError(
-                f"schedule '{self.name}' takes two partitions a rank (partitions: {partitions}, ranks: {ranks}); "
-                f"give balance {2 * ranks} numbers"
-            )
-        if partitions % ranks:
-            raise ValueError(
-                f"schedule '{self.name}' takes as many partitions on every rank (partitions: {partitions}, ranks: "
-                f"{ranks}); give balance a multiple of {ranks} numbers"
-            )
-        if (wrong := self.rule(chunks, ranks, partitions)) is not None:
-            raise ValueError(f"schedule '{self.name}' {wrong}")
-
-    def fits(self, microbatches: int, ranks: int, partitions: int) -> bool:
-        """Tell whether it can run so many micro-batches."""
-        return self.rule(microbatches, ranks, partitions) is None
-
-
-def _anything(_chunks: int, _ranks: int, _partitions: int) -> str | None:
-    return None
-
-
-def _as_many_as_partitions(chunks: int, _ranks: int, partitions: int) -> str | None:
-    if chunks >= partitions:
-        return None
-    return (
-        f"needs at least as many chunks as partitions (chunks: {chunks}, partitions: {partitions}); "
-        f"use chunks={partitions} or more, or schedule='gpipe'"
-    )
-
-
-def _full_rounds(chunks: int, ranks: int, _partitions: int) -> str | None:
-    rounds = max(1, chunks // ranks)
-    if chunks % rounds == 0:
-        return None
-    return (
-        f"runs chunks in rounds of equal size (chunks: {chunks}, ranks: {ranks}, rounds: {rounds}); "
-        f"use chunks={chunks // ranks * ranks} or {(chunks // ranks + 1) * ranks}"
-    )
-
-
-_ALL = (
-    Kind("gpipe", "ScheduleGPipe", "one each", _anything, "gpipe"),
-    Kind("1f1b", "Schedule1F1B", "one each", _as_many_as_partitions, "gpipe"),
-    Kind("interleaved-1f1b", "ScheduleInterleaved1F1B", "loop", _full_rounds, "looped-bfs"),
-    Kind("looped-bfs", "ScheduleLoopedBFS", "loop", _anything, "looped-bfs"),
-    Kind("interleaved-zero-bubble", "ScheduleInterleavedZeroBubble", "loop", _full_rounds, "looped-bfs"),
-    Kind("zbv-zero-bubble", "ScheduleZBVZeroBubble", "v", _anything, "zbv-zero-bubble"),
-    Kind("dualpipev", "ScheduleDualPipeV", "v", _as_many_as_partitions, "zbv-zero-bubble"),
-)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def _there() -> list[Kind]:
-    return [kind for kind in _ALL if hasattr(pipelining.schedules, kind.torch_name)]
+def _there() -> list[RankSchedule]:
+    return [kind for kind in SCHEDULES if hasattr(pipelining.schedules, kind.torch_name)]
 
 
 def names() -> list[str]:
@@ -124,21 +25,19 @@ def names() -> list[str]:
     return [kind.name for kind in _there()]
 
 
-def choose(name: str) -> Kind:
+def choose(name: str) -> RankSchedule:
     """Return the schedule of that name; case, dashes and underscores do not matter.
 
     Raises:
         ValueError: There is none; the message lists those there are.
     """
-    for kind in _there():
-        theirs = _plain(kind.torch_name)
-        if _plain(str(name)) in (_plain(kind.name), theirs, theirs.removeprefix("schedule")):
-            return kind
+    if (kind := by_name(name, _there())) is not None:
+        return kind
     listed = ", ".join(repr(known) for known in names())
     raise ValueError(f"schedule {name!r} is not one of those that torch {torch.__version__} has: {listed}")
 
 
-def make(kind: Kind, stages: Sequence[Any], microbatches: int, loss_fn: Callable[..., Any]) -> Any:
+def make(kind: RankSchedule, stages: Sequence[Any], microbatches: int, loss_fn: Callable[..., Any]) -> Any:
     """Return torch's schedule over this rank's stages."""
     _silence()
     schedule = getattr(pipelining.schedules, kind.torch_name)

@@ -10,11 +10,11 @@ from torch import nn
 from pipesight.distributed.initial_weights import Recipe
 from pipesight.distributed.mesh import Places
 from pipesight.distributed.replicas import Averaging, make_alike, make_replicas
-from pipesight.distributed.schedules import Kind
 from pipesight.distributed.shapes import Skeleton
 from pipesight.distributed.stage import Stage
 from pipesight.pipeline.batchnorm import DeferredBatchNorm
 from pipesight.pipeline.partition import Partition
+from pipesight.schedule.catalog import RankSchedule
 
 __all__ = ["learned_with", "make_stages"]
 
@@ -23,7 +23,7 @@ def make_stages(
     module: nn.Sequential,
     recipe: Recipe | None,
     skeleton: Skeleton,
-    kind: Kind,
+    kind: RankSchedule,
     places: Places,
     *,
     deferred_batch_norm: bool,

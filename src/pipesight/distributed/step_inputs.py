@@ -10,10 +10,10 @@ from torch import Tensor
 from pipesight.distributed.agreement import Message
 from pipesight.distributed.loss_weights import Weighing
 from pipesight.distributed.mesh import Places
-from pipesight.distributed.schedules import Kind
 from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone, scatter
 from pipesight.pipeline.randomness import draw_seed, next_seed, seed_of
+from pipesight.schedule.catalog import RankSchedule
 
 __all__ = ["Planner"]
 
@@ -29,7 +29,7 @@ class Planner:
         weighing: Says what micro-batches count.
     """
 
-    def __init__(self, skeleton: Skeleton, places: Places, kind: Kind, chunks: int, weighing: Weighing) -> None:
+    def __init__(self, skeleton: Skeleton, places: Places, kind: RankSchedule, chunks: int, weighing: Weighing) -> None:
         self._skeleton, self._places, self._kind = skeleton, places, kind
         self._chunks, self._weighing = chunks, weighing
         self._partitions = len(skeleton.partitions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipesight.plan.planning import Plan
+from pipesight.schedule.catalog import by_name
 
 __all__ = ["NAMES", "distributed_call"]
 
@@ -12,15 +13,14 @@ NAMES = {
     "interleaved": "interleaved-1f1b",
     "zero-bubble": "interleaved-zero-bubble",
 }
-"""What `DistributedPipeline` calls the schedules that plans have."""
+"""What `DistributedPipeline` calls the schedules that plans have. Every torch that pipesight supports has these."""
 
 
 def distributed_call(plan: Plan) -> str | None:
-    """Return the code that runs a plan over as many ranks as it has partitions; ``None`` if this torch cannot."""
-    from pipesight.distributed.schedules import choose, names
-
+    """Return the code that runs a plan over as many ranks as it has partitions; ``None`` if no schedule can."""
     setting, name = plan.setting, NAMES[plan.setting.schedule]
-    if name not in names() or not choose(name).fits(setting.chunks, setting.partitions, setting.stages):
+    schedule = by_name(name)
+    if schedule is None or not schedule.fits(setting.chunks, setting.partitions, setting.stages):
         return None
     rest = f'chunks={setting.chunks}, schedule="{name}", checkpoint="{setting.checkpoint}"'
     return f"DistributedPipeline(..., balance={list(plan.balance)}, {rest})"

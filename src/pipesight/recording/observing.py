@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from pipesight import trace as tracing
@@ -250,7 +251,12 @@ class Observation:
             directory.rank, directory.ranks, directory.restart, lambda: time.perf_counter_ns() + offset
         )
         stack.callback(self._clocks.end, failed=True)
-        self._description = Description(directory, clock=self._clock(), observed=self._observed())
+        self._description = Description(
+            directory,
+            clock=self._clock(),
+            observed=self._observed(),
+            versions={"torch": str(torch.__version__), "cuda": torch.version.cuda},
+        )
         self._switch(self._first)
         self._description.update()
         self.join()

@@ -11,8 +11,6 @@ import sys
 import time
 from typing import Any
 
-import torch
-
 from pipesight._logger import own_logger
 from pipesight._version import __version__
 from pipesight.runs.directory import RunDirectory
@@ -31,9 +29,12 @@ class Description:
         directory: Where it belongs.
         clock: What there is to say of it.
         observed: What is recorded.
+        versions: Of torch and CUDA.
     """
 
-    def __init__(self, directory: RunDirectory, *, clock: dict[str, Any], observed: dict[str, Any]) -> None:
+    def __init__(
+        self, directory: RunDirectory, *, clock: dict[str, Any], observed: dict[str, Any], versions: dict[str, Any]
+    ) -> None:
         self._file = directory.description
         self._complained = False
         self.written = 0.0
@@ -43,8 +44,7 @@ class Description:
             "format_version": FORMAT_VERSION,
             "pipesight": __version__,
             "python": sys.version.partition(" ")[0],
-            "torch": str(torch.__version__),
-            "cuda": torch.version.cuda,
+            **versions,
             "command": list(sys.orig_argv),
             "cwd": _folder(),
             "host": socket.gethostname(),

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipesight.trace._attempt import launch, restarts, with_attempt
+from pipesight._launcher import launch, restarts, with_attempt
 
 __all__ = ["RunDirectory"]
 

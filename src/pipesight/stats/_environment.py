@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipesight._launcher import launched_rank
+
 __all__ = ["LogSettings", "log_file", "process_rank"]
 
 _TRUE = {"1", "true", "yes", "on"}
@@ -78,8 +80,7 @@ def process_rank() -> int:
     distributed = sys.modules.get("torch.distributed")  # it need not be imported to know that nobody initialised it
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
-    given = os.environ.get("RANK", "")
-    return int(given) if given.isdecimal() and given.isascii() else 0
+    return launched_rank() or 0
 
 
 def log_file(log_dir: str | os.PathLike[str], folder: str, *, rank: int, settings: LogSettings) -> Path:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from json import JSONEncoder
 from typing import Any, TypeAlias
 
+from pipesight._launcher import launched_rank
 from pipesight._version import __version__
 from pipesight.trace._places import PlaceLines
 from pipesight.trace._span import FIELDS, ROOT_ID, WHEN, Args, thread_ids
 
-__all__ = ["NAMING", "THREAD", "Encoder", "rank"]
+__all__ = ["NAMING", "THREAD", "Encoder"]
 
 _dumps = JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -94,7 +95,7 @@ class Encoder:
             self._metadata(5, "SH", thread, executable, _hash(executable)),
             self._event(ROOT_ID, "start", thread, moment, start),
             self._metadata(0, "process_name", thread, _process_name(self.pid)),
-            self._sort_order("process_sort_index", thread, rank() or 0),
+            self._sort_order("process_sort_index", thread, launched_rank() or 0),
             self._sort_order("thread_sort_index", thread, 0),
         ]
         others = [known for known in list(self._names.items()) if known[0] != self.pid]
@@ -252,12 +253,6 @@ class Encoder:
         return _dumps({**line, "args": args}) + "\n"
 
 
-def rank() -> int | None:
-    """Return the rank that a launcher gave to this process."""
-    given = os.environ.get("RANK", "")
-    return int(given) if given.isdecimal() and len(given) < 10 else None
-
-
 def _apart(args: Args) -> Args:
     """Return arguments under names that are not those of our own."""
     if any(name in args for name in _OURS):
@@ -268,7 +263,8 @@ def _apart(args: Args) -> Args:
 def _process_name(pid: int) -> str:
     multiprocessing = sys.modules.get("multiprocessing.process")
     name = "MainProcess" if multiprocessing is None else multiprocessing.current_process().name
-    words = [] if rank() is None else [f"rank {rank()}"]
+    rank = launched_rank()
+    words = [] if rank is None else [f"rank {rank}"]
     words += [] if name == "MainProcess" else [name]
     return ", ".join(words) or f"process {pid}"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
+from pipesight._launcher import launched_rank, restarts, with_attempt
 from pipesight._logger import own_logger
-from pipesight.trace._attempt import restarts, with_attempt
-from pipesight.trace._encode import NAMING, Encoder, rank
+from pipesight.trace._encode import NAMING, Encoder
 from pipesight.trace._patience import wait
 
 __all__ = ["TraceFile", "is_device", "name_for"]
@@ -41,8 +41,8 @@ def name_for(given: Path, *, child: bool, compress: bool) -> Path:
     name = given.name
     for suffix in (".gz", ".pfw"):
         name = name.removesuffix(suffix)
-    if os.environ.get("WORLD_SIZE", "1") != "1" and rank() is not None and not _is_of_rank(name):
-        name += f"-rank-{rank():05}"
+    if os.environ.get("WORLD_SIZE", "1") != "1" and launched_rank() is not None and not _is_of_rank(name):
+        name += f"-rank-{launched_rank():05}"
     name = with_attempt(name, restarts())
     if child:
         name += f"-{os.getpid()}"
@@ -55,7 +55,7 @@ def is_device(path: Path) -> bool:
 
 
 def _is_of_rank(name: str) -> bool:
-    own = f"rank-{rank():05}"
+    own = f"rank-{launched_rank():05}"
     return name == own or name.startswith(f"{own}-restart-")
 
 

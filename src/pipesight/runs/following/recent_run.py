@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from pipesight.analysis.nonfinite import is_bad
 from pipesight.runs.following.events import Lines, LiveEvents
 from pipesight.runs.reading._loading import Loaded
-from pipesight.runs.reading._records import parse_log
+from pipesight.runs.reading.records import is_nonfinite, parse_log
 from pipesight.runs.reading.run import LogLine, Note, Run
 from pipesight.runs.reading.tables import OPTIMIZER, Spans
 
@@ -61,7 +60,7 @@ class RecentRun(Run):
                 entry = {"rank": rank, **entry}
                 self._recent_statistics.append(entry)
                 self._statistics_read += 1
-                if is_bad(entry):
+                if is_nonfinite(entry):
                     self._remember(entry)
 
     def _remember(self, entry: dict[str, Any]) -> None:

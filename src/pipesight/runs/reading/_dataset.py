@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pipesight.runs.reading._files import NotARunError, Note
 from pipesight.runs.reading._opening import check_plain, open_plain, refusal
-from pipesight.runs.reading._records import foreign_statistics
+from pipesight.runs.reading.records import foreign_statistics
 
 if TYPE_CHECKING:
     from pipesight.runs.reading._duckdb import DuckEvents

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pipesight.runs.reading._dataset import is_dataset
 from pipesight.runs.reading._files import NotARunError, Note
-from pipesight.runs.reading._records import LogLine, foreign_statistics, log_lines, statistics
 from pipesight.runs.reading.processes import is_gone, may_restart
+from pipesight.runs.reading.records import LogLine, foreign_statistics, log_lines, statistics
 
 if TYPE_CHECKING:
     from pipesight.runs.reading._loading import Loaded

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from pipesight.analysis.nonfinite import is_bad, place_of, rank_of
+from pipesight.analysis.nonfinite import place_of, rank_of
+from pipesight.runs.reading.records import is_nonfinite
 from pipesight.runs.reading.tables import PHASES
 
 __all__ = ["Mark", "Marks", "Value", "statistics_of"]
@@ -37,7 +38,7 @@ class Marks:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add what a line of statistics says, if it says such a thing."""
-        if not is_bad(line):
+        if not is_nonfinite(line):
             return
         counts = _counts(line)
         marks = self.of_step.setdefault(line["iteration"], {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,10 @@ from pipesight.runs.reading._foreign import records, statistics_of
 from pipesight.runs.reading._opening import open_plain, without_refused
 from pipesight.runs.reading._unpack import Unpacker
 
-__all__ = ["LogLine", "foreign_statistics", "log_lines", "parse_log", "statistics"]
+__all__ = ["NONFINITE_KEYS", "LogLine", "foreign_statistics", "is_nonfinite", "log_lines", "parse_log", "statistics"]
+
+NONFINITE_KEYS = ("nonfinite", "nans", "infs")
+"""A line of statistics about a tensor that is not finite has at least one of these."""
 
 _RANK = re.compile(r"rank[-_]?(\d{1,9})")
 _LONGEST = 2**20  # characters of a line
@@ -84,6 +87,11 @@ def foreign_statistics(path: Path, rank: int) -> Iterator[dict[str, Any]]:
             yield from ({"rank": rank, **line} for line in statistics_of(record))
     for record in records([rest]):
         yield from ({"rank": rank, **line} for line in statistics_of(record))
+
+
+def is_nonfinite(line: Mapping[str, Any]) -> bool:
+    """Whether a tensor, or a number without one, is not finite. A statistic may be undefined: a tensor may be empty."""
+    return bool(line.get("nans") or line.get("infs") or ("nonfinite" in line and not line.get("tensor")))
 
 
 def log_lines(folder: Path, note: Callable[[Note], None], *, attempt: Attempt) -> Iterator[LogLine]:

@@ -1,4 +1,4 @@
-"""What torchrun says of an attempt: which job it belongs to, and how often the ranks were started anew."""
+"""What a launcher such as torchrun tells a process in its environment: its rank, its job, how often it restarted."""
 
 from __future__ import annotations
 
@@ -6,18 +6,27 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["launch", "restarts", "with_attempt"]
+__all__ = ["launch", "launched_rank", "restarts", "with_attempt"]
 
 _NAMED = re.compile(r"-restart-\d+$")
 
 
-def restarts() -> int:
-    """Return how often a launcher has started this rank anew, as far as it tells.
+def launched_rank() -> int | None:
+    """Return the rank in ``RANK``; ``None`` if there is none, or if it is not a number."""
+    return _number("RANK")
 
-    The torchrun of a node counts those restarts only that its own ranks made necessary.
+
+def restarts() -> int:
+    """Return how often the launcher has restarted this rank.
+
+    torchrun counts per node, and only the restarts that its own ranks caused.
     """
-    given = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return int(given) if given.isdecimal() and given.isascii() and len(given) < 10 else 0
+    return _number("TORCHELASTIC_RESTART_COUNT") or 0
+
+
+def _number(variable: str) -> int | None:
+    given = os.environ.get(variable, "")
+    return int(given) if given.isdecimal() and given.isascii() and len(given) < 10 else None
 
 
 def launch() -> str | None:
