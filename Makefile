@@ -1,6 +1,7 @@
 # make demo   train the demo model over two to four partitions, as suits the machine
 # make test   lint, types and tests
 # make lint   lint and types alone
+# make lint-js  lint the JavaScript of the page with biome, which npm installs into node_modules
 # make fuzz   the fuzzers, with other cases than the few of make test: make fuzz CASES=10000 ONLY=engine
 # make bench  the benchmarks, against peers installed in a virtual environment of their own
 # make docs   the documentation as a site, in build/site
@@ -18,11 +19,12 @@ ONLY   ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := .venv-peers
+BIOME  := node_modules/.bin/biome
 
 # Tests start many processes; none of them should have to compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint fuzz bench docs clean
+.PHONY: demo test lint lint-js fuzz bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -36,6 +38,11 @@ lint: $(VENV)/.developed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@if [ -x $(BIOME) ]; then $(BIOME) check --error-on-warnings .; \
+	else echo "JavaScript not linted: \`make lint-js\` installs biome, if npm is there"; fi
+
+lint-js: $(BIOME)
+	$(BIOME) check --error-on-warnings .
 
 fuzz: $(VENV)/.developed
 	FUZZ_CASES=$(CASES) $(BIN)/pytest --timeout 0 tests/fuzz -k "$(ONLY)"
@@ -49,7 +56,10 @@ docs: $(VENV)/.documented
 	@echo "open build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache tests/spec/.ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache tests/spec/.ruff_cache .hypothesis node_modules
+
+$(BIOME):
+	npm install --silent --no-save --no-package-lock --no-audit --no-fund --prefix . @biomejs/biome@2.6.7
 
 # torch comes first and by itself, so that the package's own `torch>=2.6` finds it there.
 $(VENV)/.torch:

@@ -6,7 +6,7 @@ import { palette } from "./palette.js";
 export const AXIS_HEIGHT = 26;
 
 /** Round times between two, at least `room` pixels apart. */
-function ticks(from, to, width, room = 84) {
+export function ticks(from, to, width, room = 84) {
   const least = ((to - from) * room) / Math.max(width, 1);
   const power = 10 ** Math.floor(Math.log10(Math.max(least, 1e-3)));
   const distance = [1, 2, 5, 10].map((digit) => digit * power).find((round) => round >= least) ?? 10 * power;
@@ -40,7 +40,7 @@ export function drawGrid(pen, view) {
   }
 }
 
-function tickText(at, distance) {
+export function tickText(at, distance) {
   if (distance < 1) return `${at.toFixed(2)} \u00b5s`;
   if (distance < 1000 && at < 10000) return `${Math.round(at)} \u00b5s`;
   if (distance < 1e6 && at < 1e7)

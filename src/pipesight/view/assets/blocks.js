@@ -1,11 +1,11 @@
 // Blocks of a lane, with their letters, and their layers where there is room.
 
-import { blockColours, palette } from "./palette.js";
-import { HEIGHTS, isDimmed } from "./rows.js";
 import { hatching } from "./hatching.js";
+import { blockColours, palette } from "./palette.js";
 import { BACKWARD, LETTERS, RECOMPUTE } from "./phases.js";
-import { firstAtOrAfter } from "./step.js";
+import { HEIGHTS, isDimmed } from "./rows.js";
 import { state } from "./state.js";
+import { firstAtOrAfter } from "./step.js";
 
 /** Draw a lane, narrow blocks into `columns`; return how many blocks are seen, and how many shapes that took. */
 export function drawLane(pen, step, row, columns, place) {
@@ -49,7 +49,7 @@ function drawBlock(pen, step, row, block, x, width) {
   context.fillStyle = colours.fill;
   context.fillRect(left, top, right - left - gap, height);
   if (right - left >= 5) drawTexture(pen, phase, colours, left, top, right - left - gap, height);
-  if (right - left >= 9) drawLabel(pen, step, row, block, colours, left, top, right - left - gap, height);
+  if (right - left >= 9) drawLabel(pen, step, block, colours, left, top, right - left - gap, height);
   if (dimmed) context.globalAlpha = 1;
   else if (state.query !== null) outline(pen, left, top, right - left - gap, height, palette.colours.accent, 1.5);
 }
@@ -66,7 +66,7 @@ function drawTexture(pen, phase, colours, left, top, width, height) {
   }
 }
 
-function drawLabel(pen, step, row, block, colours, left, top, width, height) {
+function drawLabel(pen, step, block, colours, left, top, width, height) {
   const { context } = pen;
   const phase = step.phase[block];
   const number = `${step.microbatch[block]}`;

@@ -65,7 +65,11 @@ function showParts({ keys, times, rows }) {
         make("span", { class: "stack-name" }, `${mark}, ${formatTime(totals[side])}`),
         make(
           "div",
-          { class: "stack-bar", role: "img", "aria-label": `${mark}: ${formatTime(totals[side])}; the table has the parts` },
+          {
+            class: "stack-bar",
+            role: "img",
+            "aria-label": `${mark}: ${formatTime(totals[side])}; the table has the parts`,
+          },
           keys.map(({ key, name, text }, index) => {
             const time = times[index][side];
             if (!(time > 0)) return null;
@@ -103,7 +107,11 @@ function runCard({ title, path, alarm, verdict, findings, facts }, side) {
     make("p", {}, verdict),
     findings.map((group) => [
       make("h3", {}, group.title),
-      make("ul", { class: "entries" }, group.entries.map(([text]) => make("li", {}, text))),
+      make(
+        "ul",
+        { class: "entries" },
+        group.entries.map(([text]) => make("li", {}, text)),
+      ),
     ]),
     make(
       "dl",

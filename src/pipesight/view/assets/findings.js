@@ -66,9 +66,7 @@ function nameOfBlock({ phase, lane, microbatch }) {
 function showBlock({ step: number, lane, phase, microbatch }) {
   showStep(number);
   const step = shownStep();
-  const block = step.lanes[lane].blocks.find(
-    (of) => step.phase[of] === phase && step.microbatch[of] === microbatch,
-  );
+  const block = step.lanes[lane].blocks.find((of) => step.phase[of] === phase && step.microbatch[of] === microbatch);
   if (block === undefined) return;
   choose(block);
   reveal(block);

@@ -36,8 +36,7 @@ export function formatBytes(bytes) {
 }
 
 /** `formatRate(2370.4)` is "2,370", `formatRate(0.1234)` is "0.123". */
-export const formatRate = (rate) =>
-  rate >= 100 ? formatCount(Math.round(rate)) : String(Number(rate.toPrecision(3)));
+export const formatRate = (rate) => (rate >= 100 ? formatCount(Math.round(rate)) : String(Number(rate.toPrecision(3))));
 
 export const formatCount = (count) => count.toLocaleString("en-US");
 

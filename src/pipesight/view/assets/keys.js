@@ -3,8 +3,8 @@
 import { choose, focusBlock } from "./choosing.js";
 import { byId } from "./dom.js";
 import { shownStep, state } from "./state.js";
-import { goToStep } from "./stepping.js";
 import { firstAtOrAfter } from "./step.js";
+import { goToStep } from "./stepping.js";
 import { middleOf, timeline } from "./timeline.js";
 import { hideTooltip, showTooltip } from "./tooltip.js";
 import { isWhole, lookAtAll, pan, zoom } from "./view.js";

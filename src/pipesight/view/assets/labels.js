@@ -5,7 +5,7 @@ import { formatRoughShare, formatShare } from "./format.js";
 import { blockColours, palette } from "./palette.js";
 import { LETTERS, PHASES } from "./phases.js";
 import { listen, shownStep, state } from "./state.js";
-import { KINDS, KIND_NAMES } from "./surroundings.js";
+import { KIND_NAMES, KINDS } from "./surroundings.js";
 import { timeline } from "./timeline.js";
 
 export function startLabels() {

@@ -26,11 +26,7 @@ function showLosses() {
       `${formatTime(sum(chosen.all))} each; shares of the step`;
   put(
     byId("time"),
-    make(
-      "div",
-      { class: "choice", role: "group", "aria-label": "Which steps" },
-      scopes(),
-    ),
+    make("div", { class: "choice", role: "group", "aria-label": "Which steps" }, scopes()),
     make(
       "div",
       { class: "bars" },

@@ -69,7 +69,7 @@ export function heatColour(t) {
   const rising = palette.dark ? t : 1 - t;
   const lightness = palette.dark ? 0.26 + 0.6 * rising : 0.36 + 0.6 * rising;
   const hue = ((palette.dark ? 265 - 165 * t : 230 + 50 * t) * Math.PI) / 180;
-  const chroma = 0.03 + 0.1 * (palette.dark ? t : t);
+  const chroma = 0.03 + 0.1 * t;
   return text(fromOklab(lightness, chroma * Math.cos(hue), chroma * Math.sin(hue)));
 }
 

@@ -1,7 +1,7 @@
 // The mouse and fingers on the timeline: hover, click, drag, wheel, pinch.
 
-import { byId } from "./dom.js";
 import { choose, hover } from "./choosing.js";
+import { byId } from "./dom.js";
 import { state } from "./state.js";
 import { blockAt, placeAt } from "./timeline.js";
 import { hideTooltip, showTooltip } from "./tooltip.js";

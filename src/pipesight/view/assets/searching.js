@@ -24,15 +24,14 @@ export function startSearching() {
 }
 
 function search() {
-  // "partition 2" is one thing to look for: a word of the pipeline keeps its number.
-  const words =
-    byId("search")
-      .value.toLowerCase()
-      .match(/(?:micro-?batch|partition|rank|step|layer) \d+|\S+/g) ?? [];
+  const words = wordsOf(byId("search").value);
   state.query = words.length && state.run ? find(words) : null;
   byId("search-found").textContent = state.query ? summary(state.query) : "";
   tell("search");
 }
+
+/** "partition 2" is one thing to look for: a word of the pipeline keeps its number. */
+export const wordsOf = (text) => text.toLowerCase().match(/(?:micro-?batch|partition|rank|step|layer) \d+|\S+/g) ?? [];
 
 function find(words) {
   const patterns = words.map((word) => new RegExp(bounded(word), "iu"));
@@ -79,7 +78,7 @@ function runsOneOf(step, block, layers) {
 }
 
 /** "micro-batch 1" must not find micro-batch 12: a number at either end of a word is a whole one. */
-function bounded(word) {
+export function bounded(word) {
   const escaped = word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
   return `${/^\d/.test(word) ? "(?<!\\d)" : ""}${escaped}${/\d$/.test(word) ? "(?!\\d)" : ""}`;
 }

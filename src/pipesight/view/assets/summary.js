@@ -35,7 +35,11 @@ function showChanges(changes) {
       make(
         "li",
         {},
-        make("span", { class: "gain number" }, `saves ${promise === "simulated" ? "" : `${promise} `}${formatShare(gain)}`),
+        make(
+          "span",
+          { class: "gain number" },
+          `saves ${promise === "simulated" ? "" : `${promise} `}${formatShare(gain)}`,
+        ),
         make(
           "span",
           {},
