@@ -56,7 +56,7 @@ docs: $(VENV)/.documented
 	@echo "open build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache tests/spec/.ruff_cache .hypothesis node_modules
+	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis node_modules
 
 $(BIOME):
 	npm install --silent --no-save --no-package-lock --no-audit --no-fund --prefix . @biomejs/biome@2.6.7

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import threading
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 from pipesight import GPipe, context, current_microbatch, is_checkpointing, is_recomputing
 from pipesight.context import Observer, Observers, Where
 from pipesight.pipeline.gradients import GradientSum
+from support.against_plain import Fn, assert_same_state, modes, rand, total
 
 
 class Recorder(Observer):
@@ -157,6 +160,32 @@ def test_microbatch_token_is_one_object_for_all_partitions():
     assert all(token.dim() == 0 for token in first.tokens)
     assert all(a is b for a, b in zip(first.tokens, last.tokens, strict=True))
     assert len(set(first.tokens)) == 8
+
+
+@modes
+@pytest.mark.parametrize("memory", [dict, weakref.WeakKeyDictionary])
+@pytest.mark.parametrize("balance", [[1, 1, 1], [1, 2]], ids=str)
+def test_microbatch_token_is_a_key(balance, memory, checkpoint):
+    """What a layer keeps under the token, another one finds: a skip connection around the engine."""
+    kept = memory()
+
+    def keep(s, x):
+        kept[current_microbatch()] = x * s.a
+        return x * s.b
+
+    def find(s, x):
+        return x * s.b + kept.pop(current_microbatch())
+
+    model = nn.Sequential(Fn(keep), Fn(lambda s, x: x.sin() * s.a), Fn(find))
+    plain = copy.deepcopy(model)
+    pipe = GPipe(model, balance, chunks=3, checkpoint=checkpoint)
+    for _ in range(2):
+        ours, theirs = rand(6, 3, grad=True), rand(6, 3, grad=True)
+        total(pipe(ours)).backward()
+        total((theirs * plain[0].b).sin() * plain[1].a * plain[2].b + theirs * plain[0].a).backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        assert len(kept) == 0
+    assert_same_state(pipe, plain)
 
 
 def test_events_of_a_forward_and_a_backward(recorder):

@@ -3,7 +3,6 @@
 import collections
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -293,63 +292,47 @@ def test_stages_that_differ(tmp_path):
         assert_true(values(tmp_path / "watched", rank), mine)
 
 
-SPEC = (Path(__file__).parents[1] / "spec" / "tensor-statistics-logging.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", SPEC, re.M | re.S)
-
-
-def block(text):
-    """Return the one block of the specification that holds a text."""
-    (found,) = [code for code in BLOCKS if text in code]
-    return found
-
-
-# What the text takes for granted: Megatron-LM's names, and its `...` filled in.
-MEGATRON = """
-import types
-import nvdlfw_inspect.api as real
+# A program that calls the API of nvdlfw_inspect itself, on two replicas of two partitions.
+BY_HAND = """
+import nvdlfw_inspect.api as debug_api
+from torch.utils.tensorboard import SummaryWriter
 
 mesh = mesh_of(2, 2)
 pipeline = DistributedPipeline(tanhs(4), [2, 2], chunks=4, loss_fn=mse, mesh=mesh)
-tensor_and_data_parallel_group = pipeline.data_parallel_group
-parallel_state = types.SimpleNamespace(is_in_last_pipeline_model_parallel_group=lambda: pipeline.is_last)
-extensions = None
-config = config(["activation"])
 
 
-def create_tensorboard_writer(folder):
-    from torch.utils.tensorboard import SummaryWriter
-    return SummaryWriter(folder)
+def train(**how):
+    def log(name, output):
+        debug_api.log_tensor_stats(name, tensor=output, tensor_name="activation", **how)
 
-
-def run(log):
     for name, layer in pipeline.module.named_children():
-        layer.register_forward_hook(lambda _, __, output, name=name: (log(name, output), None)[1])
+        layer.register_forward_hook(lambda _, __, output, name=name: log(name, output))
     for x, y in batches([16, 14, 16]):
         part = slice(0, 8) if mesh.get_local_rank("dp") == 0 else slice(8, None)
         pipeline.step(x[part], y[part])
-        real.step()
-    real.end_debug()
+        debug_api.step()
+    debug_api.end_debug()
 """
 
 
 def test_last_stage_has_the_writer(tmp_path):
-    """The specification's second way: writers on the last stage get what its ranks have together."""
+    """Ranks of the last partition have a writer each, which gets what the replicas have together."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    code = f"""
-log_dir, debug_api = folder, real
-{block("create_tensorboard_writer")}
-run(lambda name, output: debug_api.log_tensor_stats(name, tensor=output, tensor_name="activation"))
-if tb_writer:
-    tb_writer.close()
-assert (tb_writer is not None) == (rank >= 2)
-del tensor_and_data_parallel_group
+    code = """
+writer = SummaryWriter(f"{folder}/board_{rank}") if pipeline.is_last else None
+debug_api.initialize(config(["activation"]), extensions=None, log_dir=folder, tb_writer=writer)
+debug_api.set_tensor_reduction_group(pipeline.data_parallel_group)
+train()
+if writer:
+    writer.close()
+assert (writer is not None) == (rank >= 2)
 """
-    torchrun(4, code, tmp_path, begin=TRAIN + MEGATRON)
+    torchrun(4, code, tmp_path, begin=TRAIN + BY_HAND)
     expected = forwards(tanhs(4))
-    assert [(tmp_path / f"pp_rank_{rank}").exists() for rank in range(4)] == [False, False, True, True]
+    assert [(tmp_path / f"board_{rank}").exists() for rank in range(4)] == [False, False, True, True]
     for rank in (2, 3):
-        events = EventAccumulator(str(tmp_path / f"pp_rank_{rank}")).Reload()
+        events = EventAccumulator(str(tmp_path / f"board_{rank}")).Reload()
         assert len(events.Tags()["scalars"]) == 2 * len(SIX)
         for layer in ("2", "3"):
             for statistic in SIX:
@@ -366,27 +349,12 @@ del tensor_and_data_parallel_group
 
 
 def test_every_rank_has_its_file(tmp_path):
-    """The specification's first way: each rank logs what it has, which is put together afterwards."""
-    initialize, log = block("default_logging_enabled=True").split("# AND\n")
-    code = f"""
-class Filled:
-    def __getattr__(self, name):
-        def call(*args, **kwargs):
-            if name == "initialize":
-                return real.initialize(config, log_dir=folder, **kwargs)
-            assert args == (...,)
-            return real.log_tensor_stats(at[0], tensor=at[1], tensor_name="activation", **kwargs)
-        return call
-debug_api = Filled()
-{initialize}
-def log(*given):
-    global at
-    at = given
-    {log.strip()}
-run(log)
-del tensor_and_data_parallel_group
+    """With default_logging_enabled and skip_reduction, each rank writes what it has to a file of its own."""
+    code = """
+debug_api.initialize(config(["activation"]), log_dir=folder, default_logging_enabled=True)
+train(skip_reduction=True)
 """
-    torchrun(4, code, tmp_path, begin=TRAIN + MEGATRON)
+    torchrun(4, code, tmp_path, begin=TRAIN + BY_HAND)
     expected = forwards(tanhs(4))
     parts = [values(tmp_path, rank) for rank in range(4)]
     for (step, layer), tensors in expected.items():

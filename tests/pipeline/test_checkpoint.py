@@ -487,6 +487,23 @@ def test_each_layer_is_recomputed_once(checkpoint):
         assert [len(layer.calls) for layer in pipe] == [3 + k * RECOMPUTED[checkpoint]] * 4
 
 
+@modes
+@pytest.mark.parametrize("asks", [False, True])
+def test_layer_that_counts_microbatches(asks, checkpoint):
+    """A layer that asks is_recomputing() counts each micro-batch once, beside one that asks for the micro-batch too."""
+    counted = []
+
+    def count(s, x):
+        counted.extend([] if is_recomputing() else ["once"])
+        return x * s.a
+
+    ask = Fn(lambda s, x: (context.current_microbatch() if asks else None, x * s.b)[1])
+    pipe = GPipe(nn.Sequential(Fn(count), ask), [2], chunks=3, checkpoint=checkpoint)
+    for step in (1, 2):
+        pipe(rand(6, 3)).sum().backward()
+        assert len(counted) == 3 * step
+
+
 def test_a_lone_microbatch_is_the_last():
     """With one micro-batch, except_last checkpoints nothing."""
     pipe = GPipe(nn.Sequential(Record()), [1], chunks=3, checkpoint="except_last")

@@ -60,6 +60,20 @@ def test_attributes():
     assert [len(partition) for partition in pipe.partitions] == [1, 3]
 
 
+def test_integers_are_gpus():
+    """A device can be the number of a GPU; layers without parameters need none of them."""
+    pipe = GPipe(nn.Sequential(nn.Tanh(), nn.Tanh()), [1, 1], devices=[5, 2])
+    assert pipe.devices == [torch.device("cuda:5"), torch.device("cuda:2")]
+
+
+def test_gpus_are_taken_in_order(monkeypatch):
+    """Without devices, partitions take the GPUs there are, from the first on."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    pipe = GPipe(nn.Sequential(nn.Tanh(), nn.Tanh()), [1, 1])
+    assert pipe.devices == [torch.device("cuda:0"), torch.device("cuda:1")]
+
+
 def test_defaults():
     """Without further arguments there is one micro-batch, and all but the last are checkpointed."""
     pipe = GPipe(mlp(), [4])
@@ -678,6 +692,14 @@ def test_several_inputs():
     with pytest.raises(TypeError, match=r"one input, but got 2; pass several tensors as one tuple: model\(\(a, b\)\)"):
         model(rand(4, 3), rand(4, 3))
     assert len(model((rand(4, 3), rand(4, 3)))) == 2
+
+
+def test_layer_with_several_arguments():
+    """A layer gets one argument; the error of one that wants two says where it is."""
+    model = GPipe(nn.Sequential(nn.Identity(), nn.Bilinear(3, 3, 3).double()), [1, 1], chunks=2)
+    with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
+        model(rand(4, 3))
+    assert "partition 1, layer '1', micro-batch 0" in caught.value.__notes__[0]
 
 
 class Give(nn.Module):

@@ -26,6 +26,7 @@ import pipesight.trace.dftracer
 from pipesight.trace import Node, ai
 from pipesight.trace.ai import CONVENTIONS
 from support.dftraced import clean_environment, events_of, files, own, read, run_script, user
+from support.traced import tree_put_back
 
 OURS = pipesight.trace.dftracer
 ENV = {
@@ -333,6 +334,71 @@ def test_end_without_finalize(end, tmp_path):
 
 
 # Events by hand.
+
+
+def test_training_program(tmp_path, monkeypatch):
+    """A program in all styles: functions, blocks, loops and hooks are events, nested as they run."""
+    monkeypatch.chdir(tmp_path)
+
+    @ai.compute.forward
+    def forward(x):
+        return x + 1
+
+    @ai.compute
+    def compute(x):
+        y = forward(x)
+        with ai.compute.backward, ai.comm.all_reduce:
+            return y
+
+    class Hook:
+        def before(self, step):
+            ai.update(step=step)
+            ai.device.transfer.start()
+
+        def after(self):
+            ai.device.transfer.stop()
+
+    @ai.pipeline.train
+    def train():
+        hook = Hook()
+        for epoch in ai.pipeline.epoch.iter(range(2)):
+            ai.compute.forward.update(epoch=epoch)
+            for step, x in ai.dataloader.fetch.iter(enumerate([1.0])):
+                hook.before(step)
+                hook.after()
+                assert compute(x) == 2
+
+    with tree_put_back():
+        log = tracer.initialize_log(...)  # left open, as where nobody names a file
+        train()
+        log.finalize()
+    events = user(read(tmp_path / "trace.pfw.gz"))
+    body = ["device/transfer", "compute/forward", "comm/all_reduce", "compute/backward", "compute/compute"]
+    epoch = ["pipeline/epoch.iter", "dataloader/fetch.iter", *body, "dataloader/fetch.block", "pipeline/epoch.block"]
+    assert [f"{event['cat']}/{event['name']}" for event in events] == [*epoch, *epoch, "pipeline/train"]
+    by_id = {event["id"]: event["name"] for event in events}
+    assert {event["name"]: by_id.get(event["args"]["p_idx"]) for event in events} == {
+        **{"train": None, "epoch.iter": "train", "epoch.block": "train"},
+        **{"fetch.iter": "epoch.block", "fetch.block": "epoch.block"},
+        **{"transfer": "fetch.block", "compute": "fetch.block"},
+        **{"forward": "compute", "backward": "compute", "all_reduce": "backward"},
+    }
+    assert [own(event) for event in events if event["name"] == "forward"] == [{"step": 0, "epoch": e} for e in (0, 1)]
+    assert [own(event)["count"] for event in events if event["name"] == "epoch.block"] == ["1", "2"]
+
+
+def test_first_event_of_a_process(tmp_path):
+    """Ids count from 7: the lower ones are the root and the lines that DFTracer begins a file with."""
+    source = """
+        from dftracer.logger import ai, dftracer
+        log = dftracer.initialize_log("run.pfw")
+        with ai.checkpoint.init: pass
+        log.finalize()
+    """
+    run_script(source, tmp_path)
+    (event,) = user(read(tmp_path / "run.pfw.gz"))
+    assert (event["id"], event["name"], event["cat"]) == (7, "checkpoint.init", "checkpoint")
+    assert (event["args"]["p_idx"], event["args"]["level"]) == (6, 2)
 
 
 def test_log_event(traced):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import logging
 import textwrap
 from pathlib import Path
@@ -222,6 +223,28 @@ def test_extension(tmp_path):
     messages = (tmp_path / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log").read_text()
     assert " - INFO - double fc1 {'tensor': 'activation'}\n" in messages
     assert " - INFO - a message\n" in messages
+
+
+@pytest.mark.parametrize(
+    ("namespace", "feature", "statistics"),
+    [
+        (None, "LogTensorStats", "max min mean std l1_norm l2_norm"),
+        ("transformer_engine", "LogTensorStats", "max min mean std l1_norm l2_norm cur_amax dynamic_range"),
+        ("transformer_engine", "LogFp8TensorStats", "overflows underflows"),
+    ],
+)
+def test_statistics_of_features(namespace, feature, statistics, tmp_path):
+    """The features of nvdlfw_inspect and Transformer Engine log the statistics that these have."""
+    settings = {feature: {"enabled": True, "tensors": ["activation"], "stats": statistics.split()}}
+    section = {"enabled": True, "layers": {"layer_types": ["fc"]}, **({namespace: settings} if namespace else settings)}
+    debug_api.initialize({"section": section}, log_dir=tmp_path)
+    try:
+        debug_api.log_tensor_stats("fc1", tensor=torch.tensor([0.5, -2.0]), tensor_name="activation")
+        debug_api.step()
+    finally:
+        debug_api.end_debug()
+    records = map(json.loads, (tmp_path / "stats" / "rank-00000.jsonl").read_text().splitlines())
+    assert [record["statistic"] for record in records] == statistics.split()
 
 
 def test_unknown_name(tmp_path):

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from pipesight.trace.ai import CONVENTIONS
+from support.spec import document
 
-SPEC = (Path(__file__).parents[1] / "spec" / "ai-logging.rst").read_text(encoding="utf-8")
+SPEC = document("ai-logging.rst")
 
 # Two blocks are no Python as they stand. What stands in the way, and what the reader is to think of instead.
 MENDED = {

@@ -11,7 +11,6 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,10 @@ import torchgpipe
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from support.spec import document
+
 GUIDE, LAYERS, FORWARD = "gpipe-user-guide.rst", "layer-logging.md", "forward-pass.md"
+TEXTS = {name: document(name) for name in (GUIDE, LAYERS, FORWARD)}
 PYTHON_BLOCKS = {GUIDE: 14, LAYERS: 5, FORWARD: 6}
 
 NOT_RUN = {
@@ -56,13 +58,11 @@ def fences(text: str, language: str) -> list[str]:
 
 
 def python_blocks(file: str) -> list[str]:
-    text = (Path(__file__).parents[1] / "spec" / file).read_text(encoding="utf-8")
-    return literal_blocks(text) if file.endswith(".rst") else fences(text, "python")
+    return literal_blocks(TEXTS[file]) if file.endswith(".rst") else fences(TEXTS[file], "python")
 
 
 def example_outputs() -> list[list[str]]:
-    text = (Path(__file__).parents[1] / "spec" / LAYERS).read_text(encoding="utf-8")
-    return [block.splitlines() for block in fences(text, "")]
+    return [block.splitlines() for block in fences(TEXTS[LAYERS], "")]
 
 
 def layers(count: int) -> dict[str, nn.Module]:

@@ -15,8 +15,9 @@ import yaml
 from nvdlfw_inspect.logging import BaseLogger
 
 from support import warm
+from support.spec import document
 
-SPEC = (Path(__file__).parents[1] / "spec" / "tensor-statistics-logging.md").read_text(encoding="utf-8")
+SPEC = document("tensor-statistics-logging.md")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", SPEC, re.M | re.S)
 CONFIG = {
     "section": {

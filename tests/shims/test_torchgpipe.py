@@ -155,6 +155,23 @@ def test_each_handler_gets_each_line_once(name):
     assert lines(name, logging.WARNING) == []
 
 
+def test_lines_in_a_file(tmp_path, capsys):
+    """Handlers on torchgpipe's logger: a file has every line, once; a console that shows errors has none."""
+    logger, path = logging.getLogger("torchgpipe"), tmp_path / "lines.log"
+    handlers = [logging.FileHandler(path), logging.StreamHandler()]
+    handlers[1].setLevel(logging.ERROR)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        lines("torchgpipe", logging.DEBUG)
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+    assert path.read_text().splitlines() == [TASKS[0], LAYERS[0], TASKS[1], LAYERS[1]]
+    assert capsys.readouterr().err == ""
+
+
 def test_propagate_of_torchgpipe_counts(caplog):
     """With propagate off on torchgpipe, the root logger's handlers get no lines."""
     assert lines("torchgpipe", logging.INFO, propagate=False) == TASKS
