@@ -5,10 +5,9 @@ Example::
     from pipesight import GPipe
     from pipesight.balance import balance_by_time
 
-    sample = torch.rand(128, 3, 224, 224)
-    balance = balance_by_time(model, sample, partitions=4)
-
-    model = GPipe(model, balance, chunks=8)
+    microbatch = torch.rand(16, 3, 96, 96)
+    balance = balance_by_time(layers, microbatch, partitions=2)  # [5, 3], say
+    pipe = GPipe(layers, balance, chunks=4)
 """
 
 from pipesight.pipeline.balance import balance_by_size, balance_by_time

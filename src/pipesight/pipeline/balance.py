@@ -27,8 +27,8 @@ def balance_by_time(*args: Any, timeout: float = 1.0, device: Device = None, **k
 
     Example::
 
-        sample = torch.rand(16, 3, 224, 224)  # the size of a micro-batch
-        balance = balance_by_time(model, sample, partitions=4)
+        microbatch = torch.rand(16, 3, 96, 96)
+        balance = balance_by_time(layers, microbatch, partitions=2)
 
     The model and the random number generators are left as they were. Hooks of a layer run on its copy.
 
@@ -70,8 +70,8 @@ def balance_by_size(
 
     Example::
 
-        sample = torch.rand(128, 3, 224, 224)
-        balance = balance_by_size(model, sample, partitions=4, chunks=8, param_scale=4)  # with Adam
+        batch = torch.rand(64, 3, 96, 96)
+        balance = balance_by_size(layers, batch, partitions=2, chunks=4, param_scale=4)  # with Adam
 
     The model and the random number generators are left as they were. Bytes are counted, not read off an
     allocator, and so are exact on every device::

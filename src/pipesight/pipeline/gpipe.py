@@ -43,9 +43,8 @@ class GPipe(nn.Module):
 
     Gradients, hooks and optimizers see an ordinary module. ::
 
-        model = nn.Sequential(a, b, c, d)
-        model = GPipe(model, balance=[1, 1, 1, 1], chunks=8)
-        output = model(input)
+        pipe = GPipe(nn.Sequential(embed, encoder, decoder, head), balance=[2, 2], chunks=4)
+        pipe(batch).mean().backward()
 
     Args:
         module: The model; its layers are moved to the devices.
