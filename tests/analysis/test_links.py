@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import json
 import re
 
-import jsonschema
 import pytest
 
 from pipesight.analysis.advice import AT_MOST
@@ -14,9 +11,9 @@ from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.view.report_json import as_json
 from pipesight.view.terminal import render
+from support.schemas import validated
 from support.synthetic import Made
 
-SCHEMA = json.loads(importlib.resources.files("pipesight.report").joinpath("report.schema.json").read_text())
 STEPS, PAUSE = 5, 100
 SLOW = {(0, 1): 10, (1, 2): 1000, (2, 1): 800, (1, 0): 10}
 
@@ -65,7 +62,7 @@ def analysed(run, **options):
     with open_run(run.write()) as opened:
         report = analyse(opened, **options)
     assert report.steps.parts.sum(axis=0) == pytest.approx(report.steps.period, rel=1e-9)
-    jsonschema.validate(json.loads(json.dumps(as_json(report), allow_nan=False)), SCHEMA)
+    validated("report", as_json(report))
     return report
 
 

@@ -19,6 +19,7 @@ from pipesight.plan import SCHEDULES, Setting
 from pipesight.plan.distributed import NAMES
 from support import warm
 from support.processes import STRICT_PYTHON
+from support.schemas import validated
 from support.synthetic import Made
 
 MODEL = """
@@ -98,7 +99,7 @@ def test_what_is_recorded_is_kept_if_nothing_is_faster(recorded):
 
 def test_json_has_everything(recorded):
     """With --json, all plans are there, the fastest first, and the recorded schedule is predicted."""
-    found = json.loads(plan(recorded, "--json", "--schedule", "gpipe", "--chunks", "4,8").stdout)
+    found = validated("plan", json.loads(plan(recorded, "--json", "--schedule", "gpipe", "--chunks", "4,8").stdout))
     assert (found["format"], found["format_version"]) == ("pipesight-plan", 1)
     assert found["recorded"]["balance"] == [2, 4]
     assert found["recorded"]["predicted_step_seconds"] == pytest.approx(found["recorded"]["step_seconds"])
@@ -245,7 +246,7 @@ def test_models_without_a_run(tmp_path):
     args = ["--model", "mine:build", "--sample", "16x8", "--partitions", "2", "--json"]
     ended = plan(*args, "--memory", "1MiB", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
+    found = validated("plan", json.loads(ended.stdout))
     assert "recorded" not in found
     assert {p["chunks"] for p in found["plans"]} == {1, 2, 4, 8, 16}
     assert all(sum(p["balance"]) == 4 and min(p["memory_bytes"]) > 0 for p in found["plans"])
@@ -323,7 +324,7 @@ def test_run_over_ranks(over_ranks):
     )
     assert call is not None, lines[-1]
     assert call[2] in schedule_names()
-    found = json.loads(plan(over_ranks, "--json").stdout)
+    found = validated("plan", json.loads(plan(over_ranks, "--json").stdout))
     assert (found["recorded"]["partitions"], found["recorded"]["devices"]) == (4, 2)
     # Parameters of two layers, twice; of four micro-batches inputs and outputs, but not that of the first layer.
     assert found["recorded"]["memory_bytes"] == [4000 + 4 * (25 + 50), 4000 + 4 * (50 + 50)]

@@ -14,6 +14,7 @@ from pipesight.runs.reading.tables import BACKWARD, FORWARD
 from pipesight.view.payload.limits import Limits
 from pipesight.view.payload.timeline import Timelines
 from support.processes import STRICT_PYTHON
+from support.schemas import validated
 from support.torchrun import RANK, torchrun
 
 # The clock of rank 2 is seven seconds ahead, and gains a millisecond a second.
@@ -60,7 +61,7 @@ def report(recorded):
 
 def clock_of(run, rank):
     path = run / "run.json" if rank == 0 else run / "ranks" / f"rank-{rank:05}.json"
-    return json.loads(path.read_text())["clock"]
+    return validated("run", json.loads(path.read_text()))["clock"]
 
 
 def test_offset_and_drift_are_found(recorded):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pipesight import GPipe
+from support.schemas import validated
 
 STATS = {
     "all": {
@@ -54,7 +55,7 @@ def tasks(run, name="forward"):
 
 
 def description(run):
-    return json.loads((run / "run.json").read_text())
+    return validated("run", json.loads((run / "run.json").read_text()))
 
 
 def statistics(run):

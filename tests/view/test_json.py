@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import json
-
 import jsonschema
 import pytest
 from hypothesis import given, settings
@@ -14,16 +11,13 @@ from pipesight.analysis.report import Report, analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.view.comparison import compare, comparison_as_json
 from pipesight.view.report_json import as_json
+from support.schemas import NAMES, read_schema, validated
 from support.synthetic import Made
-
-SCHEMA = json.loads(importlib.resources.files("pipesight.report").joinpath("report.schema.json").read_text())
 
 
 def checked(report: Report) -> dict:
     """Return a report as JSON, through JSON, after comparing it with the schema."""
-    value = json.loads(json.dumps(as_json(report), allow_nan=False))
-    jsonschema.validate(value, SCHEMA, jsonschema.Draft202012Validator)
-    return value
+    return validated("report", as_json(report))
 
 
 def report_of(made: Made) -> Report:
@@ -40,10 +34,13 @@ def fill(made: Made, steps: int = 6, **options) -> Made:
     return made
 
 
-def test_schema_is_one():
-    """The schema is valid, and knows every field: what it does not know is an error."""
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    assert SCHEMA["additionalProperties"] is False
+@pytest.mark.parametrize("name", NAMES)
+def test_schemas_are_schemas(name):
+    """A schema is valid, and knows every field of what a command prints: another is an error."""
+    schema = read_schema(name)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert schema["additionalProperties"] is (name == "run")
+    assert set(schema["required"]) | {"recorded"} >= set(schema["properties"])
 
 
 def test_whole_run(tmp_path):
@@ -105,8 +102,6 @@ def test_any_facts_are_plain(tmp_path_factory, facts):
 def test_comparison_has_both(tmp_path):
     """A comparison holds both reports, and the differences between them."""
     reports = [report_of(fill(Made(tmp_path / name, chunks=chunks))) for name, chunks in (("a", 2), ("b", 4))]
-    value = json.loads(json.dumps(comparison_as_json(compare(*reports)), allow_nan=False))
-    for part in ("first", "second"):
-        jsonschema.validate(value[part], SCHEMA, jsonschema.Draft202012Validator)
+    value = validated("comparison", comparison_as_json(compare(*reports)))
     computing = value["parts"]["computing"]
     assert computing["change"] == computing["second"] - computing["first"] > 0
