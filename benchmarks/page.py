@@ -87,8 +87,8 @@ def quantile(values: list[float]) -> float:
 
 def write(folder: Path) -> Path:
     """Make the run, one step of a simulated schedule, and its page."""
-    from pipesight.schedule.orders import gpipe
     from pipesight.schedule.simulation import simulate
+    from pipesight.schedule.task_orders import gpipe
     from pipesight.view.page import write_page
 
     times = np.array([100.0, 100.0, 200.0, 0.0])[:, None, None]

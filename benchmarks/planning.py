@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.harness import Options
 from pipesight.plan import Schedule, gpipe, interleaved, measure, one_f_one_b, recomputed, simulate, zero_bubble
-from pipesight.schedule.arguments import CheckpointMode
+from pipesight.schedule.argument_checks import CheckpointMode
 
 __all__ = ["run"]
 

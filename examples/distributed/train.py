@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 import pipesight
 from pipesight.demo.model import char_gpt
-from pipesight.demo.verse import Verse
+from pipesight.demo.sonnets import Verse
 from pipesight.distributed import DistributedPipeline, init_process_group, schedule_names
 
 CONTEXT = 32  # characters a sample

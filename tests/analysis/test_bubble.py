@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from pipesight.analysis.bubble import LOSSES, Split, split_windows
 from pipesight.analysis.steps import INCOMPLETE, find_minibatches
+from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, Tasks, Transfers
 from pipesight.runs.reading.run import open_run
-from pipesight.runs.reading.tables import BACKWARD, FORWARD, RECOMPUTE, Tasks, Transfers
-from pipesight.schedule.orders import Schedule, gpipe, interleaved, one_f_one_b
+from pipesight.schedule.task_orders import Schedule, gpipe, interleaved, one_f_one_b
 from support.synthetic import Made
 
 Durations = Callable[[int, int, int, int], int]  # of a task, by mini-batch, phase, partition and micro-batch

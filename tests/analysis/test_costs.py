@@ -32,7 +32,7 @@ from pipesight.plan import (
 )
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.memory import device_bytes
-from pipesight.schedule.orders import KINDS
+from pipesight.schedule.task_orders import KINDS
 from support.synthetic import Made
 
 PHASES = ("forward", "recompute", "backward")

@@ -17,10 +17,10 @@ from pipesight.analysis.nonfinite import first_nonfinite
 from pipesight.analysis.report import Report, analyse
 from pipesight.analysis.stragglers import Lane, find_stragglers
 from pipesight.analysis.topology import pipelines_of
-from pipesight.plan.planning import best_plans
-from pipesight.plan.planning import settings as planned_settings
+from pipesight.plan.plans import best_plans
+from pipesight.plan.plans import settings as planned_settings
 from pipesight.runs.reading.run import open_run
-from pipesight.schedule.orders import interleaved
+from pipesight.schedule.task_orders import interleaved
 from pipesight.view.comparison import compare
 from pipesight.view.terminal import render
 from support import warm

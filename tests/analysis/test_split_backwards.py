@@ -7,9 +7,9 @@ import pytest
 
 from pipesight.analysis.report import analyse
 from pipesight.plan import Setting, best_plans, measure, predict, simulate, zero_bubble
-from pipesight.plan.planning import settings
+from pipesight.plan.plans import settings
 from pipesight.runs.reading.run import open_run
-from pipesight.schedule.orders import KINDS
+from pipesight.schedule.task_orders import KINDS
 from support.synthetic import Made
 
 N, CHUNKS, STEPS = 3, 6, 5

@@ -22,13 +22,13 @@ from torch import nn
 
 from pipesight import GPipe
 from pipesight.cli import main
-from pipesight.demo.live import LiveDisplay
+from pipesight.demo.live_display import LiveDisplay
 from pipesight.demo.model import char_gpt
-from pipesight.demo.plain import PlainDisplay
+from pipesight.demo.partition_activity import Activity, Watch
+from pipesight.demo.plain_display import PlainDisplay
 from pipesight.demo.progress import Limit, Meter
+from pipesight.demo.sonnets import Verse
 from pipesight.demo.training import Training, pick_partitions
-from pipesight.demo.verse import Verse
-from pipesight.demo.watch import Activity, Watch
 from support import warm
 from support.processes import STRICT_PYTHON
 

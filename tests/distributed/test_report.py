@@ -9,8 +9,8 @@ import pytest
 from pipesight.analysis.report import analyse
 from pipesight.analysis.topology import pipelines_of
 from pipesight.plan import one_f_one_b, simulate
+from pipesight.runs.reading.event_tables import BACKWARD, FORWARD
 from pipesight.runs.reading.run import open_run
-from pipesight.runs.reading.tables import BACKWARD, FORWARD
 from pipesight.view.payload.limits import Limits
 from pipesight.view.payload.timeline import Timelines
 from support.processes import STRICT_PYTHON

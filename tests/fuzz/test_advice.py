@@ -17,7 +17,7 @@ from fuzz import cases
 from pipesight.analysis.report import analyse
 from pipesight.cli.command import main
 from pipesight.plan import NoTasksError, best_plans, measure, predict, settings
-from pipesight.plan.planning import WORTH
+from pipesight.plan.plans import WORTH
 from pipesight.runs.reading.run import open_run
 from pipesight.view.plan_table import Outcome
 from support.synthetic import Made

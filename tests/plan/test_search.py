@@ -23,10 +23,10 @@ from pipesight.plan import (
     simulate,
 )
 from pipesight.plan import settings as all_settings
-from pipesight.schedule.arguments import CHECKPOINT_MODES
-from pipesight.schedule.bounds import bounds
-from pipesight.schedule.cuts import Blocks
-from pipesight.schedule.orders import B, F, R, W
+from pipesight.schedule.argument_checks import CHECKPOINT_MODES
+from pipesight.schedule.lower_bounds import bounds
+from pipesight.schedule.stage_costs import Blocks
+from pipesight.schedule.task_orders import B, F, R, W
 
 
 def all_balances(layers, stages):
@@ -104,7 +104,7 @@ def test_balance_is_the_best_of_all_without_looking_at_all(problem):
     """Branch and bound finds what looking at all balances finds."""
     costs, setting = problem
     assume(setting.rounds == 1)
-    search = importlib.import_module("pipesight.plan.search")
+    search = importlib.import_module("pipesight.plan.balance_search")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "_FEW", 0)
         (plan,) = best_plans(costs, [setting])
@@ -121,7 +121,7 @@ def test_many_interleaved_balances_are_improved(costs, n, groups, checkpoint):
     """With too many cuts to look at all, an interleaved plan is no worse than moving single layers makes it."""
     assume(2 * n <= len(costs.layers))
     setting = Setting("interleaved", n, n * groups, checkpoint, 2)
-    search = importlib.import_module("pipesight.plan.search")
+    search = importlib.import_module("pipesight.plan.balance_search")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "_FEW", 0)
         (plan,) = best_plans(costs, [setting])
@@ -142,7 +142,7 @@ def test_memory_limit_is_kept(problem, limit, few):
     costs, setting = problem
     assume(few or setting.rounds == 1)
     best, least = brute_force(costs, setting, limit)
-    search = importlib.import_module("pipesight.plan.search")
+    search = importlib.import_module("pipesight.plan.balance_search")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "_FEW", search._FEW if few else 0)
         if math.isinf(best):

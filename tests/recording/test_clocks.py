@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesight.cli import main
-from pipesight.recording import comparing_clocks
+from pipesight.recording import rank_clocks
+from pipesight.recording.clock_correction import UNKNOWN_DRIFT, Measurement, correction_from, measure
 from pipesight.recording.clock_server import ClockServer
-from pipesight.recording.clocks import UNKNOWN_DRIFT, Measurement, correction_from, measure
 from pipesight.runs.reading.run import open_run
 from support.synthetic import START, Made
 
@@ -166,7 +166,7 @@ def test_many_ranks_at_once():
     def ask(rank):
         together.wait()
         try:
-            with comparing_clocks._connected(address) as (asked, tell):
+            with rank_clocks._connected(address) as (asked, tell):
                 found = measure(asked, time.time_ns, rounds=3)
                 tell({"rank": rank, "last": True, "clock": {"error_ns": found.error}})
         except OSError as error:
@@ -197,7 +197,7 @@ def test_a_clock_that_cannot_be_reached_at_first(monkeypatch):
         return connect(*args, **kwargs)
 
     monkeypatch.setattr(socket, "create_connection", refused_at_first)
-    clocks = comparing_clocks.RankClocks(1, 2, 0, time.time_ns)
+    clocks = rank_clocks.RankClocks(1, 2, 0, time.time_ns)
     clocks._address = ("localhost", server.port)
     clocks._measure(last=True)
     assert clocks.as_json()["error_ns"] is not None

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pipesight import GPipe, context, trace
 from pipesight.recording import observe
-from pipesight.recording.sampling import Windows
+from pipesight.recording.step_sampling import Windows
 from pipesight.runs.directory import RunDirectory
 from support import observed
 from support.observed import STATS, description, events, learn, log_lines, pipeline, sgd, statistics, tasks, train

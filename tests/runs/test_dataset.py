@@ -13,7 +13,7 @@ import pandas
 import pytest
 
 import pipesight.trace as trace
-from pipesight.runs.reading._codes import KINDS, PHASES
+from pipesight.runs.reading.event_codes import KINDS, PHASES
 from pipesight.runs.reading.run import NotARunError, open_run
 from pipesight.trace._span import Mark, put
 from support.synthetic import Made

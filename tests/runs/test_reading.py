@@ -15,9 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipesight.runs.reading._duckdb import DuckEvents
-from pipesight.runs.reading.run import NotARunError, Run, open_run
-from pipesight.runs.reading.tables import (
+from pipesight.runs.reading.duckdb_events import DuckEvents
+from pipesight.runs.reading.event_tables import (
     BACKWARD,
     CHECKPOINT,
     COMMUNICATION,
@@ -27,6 +26,7 @@ from pipesight.runs.reading.tables import (
     RECOMPUTE,
     Table,
 )
+from pipesight.runs.reading.run import NotARunError, Run, open_run
 from support.processes import STRICT_PYTHON
 from support.synthetic import START, Made
 

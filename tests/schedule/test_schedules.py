@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipesight.plan import Schedule, gpipe, interleaved, one_f_one_b, recomputed, recorded, zero_bubble
 from pipesight.schedule.gpipe_order import backward_tasks, forward_tasks
-from pipesight.schedule.orders import KINDS, B, F, R, W
+from pipesight.schedule.task_orders import KINDS, B, F, R, W
 
 
 def tasks(schedule, device):

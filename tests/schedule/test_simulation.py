@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipesight.plan import DeadlockError, gpipe, interleaved, one_f_one_b, recorded, simulate, zero_bubble
 from pipesight.schedule.contention import Crowd, rates_of
-from pipesight.schedule.orders import B, F, R, W
+from pipesight.schedule.task_orders import B, F, R, W
 
 
 def plain(schedule, durations, delays):

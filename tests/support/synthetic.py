@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from pipesight.schedule.orders import Schedule
 from pipesight.schedule.simulation import simulate
+from pipesight.schedule.task_orders import Schedule
 
 START = 1_700_000_000_000_000  # microseconds
 NAMES = {"forward": "forward", "recompute": "forward.recompute", "backward": "backward", "weight": "backward.weight"}

@@ -8,7 +8,7 @@ import pytest
 
 from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
-from pipesight.schedule.orders import interleaved
+from pipesight.schedule.task_orders import interleaved
 from pipesight.view.live.figures import figures_of
 from pipesight.view.live.terminal import Frame, draw_frame
 from pipesight.view.page import write_page

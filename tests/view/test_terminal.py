@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from pipesight.analysis.bubble import LOSSES
 from pipesight.analysis.report import Report, analyse
+from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE
 from pipesight.runs.reading.run import open_run
-from pipesight.runs.reading.tables import BACKWARD, FORWARD, RECOMPUTE
 from pipesight.view.comparison import compare, comparison_as_json, render_comparison
 from pipesight.view.terminal import render
 from pipesight.view.text import Style, bar, beside, columns, percent, shown_width, spark, time

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.runs.reading.tables import BACKWARD, FORWARD, Column, Tasks
-from pipesight.schedule.orders import Schedule, recorded
+from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, Column, Tasks
 from pipesight.schedule.simulation import simulate
+from pipesight.schedule.task_orders import Schedule, recorded
 
 __all__ = ["Batch", "Lengths", "Times", "orders_of"]
 

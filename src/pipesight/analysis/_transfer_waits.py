@@ -6,7 +6,7 @@ import numpy as np
 
 from pipesight.analysis._task_arrays import Batch, Lengths
 from pipesight.analysis.steps import MiniBatches
-from pipesight.runs.reading.tables import BACKWARD, FORWARD, Column, Tasks, Transfers
+from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, Column, Tasks, Transfers
 
 __all__ = ["arrivals_of", "of_rows", "waits"]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pipesight.analysis.links import Link, places_to_look_at
 from pipesight.analysis.measured_costs import SMALL_MESSAGE, Measured
 from pipesight.analysis.topology import PipelineFacts
+from pipesight.plan.balance_search import find
 from pipesight.plan.distributed import NAMES
-from pipesight.plan.planning import UNPIPELINED, WORTH, Plan, best_plans, fastest_first, predict, settings
-from pipesight.plan.search import find
+from pipesight.plan.plans import UNPIPELINED, WORTH, Plan, best_plans, fastest_first, predict, settings
 from pipesight.schedule.costs import Costs
-from pipesight.schedule.cuts import Blocks, Setting
+from pipesight.schedule.stage_costs import Blocks, Setting
 
 __all__ = ["AT_LEAST", "AT_MOST", "SIMULATED", "Change", "Situation", "find_changes"]
 

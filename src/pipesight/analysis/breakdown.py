@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipesight.analysis.bubble import LOSSES, Split
 from pipesight.analysis.steps import EVALUATION, MiniBatches, Steps
-from pipesight.runs.reading.tables import CHECKPOINT, COMMUNICATION, DATA, OPTIMIZER, Column, Spans
+from pipesight.runs.reading.event_tables import CHECKPOINT, COMMUNICATION, DATA, OPTIMIZER, Column, Spans
 
 __all__ = ["KINDS", "OUTSIDE", "PARTS", "Cover", "StepTimes", "Summary", "break_down", "summary", "warm_up"]
 

@@ -30,10 +30,10 @@ import numpy as np
 from pipesight.analysis._task_arrays import Batch, Lengths, Times, orders_of
 from pipesight.analysis._transfer_waits import arrivals_of, of_rows, waits
 from pipesight.analysis.steps import MiniBatches
-from pipesight.runs.reading.tables import Column, Tasks, Transfers
+from pipesight.runs.reading.event_tables import Column, Tasks, Transfers
 from pipesight.schedule.contention import Crowd, rate_of, rates_of
-from pipesight.schedule.orders import Schedule
 from pipesight.schedule.simulation import simulate
+from pipesight.schedule.task_orders import Schedule
 
 __all__ = ["LOSSES", "Split", "split_windows"]
 

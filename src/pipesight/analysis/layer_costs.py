@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipesight.analysis.topology import LayerFacts, PipelineFacts
-from pipesight.runs.reading.tables import LayerTimes
+from pipesight.runs.reading.event_tables import LayerTimes
 from pipesight.schedule.costs import WEIGHT_SHARE, Layer
-from pipesight.schedule.orders import B, F, R, W
 from pipesight.schedule.simulation import Times
+from pipesight.schedule.task_orders import B, F, R, W
 
 if TYPE_CHECKING:
     from pipesight.runs.reading.run import Run

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipesight.analysis.topology import LayerFacts
-from pipesight.runs.reading.tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Column, LayerTimes, Tasks
+from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Column, LayerTimes, Tasks
 
 __all__ = ["Layer", "layers_of", "with_weights"]
 

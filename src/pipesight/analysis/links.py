@@ -23,7 +23,7 @@ from pipesight.analysis._transfer_waits import arrivals_of
 from pipesight.analysis.breakdown import StepTimes
 from pipesight.analysis.clocks import clock_error
 from pipesight.analysis.steps import MiniBatches
-from pipesight.runs.reading.tables import BACKWARD, FORWARD, Column, Table, Tasks, Transfers
+from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, Column, Table, Tasks, Transfers
 
 __all__ = ["Link", "Messages", "Place", "find_links", "messages_of", "places_to_look_at"]
 

@@ -16,12 +16,12 @@ from pipesight.analysis.layer_costs import MICROSECOND, layers_of
 from pipesight.analysis.links import Messages, messages_of
 from pipesight.analysis.measured_tasks import Windows
 from pipesight.analysis.topology import PipelineFacts
-from pipesight.plan.planning import predict
-from pipesight.runs.reading.tables import Column, LayerTimes, Tasks, Transfers
+from pipesight.plan.plans import predict
+from pipesight.runs.reading.event_tables import Column, LayerTimes, Tasks, Transfers
 from pipesight.schedule.costs import Costs, Link
-from pipesight.schedule.cuts import Setting
-from pipesight.schedule.orders import B, F, R, Schedule, W
 from pipesight.schedule.simulation import Times
+from pipesight.schedule.stage_costs import Setting
+from pipesight.schedule.task_orders import B, F, R, Schedule, W
 
 if TYPE_CHECKING:
     from pipesight.analysis.breakdown import StepTimes

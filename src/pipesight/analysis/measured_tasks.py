@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipesight.analysis.steps import MiniBatches
-from pipesight.runs.reading.tables import Tasks
+from pipesight.runs.reading.event_tables import Tasks
 from pipesight.schedule.contention import Crowd
-from pipesight.schedule.orders import KINDS, B, F, R, Schedule, W
 from pipesight.schedule.simulation import Times, simulate
+from pipesight.schedule.task_orders import KINDS, B, F, R, Schedule, W
 
 __all__ = ["Windows"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipesight.runs.reading.records import is_nonfinite
+from pipesight.runs.reading.stats_and_logs import is_nonfinite
 
 __all__ = ["NonFinite", "first_nonfinite", "place_of", "rank_of"]
 

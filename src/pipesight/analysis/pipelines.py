@@ -12,7 +12,7 @@ from pipesight.analysis.bubble import LOSSES, Split
 from pipesight.analysis.steps import MiniBatches
 from pipesight.analysis.stragglers import Lane
 from pipesight.analysis.topology import PipelineFacts
-from pipesight.runs.reading.tables import PHASES, Column, Tasks
+from pipesight.runs.reading.event_tables import PHASES, Column, Tasks
 
 __all__ = ["PartitionReport", "PipelineReport", "describe_pipelines", "lanes_of"]
 

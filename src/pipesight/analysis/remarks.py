@@ -13,8 +13,8 @@ from pipesight.analysis.clocks import doubts_about_clocks
 from pipesight.analysis.steps import INCOMPLETE, MiniBatches
 from pipesight.analysis.verdict import MUCH, TITLES, Verdict
 from pipesight.analysis.waits import Held
-from pipesight.runs.reading.processes import KILLED, ending_of
-from pipesight.runs.reading.tables import OPTIMIZER, Spans, Tasks
+from pipesight.runs.reading.event_tables import OPTIMIZER, Spans, Tasks
+from pipesight.runs.reading.process_liveness import KILLED, ending_of
 
 if TYPE_CHECKING:
     from pipesight.runs.reading.run import Run

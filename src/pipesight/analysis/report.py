@@ -40,8 +40,8 @@ from pipesight.analysis.topology import (
 from pipesight.analysis.verdict import Verdict, verdict_on
 from pipesight.analysis.waits import Held, Waits
 from pipesight.analysis.workers import workers_of
-from pipesight.runs.reading.records import NONFINITE_KEYS
-from pipesight.runs.reading.tables import Column, Tasks
+from pipesight.runs.reading.event_tables import Column, Tasks
+from pipesight.runs.reading.stats_and_logs import NONFINITE_KEYS
 
 if TYPE_CHECKING:
     from pipesight.runs.reading.run import Run

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.runs.reading.tables import BACKWARD, FORWARD, OPTIMIZER, WEIGHT, Column, Spans, Table, Tasks
+from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, OPTIMIZER, WEIGHT, Column, Spans, Table, Tasks
 
 __all__ = [
     "EVALUATION",

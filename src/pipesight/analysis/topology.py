@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipesight.runs.reading.tables import Tasks
+from pipesight.runs.reading.event_tables import Tasks
 
 __all__ = [
     "LayerFacts",

@@ -19,7 +19,7 @@ import numpy as np
 from pipesight.analysis.breakdown import KINDS, Cover, StepTimes
 from pipesight.analysis.collectives import Pieces
 from pipesight.analysis.steps import MiniBatches
-from pipesight.runs.reading.tables import COMMUNICATION, Column, Spans, Table
+from pipesight.runs.reading.event_tables import COMMUNICATION, Column, Spans, Table
 
 __all__ = ["Held", "Waits"]
 

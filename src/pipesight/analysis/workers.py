@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipesight.analysis.steps import MiniBatches
-from pipesight.runs.reading.tables import Tasks
+from pipesight.runs.reading.event_tables import Tasks
 
 __all__ = ["workers_of"]
 

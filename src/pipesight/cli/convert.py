@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from pipesight.runs.reading.clocks import Shift, read_shifts
-from pipesight.runs.reading.traces import NotATraceError, TraceReader, find_traces
+from pipesight.runs.reading.clock_shift import Shift, read_shifts
+from pipesight.runs.reading.trace_reader import NotATraceError, TraceReader, find_traces
 
 __all__ = ["add_to", "run"]
 

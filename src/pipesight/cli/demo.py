@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pipesight.demo.live import LiveDisplay
-    from pipesight.demo.plain import PlainDisplay
+    from pipesight.demo.live_display import LiveDisplay
+    from pipesight.demo.partition_activity import Watch
+    from pipesight.demo.plain_display import PlainDisplay
     from pipesight.demo.progress import Meter
     from pipesight.demo.training import Training
-    from pipesight.demo.watch import Watch
 
 __all__ = ["add_to", "run"]
 
@@ -90,9 +90,9 @@ def run(options: argparse.Namespace) -> int:
     """Train, show how it goes, and return the exit code."""
     from rich.console import Console
 
+    from pipesight.demo.partition_activity import Watch
     from pipesight.demo.progress import Limit, Meter
     from pipesight.demo.training import Training, one_thread, pick_partitions
-    from pipesight.demo.watch import Watch
     from pipesight.recording import observe
 
     console = Console()
@@ -135,8 +135,8 @@ def _report(recorded: Path) -> int:
 
 
 def _display(training: Training, watch: Watch, console: Console, *, plain: bool) -> LiveDisplay | PlainDisplay:
-    from pipesight.demo.live import LiveDisplay
-    from pipesight.demo.plain import PlainDisplay
+    from pipesight.demo.live_display import LiveDisplay
+    from pipesight.demo.plain_display import PlainDisplay
 
     if plain or not sys.stdout.isatty() or console.is_dumb_terminal:
         return PlainDisplay()

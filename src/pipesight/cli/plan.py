@@ -89,7 +89,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Outcome:
-    from pipesight.plan.planning import best_plans, settings
+    from pipesight.plan.plans import best_plans, settings
     from pipesight.schedule.memory import device_bytes
     from pipesight.view.plan_table import Outcome
 
@@ -148,7 +148,7 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
         raise ValueError("--model and --sample go together, as in --model train:build_model --sample 32x3x224x224")
     profiled = None
     if options.model is not None:
-        from pipesight.cli._models import find_sequential, make_sample
+        from pipesight.cli._model_option import find_sequential, make_sample
 
         model, sample = find_sequential(options.model), make_sample(options.sample)
         try:
@@ -209,7 +209,7 @@ def _print(options: argparse.Namespace, outcome: Outcome) -> None:
 
 
 def _page(options: argparse.Namespace, outcome: Outcome) -> str:
-    from pipesight.plan.planning import simulated
+    from pipesight.plan.plans import simulated
     from pipesight.view.plan_page import Timeline, page
     from pipesight.view.plan_table import HEADINGS, best_of_each, notes, rows
 

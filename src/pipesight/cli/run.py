@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out is None:
         return _refuse("the following arguments are required: --out")
     from pipesight.recording import observe
-    from pipesight.recording.sampling import Windows
+    from pipesight.recording.step_sampling import Windows
 
     try:
         observation = observe(

@@ -41,8 +41,8 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def check(options: argparse.Namespace) -> int:
     """Check the configuration, print what it selects, and return the exit code."""
-    from pipesight.cli._models import ModelError
-    from pipesight.cli._stats_tables import print_sections
+    from pipesight.cli._model_option import ModelError
+    from pipesight.cli._stats_check_table import print_sections
     from pipesight.stats.config import ConfigError, load
     from pipesight.stats.registry import default_registry
 
@@ -76,7 +76,7 @@ def _unusable(text: str) -> int:
 
 def _layers(name: str) -> list[str]:
     """Return the names of the layers of ``module:factory``."""
-    from pipesight.cli._models import find_model
+    from pipesight.cli._model_option import find_model
     from pipesight.stats.layers import named_layers
 
     return [layer for layer, _ in named_layers(find_model(name))]

@@ -13,9 +13,9 @@ from torch import nn
 
 from pipesight.balance import balance_by_size
 from pipesight.demo.model import char_gpt
-from pipesight.demo.verse import Verse
+from pipesight.demo.sonnets import Verse
 from pipesight.pipeline.gpipe import GPipe
-from pipesight.schedule.arguments import CheckpointMode
+from pipesight.schedule.argument_checks import CheckpointMode
 
 __all__ = ["CONTEXT", "ON_CPU", "ON_GPU", "Size", "Training", "one_thread", "pick_partitions"]
 

@@ -17,7 +17,7 @@ from pipesight.distributed.minibatch import Minibatch
 from pipesight.distributed.stage import Stage
 from pipesight.distributed.symptoms import is_symptom
 from pipesight.pipeline.randomness import isolated
-from pipesight.schedule.catalog import RankSchedule
+from pipesight.schedule.rank_schedules import RankSchedule
 
 __all__ = ["Execution"]
 

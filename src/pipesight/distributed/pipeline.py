@@ -36,7 +36,7 @@ from pipesight.distributed.step_runner import Runner
 from pipesight.pipeline.microbatch import TensorOrTensors
 from pipesight.pipeline.partition import Partition, verify_sequential
 from pipesight.pipeline.skip import verify_skippables
-from pipesight.schedule.arguments import CheckpointMode, check_balance, check_checkpoint, check_chunks
+from pipesight.schedule.argument_checks import CheckpointMode, check_balance, check_checkpoint, check_chunks
 
 __all__ = ["DistributedPipeline"]
 

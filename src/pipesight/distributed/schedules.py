@@ -11,7 +11,7 @@ import torch
 import torch.distributed.pipelining as pipelining
 import torch.distributed.pipelining.schedules as torch_schedules
 
-from pipesight.schedule.catalog import SCHEDULES, RankSchedule, by_name
+from pipesight.schedule.rank_schedules import SCHEDULES, RankSchedule, by_name
 
 __all__ = ["choose", "make", "names"]
 

@@ -13,7 +13,7 @@ from pipesight.distributed.mesh import Places
 from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone, scatter
 from pipesight.pipeline.randomness import draw_seed, next_seed, seed_of
-from pipesight.schedule.catalog import RankSchedule
+from pipesight.schedule.rank_schedules import RankSchedule
 
 __all__ = ["Planner"]
 

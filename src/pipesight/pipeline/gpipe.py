@@ -20,7 +20,7 @@ from pipesight.pipeline.partition import Partition, SkipRoutes, split, verify_se
 from pipesight.pipeline.skip import verify_skippables
 from pipesight.pipeline.task import Stage
 from pipesight.pipeline.workers import Workers
-from pipesight.schedule.arguments import CheckpointMode, check_balance, check_checkpoint, check_chunks
+from pipesight.schedule.argument_checks import CheckpointMode, check_balance, check_checkpoint, check_chunks
 
 __all__ = ["GPipe"]
 

@@ -9,12 +9,20 @@ from pipesight._lazy import lazily
 if TYPE_CHECKING:
     from pipesight.analysis.measured_costs import Measured, NoTasksError, measure
     from pipesight.pipeline.profiled_costs import profile, with_sizes
-    from pipesight.plan.planning import DoesNotFitError, Plan, best_plans, predict, settings, simulated
+    from pipesight.plan.plans import DoesNotFitError, Plan, best_plans, predict, settings, simulated
     from pipesight.schedule.costs import Costs, Layer, Link
-    from pipesight.schedule.cuts import SCHEDULES, Setting
     from pipesight.schedule.memory import peak_bytes
-    from pipesight.schedule.orders import Schedule, gpipe, interleaved, one_f_one_b, recomputed, recorded, zero_bubble
     from pipesight.schedule.simulation import DeadlockError, Simulation, simulate
+    from pipesight.schedule.stage_costs import SCHEDULES, Setting
+    from pipesight.schedule.task_orders import (
+        Schedule,
+        gpipe,
+        interleaved,
+        one_f_one_b,
+        recomputed,
+        recorded,
+        zero_bubble,
+    )
 
 __all__ = [
     "SCHEDULES",
@@ -48,33 +56,33 @@ __all__ = [
 
 # The report needs the simulator alone.
 _HOMES = {
-    "SCHEDULES": "pipesight.schedule.cuts",
+    "SCHEDULES": "pipesight.schedule.stage_costs",
     "Costs": "pipesight.schedule.costs",
     "DeadlockError": "pipesight.schedule.simulation",
-    "DoesNotFitError": "pipesight.plan.planning",
+    "DoesNotFitError": "pipesight.plan.plans",
     "Layer": "pipesight.schedule.costs",
     "Link": "pipesight.schedule.costs",
     "Measured": "pipesight.analysis.measured_costs",
     "NoTasksError": "pipesight.analysis.measured_costs",
-    "Plan": "pipesight.plan.planning",
-    "Schedule": "pipesight.schedule.orders",
-    "Setting": "pipesight.schedule.cuts",
+    "Plan": "pipesight.plan.plans",
+    "Schedule": "pipesight.schedule.task_orders",
+    "Setting": "pipesight.schedule.stage_costs",
     "Simulation": "pipesight.schedule.simulation",
-    "best_plans": "pipesight.plan.planning",
-    "gpipe": "pipesight.schedule.orders",
-    "interleaved": "pipesight.schedule.orders",
+    "best_plans": "pipesight.plan.plans",
+    "gpipe": "pipesight.schedule.task_orders",
+    "interleaved": "pipesight.schedule.task_orders",
     "measure": "pipesight.analysis.measured_costs",
-    "one_f_one_b": "pipesight.schedule.orders",
+    "one_f_one_b": "pipesight.schedule.task_orders",
     "peak_bytes": "pipesight.schedule.memory",
-    "predict": "pipesight.plan.planning",
+    "predict": "pipesight.plan.plans",
     "profile": "pipesight.pipeline.profiled_costs",
-    "recomputed": "pipesight.schedule.orders",
-    "recorded": "pipesight.schedule.orders",
-    "settings": "pipesight.plan.planning",
+    "recomputed": "pipesight.schedule.task_orders",
+    "recorded": "pipesight.schedule.task_orders",
+    "settings": "pipesight.plan.plans",
     "simulate": "pipesight.schedule.simulation",
-    "simulated": "pipesight.plan.planning",
+    "simulated": "pipesight.plan.plans",
     "with_sizes": "pipesight.pipeline.profiled_costs",
-    "zero_bubble": "pipesight.schedule.orders",
+    "zero_bubble": "pipesight.schedule.task_orders",
 }
 
 __getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipesight.plan.planning import Plan
-from pipesight.schedule.catalog import by_name
+from pipesight.plan.plans import Plan
+from pipesight.schedule.rank_schedules import by_name
 
 __all__ = ["NAMES", "distributed_call"]
 

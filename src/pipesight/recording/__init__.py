@@ -1,5 +1,5 @@
 """Recording a run: what `observe` writes into a run directory."""
 
-from pipesight.recording.observing import Observation, observe
+from pipesight.recording.observation import Observation, observe
 
 __all__ = ["Observation", "observe"]

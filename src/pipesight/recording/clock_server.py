@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipesight.recording.clocks import UNKNOWN_DRIFT
+from pipesight.recording.clock_correction import UNKNOWN_DRIFT
 
 __all__ = ["ASK", "ClockServer"]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from pipesight.runs.reading._opening import RefusedError, open_plain
-from pipesight.runs.reading.traces import NotATraceError, TraceReader, find_traces
+from pipesight.runs.reading.safe_open import RefusedError, open_plain
+from pipesight.runs.reading.trace_reader import NotATraceError, TraceReader, find_traces
 
 __all__ = ["HandedOver"]
 

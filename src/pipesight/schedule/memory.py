@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipesight.schedule.costs import Costs
-from pipesight.schedule.orders import B, F, Order, R, Schedule, W
+from pipesight.schedule.task_orders import B, F, Order, R, Schedule, W
 
 __all__ = ["device_bytes", "held", "peak_bytes"]
 

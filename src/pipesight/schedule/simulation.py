@@ -7,7 +7,7 @@ All devices are advanced at once, and all steps of a batch with them::
     device 2   F0|F1 ...            each of these fronts is a few operations on arrays
 
 Which tasks make up a front follows from the order alone, so one walk does for any number of steps. Where devices slow
-each other down, it does not: then time goes on from one end of a task to the next, in `pipesight.schedule._contended`.
+each other down, it does not: `pipesight.schedule.contended_simulation` then advances from event to event.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesight.schedule._contended import run_together
+from pipesight.schedule.contended_simulation import run_together
 from pipesight.schedule.contention import rate_of
-from pipesight.schedule.orders import KINDS, B, F, R, Schedule
+from pipesight.schedule.task_orders import KINDS, B, F, R, Schedule
 
 __all__ = ["DeadlockError", "Simulation", "Times", "simulate"]
 

@@ -12,8 +12,8 @@ from html import escape
 
 import numpy as np
 
-from pipesight.schedule.orders import KINDS, Schedule
 from pipesight.schedule.simulation import Times
+from pipesight.schedule.task_orders import KINDS, Schedule
 
 __all__ = ["Timeline", "page"]
 

@@ -12,7 +12,7 @@ from pipesight.analysis.breakdown import PARTS, StepTimes, Summary
 from pipesight.analysis.layers import Layer
 from pipesight.analysis.pipelines import PipelineReport
 from pipesight.analysis.report import Overall, Report
-from pipesight.runs.reading.tables import Column
+from pipesight.runs.reading.event_tables import Column
 
 __all__ = ["FORMAT", "FORMAT_VERSION", "as_json"]
 

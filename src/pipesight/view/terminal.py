@@ -11,7 +11,7 @@ from pipesight.analysis.bubble import LOSSES
 from pipesight.analysis.pipelines import PartitionReport, PipelineReport
 from pipesight.analysis.report import Overall, Report
 from pipesight.analysis.verdict import TITLES
-from pipesight.runs.reading.tables import RECOMPUTE, WEIGHT
+from pipesight.runs.reading.event_tables import RECOMPUTE, WEIGHT
 from pipesight.view.findings import (
     Finding,
     collectives_in,

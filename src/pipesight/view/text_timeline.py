@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipesight.analysis.report import Report
 from pipesight.analysis.steps import EVALUATION
-from pipesight.runs.reading.tables import BACKWARD, FORWARD, RECOMPUTE, Column, Tasks
+from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, Column, Tasks
 from pipesight.view.text import Style
 
 __all__ = ["DRAWN", "Glyphs", "Timeline", "coloured", "draw_step"]

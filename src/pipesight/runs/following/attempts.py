@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipesight.runs.reading._attempts import Attempt, attempt_in, choose, own_restarts
-from pipesight.runs.reading._describing import complete
-from pipesight.runs.reading._files import read_object
-from pipesight.runs.reading._opening import without_refused
+from pipesight.runs.reading.attempts import Attempt, attempt_in, choose, own_restarts
+from pipesight.runs.reading.descriptions import complete
+from pipesight.runs.reading.safe_open import without_refused
+from pipesight.runs.reading.trace_files import read_object
 
 __all__ = ["attempt_of_trace", "choose_attempt", "described", "read_ranks"]
 

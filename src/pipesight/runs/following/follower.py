@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipesight.runs.following.attempts import attempt_of_trace, choose_attempt, described, read_ranks
-from pipesight.runs.following.events import Lines
 from pipesight.runs.following.growing_file import GrowingFile
+from pipesight.runs.following.recent_events import Lines
 from pipesight.runs.following.recent_run import RecentRun
-from pipesight.runs.reading._files import read_object
-from pipesight.runs.reading._opening import check_plain, refusal, without_refused
-from pipesight.runs.reading.clocks import NO_SHIFT, Shift
-from pipesight.runs.reading.processes import KILLED, ending_of, is_gone, may_restart
+from pipesight.runs.reading.clock_shift import NO_SHIFT, Shift
+from pipesight.runs.reading.process_liveness import KILLED, ending_of, is_gone, may_restart
 from pipesight.runs.reading.run import NotARunError
-from pipesight.runs.reading.traces import find_traces
+from pipesight.runs.reading.safe_open import check_plain, refusal, without_refused
+from pipesight.runs.reading.trace_files import read_object
+from pipesight.runs.reading.trace_reader import find_traces
 
 __all__ = ["Follower", "State", "check_place"]
 

@@ -10,7 +10,7 @@ import os
 import zlib
 from pathlib import Path
 
-from pipesight.runs.reading._opening import open_plain
+from pipesight.runs.reading.safe_open import open_plain
 
 __all__ = ["GrowingFile"]
 

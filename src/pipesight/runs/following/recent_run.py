@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from pipesight.runs.following.events import Lines, LiveEvents
-from pipesight.runs.reading._loading import Loaded
-from pipesight.runs.reading.records import is_nonfinite, parse_log
+from pipesight.runs.following.recent_events import Lines, LiveEvents
+from pipesight.runs.reading.event_tables import OPTIMIZER, Spans
+from pipesight.runs.reading.loading import Loaded
 from pipesight.runs.reading.run import LogLine, Note, Run
-from pipesight.runs.reading.tables import OPTIMIZER, Spans
+from pipesight.runs.reading.stats_and_logs import is_nonfinite, parse_log
 
 __all__ = ["RecentRun"]
 
@@ -110,9 +110,9 @@ class RecentRun(Run):
         A batch is fetched in the period of one step, and has the number of the next: it is time that goes by that
         counts here, not numbers.
         """
-        from pipesight.runs.reading import queries
+        from pipesight.runs.reading import event_queries
 
-        spans, hidden = queries.spans(self._live.whole_frame, self._live.fetch), self._live.hidden()
+        spans, hidden = event_queries.spans(self._live.whole_frame, self._live.fetch), self._live.hidden()
         if not hidden:
             return spans
         never = np.iinfo(np.int64).max

@@ -16,14 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from pipesight.runs.reading._dataset import is_dataset
-from pipesight.runs.reading._files import NotARunError, Note
-from pipesight.runs.reading.processes import is_gone, may_restart
-from pipesight.runs.reading.records import LogLine, foreign_statistics, log_lines, statistics
+from pipesight.runs.reading._parquet_dataset import is_dataset
+from pipesight.runs.reading.process_liveness import is_gone, may_restart
+from pipesight.runs.reading.stats_and_logs import LogLine, foreign_statistics, log_lines, statistics
+from pipesight.runs.reading.trace_files import NotARunError, Note
 
 if TYPE_CHECKING:
-    from pipesight.runs.reading._loading import Loaded
-    from pipesight.runs.reading.tables import (
+    from pipesight.runs.reading.event_tables import (
         Communications,
         LayerRuns,
         LayerTimes,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         Tasks,
         Transfers,
     )
+    from pipesight.runs.reading.loading import Loaded
 
 __all__ = ["LogLine", "NotARunError", "Note", "Run", "is_dataset", "open_run"]
 
@@ -74,7 +74,7 @@ class Run:
 
     def was_killed(self) -> bool:
         """Tell whether the run's process is gone from this machine, and nobody wrote how it ended."""
-        from pipesight.runs.reading._files import read_object
+        from pipesight.runs.reading.trace_files import read_object
 
         if not is_gone(self.description.get("pid"), self.description) or may_restart(self.description):
             return False
@@ -85,45 +85,45 @@ class Run:
 
     def tasks(self, steps: range | None = None) -> Tasks:
         """Return the tasks of all steps or of some, by mini-batch and begin; on GPUs, when they ran there."""
-        from pipesight.runs.reading import queries
+        from pipesight.runs.reading import event_queries
 
-        return queries.tasks(self._events.frame, self._events.fetch, steps)
+        return event_queries.tasks(self._events.frame, self._events.fetch, steps)
 
     def transfers(self, steps: range | None = None) -> Transfers:
         """Return the transfers between partitions, by mini-batch and begin."""
-        from pipesight.runs.reading import queries
+        from pipesight.runs.reading import event_queries
 
-        return queries.transfers(self._events.frame, self._events.fetch, steps)
+        return event_queries.transfers(self._events.frame, self._events.fetch, steps)
 
     def spans(self) -> Spans:
         """Return what the main threads of ranks did beside pipelines."""
-        from pipesight.runs.reading import queries
+        from pipesight.runs.reading import event_queries
 
-        return queries.spans(self._events.frame, self._events.fetch)
+        return event_queries.spans(self._events.frame, self._events.fetch)
 
     def communications(self) -> Communications:
         """Return what the main threads of ranks sent and received beside pipelines."""
-        from pipesight.runs.reading import queries
+        from pipesight.runs.reading import event_queries
 
-        return queries.communications(self._events.frame, self._events.fetch)
+        return event_queries.communications(self._events.frame, self._events.fetch)
 
     def layer_times(self, steps: range | None = None) -> LayerTimes:
         """Return the time of each layer, in all steps or in some."""
-        from pipesight.runs.reading import queries
+        from pipesight.runs.reading import event_queries
 
-        return queries.layer_times(self._events.frame, self._events.fetch, steps)
+        return event_queries.layer_times(self._events.frame, self._events.fetch, steps)
 
     def layer_runs(self, *steps: int) -> LayerRuns:
         """Return each run of each layer in some steps."""
-        from pipesight.runs.reading import queries
+        from pipesight.runs.reading import event_queries
 
-        return queries.layer_runs(self._events.frame, self._events.fetch, steps)
+        return event_queries.layer_runs(self._events.frame, self._events.fetch, steps)
 
     def names(self) -> NameTimes:
         """Return the time of each name, the longest first, whatever made the trace."""
-        from pipesight.runs.reading import queries
+        from pipesight.runs.reading import event_queries
 
-        return queries.names(self._events.frame, self._events.fetch)
+        return event_queries.names(self._events.frame, self._events.fetch)
 
     def steps(self) -> list[int]:
         """Return the numbers of the steps, in order."""
@@ -135,15 +135,15 @@ class Run:
 
     @cached_property
     def _steps(self) -> list[int]:
-        from pipesight.runs.reading import queries
+        from pipesight.runs.reading import event_queries
 
-        return [int(step) for step in queries.steps(self._events.frame, self._events.fetch)]
+        return [int(step) for step in event_queries.steps(self._events.frame, self._events.fetch)]
 
     @cached_property
     def _ranks(self) -> list[int]:
-        from pipesight.runs.reading import queries
+        from pipesight.runs.reading import event_queries
 
-        return [int(rank) for rank in queries.ranks(self._events.frame, self._events.fetch)]
+        return [int(rank) for rank in event_queries.ranks(self._events.frame, self._events.fetch)]
 
     def statistics(self, *, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
         """Yield the statistics, each as its line says, with ``rank``; given ``words``, those with one of them."""
@@ -165,9 +165,9 @@ class Run:
             OSError: it could not be written.
             TypeError: the events are in a cluster, so it is one already.
         """
-        from pipesight.runs.reading._dataset import write_dataset
-        from pipesight.runs.reading._duckdb import DuckEvents
-        from pipesight.runs.reading._loading import load
+        from pipesight.runs.reading._parquet_dataset import write_dataset
+        from pipesight.runs.reading.duckdb_events import DuckEvents
+        from pipesight.runs.reading.loading import load
 
         if not isinstance(self._events, DuckEvents):
             raise TypeError(f"the run is a dataset already: {str(self.path)!r}")
@@ -204,7 +204,7 @@ def open_run(
         ValueError: there is no such engine, or no such attempt.
         ImportError: the engine is not installed.
     """
-    from pipesight.runs.reading._loading import load
+    from pipesight.runs.reading.loading import load
 
     folder = Path(path)
     if folder.name == "trace" and (folder.parent / "run.json").is_file():

@@ -11,7 +11,7 @@ from pipesight.analysis.breakdown import PARTS
 from pipesight.analysis.report import Report
 from pipesight.analysis.steps import EVALUATION, TRAINING
 from pipesight.analysis.topology import rank_of_partition
-from pipesight.runs.reading.tables import Column
+from pipesight.runs.reading.event_tables import Column
 from pipesight.view.text_timeline import DRAWN
 
 __all__ = ["LiveFigures", "PartitionFigures", "StepFigures", "figures_of", "steps_of"]

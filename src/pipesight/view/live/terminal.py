@@ -26,8 +26,8 @@ from pipesight.analysis.breakdown import PARTS
 from pipesight.analysis.bubble import LOSSES
 from pipesight.analysis.report import Report
 from pipesight.analysis.verdict import TITLES
+from pipesight.runs.reading.event_tables import PHASES
 from pipesight.runs.reading.run import LogLine
-from pipesight.runs.reading.tables import PHASES
 from pipesight.view.live.figures import LiveFigures, StepFigures
 from pipesight.view.text import Style, bar, percent, time
 from pipesight.view.text_timeline import DRAWN, Glyphs, coloured, draw_step

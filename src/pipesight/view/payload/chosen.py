@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipesight.runs.reading.tables import Column
+from pipesight.runs.reading.event_tables import Column
 
 __all__ = ["choose_steps"]
 

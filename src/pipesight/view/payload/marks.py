@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipesight.runs.reading.tables import BACKWARD, FORWARD
+from pipesight.runs.reading.event_tables import BACKWARD, FORWARD
 from pipesight.view.payload.statistics import Marks
 from pipesight.view.payload.timeline import Lane
 

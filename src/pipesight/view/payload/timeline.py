@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipesight.analysis.steps import EVALUATION, INCOMPLETE, MiniBatches, Steps, find_steps, replicas_of
-from pipesight.runs.reading.tables import Column, LayerRuns, Spans, Tasks, Transfers
+from pipesight.runs.reading.event_tables import Column, LayerRuns, Spans, Tasks, Transfers
 from pipesight.view.payload.chosen import choose_steps
 from pipesight.view.payload.limits import Limits
 

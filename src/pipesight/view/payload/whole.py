@@ -10,9 +10,9 @@ import numpy as np
 
 from pipesight.analysis.report import Report
 from pipesight.analysis.topology import hosts_of
+from pipesight.runs.reading.event_tables import PHASES, LayerRuns
 from pipesight.runs.reading.run import Run
-from pipesight.runs.reading.tables import PHASES, LayerRuns
-from pipesight.runs.reading.traces import find_traces
+from pipesight.runs.reading.trace_reader import find_traces
 from pipesight.view.findings import (
     collectives_in,
     held_in,

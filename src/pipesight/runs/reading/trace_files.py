@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipesight.runs.reading._attempts import Attempt, attempt_in, without_attempt
-from pipesight.runs.reading._forms import TRACES, Form, Start, sniff
-from pipesight.runs.reading._opening import open_plain, without_refused
+from pipesight.runs.reading._file_type import TRACES, Form, Start, sniff
+from pipesight.runs.reading.attempts import Attempt, attempt_in, without_attempt
+from pipesight.runs.reading.safe_open import open_plain, without_refused
 
 __all__ = ["NotARunError", "Note", "TraceFile", "find_files", "read_object"]
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pipesight.schedule.contention import rate_of
 from pipesight.schedule.costs import Costs
 from pipesight.schedule.memory import held
-from pipesight.schedule.orders import (
+from pipesight.schedule.simulation import Simulation, Times, simulate
+from pipesight.schedule.task_orders import (
     B,
     F,
     R,
@@ -27,7 +28,6 @@ from pipesight.schedule.orders import (
     recomputed,
     zero_bubble,
 )
-from pipesight.schedule.simulation import Simulation, Times, simulate
 
 __all__ = ["SCHEDULES", "Blocks", "Cuts", "Setting"]
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipesight.runs.reading._unpack import Unpacker
+from pipesight.runs.reading._decompression import Unpacker
 
 __all__ = ["Checks"]
 

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from pipesight._logger import own_logger
+from pipesight.recording.clock_correction import Correction, Measurement, correction_from, measure
 from pipesight.recording.clock_server import ASK, ClockServer
-from pipesight.recording.clocks import Correction, Measurement, correction_from, measure
 
 __all__ = ["RankClocks"]
 

@@ -11,11 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pipesight.runs.reading._attempts import Attempt
-from pipesight.runs.reading._files import Note
-from pipesight.runs.reading._foreign import records, statistics_of
-from pipesight.runs.reading._opening import open_plain, without_refused
-from pipesight.runs.reading._unpack import Unpacker
+from pipesight.runs.reading._decompression import Unpacker
+from pipesight.runs.reading._foreign_formats import records, statistics_of
+from pipesight.runs.reading.attempts import Attempt
+from pipesight.runs.reading.safe_open import open_plain, without_refused
+from pipesight.runs.reading.trace_files import Note
 
 __all__ = ["NONFINITE_KEYS", "LogLine", "foreign_statistics", "is_nonfinite", "log_lines", "parse_log", "statistics"]
 

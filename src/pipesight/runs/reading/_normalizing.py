@@ -9,12 +9,12 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from pipesight.runs.reading._duckdb import DuckEvents, Source, UnreadableError
-from pipesight.runs.reading._files import TraceFile
-from pipesight.runs.reading._foreign import ChromeReader, records, span_of
-from pipesight.runs.reading._sql import LONGEST
-from pipesight.runs.reading._unpack import Unpacker, without_surrogates
-from pipesight.runs.reading.clocks import Shift
+from pipesight.runs.reading._decompression import Unpacker, without_surrogates
+from pipesight.runs.reading._duckdb_sql import LONGEST
+from pipesight.runs.reading._foreign_formats import ChromeReader, records, span_of
+from pipesight.runs.reading.clock_shift import Shift
+from pipesight.runs.reading.duckdb_events import DuckEvents, Source, UnreadableError
+from pipesight.runs.reading.trace_files import TraceFile
 
 __all__ = ["Sieve"]
 

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.runs.reading._codes import (
+from pipesight.runs.reading.event_codes import (
     BACKWARD,
     CHECKPOINT,
     COMMUNICATION,

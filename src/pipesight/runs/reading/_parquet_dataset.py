@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipesight.runs.reading._files import NotARunError, Note
-from pipesight.runs.reading._opening import check_plain, open_plain, refusal
-from pipesight.runs.reading.records import foreign_statistics
+from pipesight.runs.reading.safe_open import check_plain, open_plain, refusal
+from pipesight.runs.reading.stats_and_logs import foreign_statistics
+from pipesight.runs.reading.trace_files import NotARunError, Note
 
 if TYPE_CHECKING:
-    from pipesight.runs.reading._duckdb import DuckEvents
+    from pipesight.runs.reading.duckdb_events import DuckEvents
 
 __all__ = ["EVENTS", "NOTES", "check_schema", "is_dataset", "read_notes", "write_dataset"]
 
@@ -42,8 +42,8 @@ def check_schema(path: Path) -> None:
     Raises:
         NotARunError: they are others, or cannot be read.
     """
-    from pipesight.runs.reading._duckdb import schema_of
-    from pipesight.runs.reading._sql import SCHEMA
+    from pipesight.runs.reading._duckdb_sql import SCHEMA
+    from pipesight.runs.reading.duckdb_events import schema_of
 
     found = schema_of(next(iter(sorted((path / EVENTS).rglob("*.parquet")))))
     if found != SCHEMA:

@@ -25,8 +25,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipesight.demo.partition_activity import Activity, Watch
 from pipesight.demo.progress import Progress
-from pipesight.demo.watch import Activity, Watch
 from pipesight.pipeline.gpipe import GPipe
 
 __all__ = ["LiveDisplay"]

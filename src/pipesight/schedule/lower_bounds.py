@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from pipesight.schedule.cuts import Blocks, Cuts
-from pipesight.schedule.orders import B, F, R
 from pipesight.schedule.simulation import Times
+from pipesight.schedule.stage_costs import Blocks, Cuts
+from pipesight.schedule.task_orders import B, F, R
 
 __all__ = ["ChainBound", "GPipeBound", "bounds"]
 

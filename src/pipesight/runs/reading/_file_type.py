@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pipesight.runs.reading._opening import open_plain
-from pipesight.runs.reading._unpack import is_packed
+from pipesight.runs.reading._decompression import is_packed
+from pipesight.runs.reading.safe_open import open_plain
 
 __all__ = ["TRACES", "Form", "Start", "sniff"]
 

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipesight.runs.reading._opening import open_plain
+from pipesight.runs.reading.safe_open import open_plain
 
 __all__ = ["Unpacker", "is_packed", "without_surrogates"]
 

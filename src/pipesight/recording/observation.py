@@ -17,12 +17,12 @@ from torch import nn
 
 from pipesight import trace as tracing
 from pipesight._logger import own_logger
-from pipesight.recording.comparing_clocks import RankClocks
-from pipesight.recording.log_lines import LogLines, level_number
-from pipesight.recording.pipelines import KnownPipeline, Pipeline
-from pipesight.recording.sampling import Steps, Windows
-from pipesight.recording.statistics import Config, RunStatistics
-from pipesight.recording.steps import StepCount
+from pipesight.recording.log_capture import LogLines, level_number
+from pipesight.recording.pipeline_description import KnownPipeline, Pipeline
+from pipesight.recording.rank_clocks import RankClocks
+from pipesight.recording.run_statistics import Config, RunStatistics
+from pipesight.recording.step_counter import StepCount
+from pipesight.recording.step_sampling import Steps, Windows
 from pipesight.runs.description import Description, outcome_of
 from pipesight.runs.directory import RunDirectory
 from pipesight.runs.disk_quota import TraceRoom

@@ -26,7 +26,7 @@ from torch.utils.data import dataloader
 
 from pipesight import context
 from pipesight._patches import Patches
-from pipesight.recording.pipelines import Pipeline
+from pipesight.recording.pipeline_description import Pipeline
 from pipesight.trace.automatic import on_outermost
 
 __all__ = ["StepCount", "StepFollower"]

@@ -1,7 +1,7 @@
 """The best cut of a model in one setting: the one whose simulation ends first, of those that fit into memory.
 
 Where there are few cuts, all are looked at; else, cuts are built block by block, and those that cannot beat the best
-one so far are dropped (branch and bound). In both, `pipesight.schedule.bounds` says what is worth simulating.
+one so far are dropped (branch and bound). In both, `pipesight.schedule.lower_bounds` says what is worth simulating.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesight.schedule.balancing import balance_cost, check_partitions
-from pipesight.schedule.bounds import ChainBound, GPipeBound, bounds
-from pipesight.schedule.cuts import Blocks, Cuts
+from pipesight.schedule.lower_bounds import ChainBound, GPipeBound, bounds
 from pipesight.schedule.simulation import Times
+from pipesight.schedule.stage_costs import Blocks, Cuts
 
 __all__ = ["Found", "find"]
 

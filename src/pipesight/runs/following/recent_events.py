@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.runs.reading._duckdb import DuckEvents, Source
-from pipesight.runs.reading.clocks import Shift
-from pipesight.runs.reading.queries import Frame
+from pipesight.runs.reading.clock_shift import Shift
+from pipesight.runs.reading.duckdb_events import DuckEvents, Source
+from pipesight.runs.reading.event_queries import Frame
 
 __all__ = ["Lines", "LiveEvents"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from pipesight.runs.reading._files import read_object
-from pipesight.runs.reading._opening import without_refused
+from pipesight.runs.reading.safe_open import without_refused
+from pipesight.runs.reading.trace_files import read_object
 
 __all__ = ["NO_SHIFT", "Shift", "read_shifts"]
 

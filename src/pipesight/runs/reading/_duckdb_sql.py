@@ -6,7 +6,7 @@ needs spans alone. For a dataset every event is read, with all that its line say
 
 from __future__ import annotations
 
-from pipesight.runs.reading._codes import (
+from pipesight.runs.reading.event_codes import (
     BACKWARD,
     CHECKPOINT,
     COMMUNICATION,

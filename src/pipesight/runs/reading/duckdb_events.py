@@ -12,13 +12,13 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from pipesight.runs.reading import _sql
-from pipesight.runs.reading._files import NotARunError
-from pipesight.runs.reading.clocks import NO_SHIFT, Shift
+from pipesight.runs.reading import _duckdb_sql as sql
+from pipesight.runs.reading.clock_shift import NO_SHIFT, Shift
+from pipesight.runs.reading.trace_files import NotARunError
 
 if TYPE_CHECKING:
-    from pipesight.runs.reading.queries import Frame
-    from pipesight.runs.reading.tables import Column
+    from pipesight.runs.reading.event_queries import Frame
+    from pipesight.runs.reading.event_tables import Column
 
 __all__ = ["DuckEvents", "FileFacts", "Source", "UnreadableError", "schema_of"]
 
@@ -80,9 +80,9 @@ class DuckEvents:
             }
         )
         self._database.execute("SET enable_progress_bar = false")  # it goes to stdout when a query takes seconds
-        self._database.execute(_sql.SOURCES)
+        self._database.execute(sql.SOURCES)
         if whole:
-            self._database.execute(_sql.WHOLE)
+            self._database.execute(sql.WHOLE)
         atexit.register(_forget)
 
     @property
@@ -107,7 +107,7 @@ class DuckEvents:
             for packed in (True, False):
                 paths = [glob.escape(str(source.path)) for source in sources if source.packed == packed]
                 if paths:
-                    query = _sql.events(packed=packed, foreign=foreign, together=len(paths) > 1, whole=self.is_whole)
+                    query = sql.events(packed=packed, foreign=foreign, together=len(paths) > 1, whole=self.is_whole)
                     run(f"INSERT INTO events {query}", {"paths": paths})
             run("COMMIT")
         except duckdb.Error as error:
@@ -121,13 +121,13 @@ class DuckEvents:
 
     def adopt(self, numbers: Sequence[int]) -> None:
         """Find the steps and ranks of tasks that others recorded, in the files of these numbers."""
-        for statement in _sql.ADOPTION:
+        for statement in sql.ADOPTION:
             self._database.execute(statement, {"files": list(numbers)})
 
     def settle(self) -> dict[int, FileFacts]:
         """Return what was in each file, by its number, and leave out lines that are no events, or of no use."""
-        rows = self._database.execute(_sql.FACTS).fetchall()
-        self._database.execute(_sql.SETTLING_ALL if self.is_whole else _sql.SETTLING)
+        rows = self._database.execute(sql.FACTS).fetchall()
+        self._database.execute(sql.SETTLING_ALL if self.is_whole else sql.SETTLING)
         return {number: FileFacts(*facts) for number, *facts in rows}
 
     def write(self, folder: Path) -> int:
@@ -138,9 +138,9 @@ class DuckEvents:
         """
         import duckdb
 
-        rows = "SELECT * FROM dataset" if self._is_dataset else _sql.DATASET
+        rows = "SELECT * FROM dataset" if self._is_dataset else sql.DATASET
         try:
-            found = self._database.execute(f"COPY ({rows}) TO {_quoted(folder)} {_sql.PARQUET}").fetchall()
+            found = self._database.execute(f"COPY ({rows}) TO {_quoted(folder)} {sql.PARQUET}").fetchall()
         except duckdb.Error as error:
             raise OSError(str(error).partition("\n")[0]) from None
         for file in sorted(folder.glob("process_rank=*/events-*.parquet")):
@@ -175,7 +175,7 @@ class DuckEvents:
         """The spans, as a lazy frame."""
         import narwhals
 
-        from pipesight.runs.reading.queries import of_dataset
+        from pipesight.runs.reading.event_queries import of_dataset
 
         if self._is_dataset:
             return of_dataset(narwhals.from_native(self._database.view("dataset")))

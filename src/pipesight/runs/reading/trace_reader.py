@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from pipesight.runs.reading._opening import open_plain, without_refused
+from pipesight.runs.reading.safe_open import open_plain, without_refused
 
 __all__ = ["NotATraceError", "TraceReader", "find_traces"]
 

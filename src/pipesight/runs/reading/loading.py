@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipesight.runs.reading._attempts import Attempt, choose, own_restarts
-from pipesight.runs.reading._checking import Checks
-from pipesight.runs.reading._dataset import EVENTS, check_schema, is_dataset, read_notes
-from pipesight.runs.reading._describing import complete
-from pipesight.runs.reading._duckdb import DuckEvents, FileFacts, Source, UnreadableError
-from pipesight.runs.reading._files import NotARunError, Note, TraceFile, find_files, read_object
-from pipesight.runs.reading._opening import refusal, without_refused
-from pipesight.runs.reading._sieve import Sieve
-from pipesight.runs.reading._unpack import Unpacker
-from pipesight.runs.reading.clocks import NO_SHIFT, Shift
+from pipesight.runs.reading._decompression import Unpacker
+from pipesight.runs.reading._integrity import Checks
+from pipesight.runs.reading._normalizing import Sieve
+from pipesight.runs.reading._parquet_dataset import EVENTS, check_schema, is_dataset, read_notes
+from pipesight.runs.reading.attempts import Attempt, choose, own_restarts
+from pipesight.runs.reading.clock_shift import NO_SHIFT, Shift
+from pipesight.runs.reading.descriptions import complete
+from pipesight.runs.reading.duckdb_events import DuckEvents, FileFacts, Source, UnreadableError
+from pipesight.runs.reading.safe_open import refusal, without_refused
+from pipesight.runs.reading.trace_files import NotARunError, Note, TraceFile, find_files, read_object
 
 if TYPE_CHECKING:
-    from pipesight.runs.reading.queries import Frame
-    from pipesight.runs.reading.tables import Column
+    from pipesight.runs.reading.event_queries import Frame
+    from pipesight.runs.reading.event_tables import Column
 
 __all__ = ["Events", "Loaded", "load"]
 
@@ -109,13 +109,13 @@ def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None, w
 
 def _import_rest() -> None:
     """Import what queries and their results need, while DuckDB reads and does not need the interpreter."""
-    importlib.import_module("pipesight.runs.reading.queries")
+    importlib.import_module("pipesight.runs.reading.event_queries")
     importlib.import_module("numpy.ma")
 
 
 def _open_dataset(path: Path, engine: object, asked: int | None) -> Loaded:
-    from pipesight.runs.reading import queries
-    from pipesight.runs.reading._clusters import events_in
+    from pipesight.runs.reading import event_queries
+    from pipesight.runs.reading._dask_spark import events_in
 
     for file in (path / EVENTS).rglob("*"):
         if not file.is_dir() and (why := refusal(file, path)) is not None:
@@ -126,7 +126,7 @@ def _open_dataset(path: Path, engine: object, asked: int | None) -> Loaded:
     attempt = choose(path, (), asked=asked, description=description, apart=apart)
     events: Events = DuckEvents.of_parquet(path / EVENTS) if engine == "duckdb" else events_in(engine, path)
     try:
-        count = queries.count(events.frame, events.fetch)
+        count = event_queries.count(events.frame, events.fetch)
     except BaseException:
         events.close()
         raise

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.plan.search import find
-from pipesight.schedule.arguments import CHECKPOINT_MODES
+from pipesight.plan.balance_search import find
+from pipesight.schedule.argument_checks import CHECKPOINT_MODES
 from pipesight.schedule.balancing import check_partitions
 from pipesight.schedule.costs import Costs
-from pipesight.schedule.cuts import SCHEDULES, Blocks, Setting
 from pipesight.schedule.simulation import Simulation
+from pipesight.schedule.stage_costs import SCHEDULES, Blocks, Setting
 
 __all__ = [
     "UNPIPELINED",

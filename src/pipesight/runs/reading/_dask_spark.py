@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import narwhals
 import numpy as np
 
-from pipesight.runs.reading._dataset import EVENTS
-from pipesight.runs.reading.queries import of_dataset
+from pipesight.runs.reading._parquet_dataset import EVENTS
+from pipesight.runs.reading.event_queries import of_dataset
 
 if TYPE_CHECKING:
-    from pipesight.runs.reading._loading import Events
-    from pipesight.runs.reading.queries import Frame
-    from pipesight.runs.reading.tables import Column
+    from pipesight.runs.reading.event_queries import Frame
+    from pipesight.runs.reading.event_tables import Column
+    from pipesight.runs.reading.loading import Events
 
 __all__ = ["DaskEvents", "SparkEvents", "events_in"]
 
