@@ -21,9 +21,9 @@ from benchmarks import (
     cpu_step,
     distributed,
     empty_task,
+    frames,
     gpu,
     observing,
-    page,
     planning,
     reading,
     soak,
@@ -36,7 +36,7 @@ __all__ = ["main"]
 
 BENCHMARKS: dict[str, tuple[Callable[[Options], bool], str]] = {
     module.__name__.rpartition(".")[2]: (module.run, str(module.__doc__).partition("\n")[0])
-    for module in (cpu_step, distributed, empty_task, gpu, observing, page, planning, reading, soak, spans, statistics)
+    for module in (cpu_step, distributed, empty_task, frames, gpu, observing, planning, reading, soak, spans, statistics)
 }
 
 
