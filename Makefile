@@ -3,7 +3,8 @@
 # make lint   lint and types alone
 # make lint-js  lint the JavaScript of the page with biome, which npm installs into node_modules
 # make fuzz   the fuzzers, with other cases than the few of make test: make fuzz CASES=10000 ONLY=engine
-# make bench  the benchmarks, against peers installed in a virtual environment of their own
+# make bench  the benchmarks, against peers in a virtual environment of their own; writes docs/benchmarks.md.
+#             Some of them, or fewer rounds: make bench BENCH="cpu_step spans --brief"
 # make docs   the documentation as a site, in build/site
 # make clean  remove everything these commands made
 #
@@ -15,6 +16,7 @@ TORCH  ?= torch==2.13.0
 JOBS   ?= 2
 CASES  ?= 1000
 ONLY   ?=
+BENCH  ?=
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -48,7 +50,8 @@ fuzz: $(VENV)/.developed
 	FUZZ_CASES=$(CASES) $(BIN)/pytest --timeout 0 tests/fuzz -k "$(ONLY)"
 
 bench: $(VENV)/.developed $(PEERS)/.installed
-	$(BIN)/python -m benchmarks --peers $(PEERS)/bin/python
+	$(BIN)/python -m benchmarks --peers $(PEERS)/bin/python --json docs/benchmarks.json $(BENCH)
+	$(BIN)/python -m benchmarks page
 
 # Warnings are errors: a dead link, a page that no menu leads to, a docstring that cannot be read.
 docs: $(VENV)/.documented

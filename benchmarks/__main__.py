@@ -1,21 +1,19 @@
-"""Run benchmarks and print their tables.
+"""Run benchmarks, print their tables, and keep them for the page of results.
 
 For example, the last where pipesight is not installed and torchgpipe cannot be:
 
-    python -m benchmarks --peers .venv-peers/bin/python
+    python -m benchmarks --peers .venv-peers/bin/python --json docs/benchmarks.json
     python -m benchmarks cpu_step soak --peers .venv-peers/bin/python --quick
-    PYTHONPATH=src python3 -m benchmarks gpu --torchgpipe-path DIR_THAT_HOLDS_TORCHGPIPE
+    python -m benchmarks page
+    PYTHONPATH=src python3 -m benchmarks gpu --torchgpipe-path DIR_THAT_HOLDS_TORCHGPIPE --json gpu.json
 """
 
 import argparse
-import os
-import platform
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from benchmarks import (
     cpu_step,
@@ -24,6 +22,7 @@ from benchmarks import (
     frames,
     gpu,
     observing,
+    page,
     planning,
     reading,
     soak,
@@ -31,21 +30,66 @@ from benchmarks import (
     statistics,
 )
 from benchmarks.harness import Options
+from benchmarks.results import Section, describe_machine, describe_versions, load, merge, now, revision, save
+from benchmarks.tables import take_tables
 
-__all__ = ["main"]
+__all__ = ["BENCHMARKS", "main"]
 
 BENCHMARKS: dict[str, tuple[Callable[[Options], bool], str]] = {
     module.__name__.rpartition(".")[2]: (module.run, str(module.__doc__).partition("\n")[0])
-    for module in (cpu_step, distributed, empty_task, frames, gpu, observing, planning, reading, soak, spans, statistics)
+    for module in (
+        cpu_step,
+        empty_task,
+        distributed,
+        gpu,
+        spans,
+        statistics,
+        observing,
+        reading,
+        planning,
+        frames,
+        soak,
+    )
 }
 
 
 def main(arguments: list[str]) -> int:
     """Run the named benchmarks; 0 unless a contender crashes or the soak is not flat."""
+    if arguments[:1] == ["page"]:
+        return page.main(arguments[1:], list(BENCHMARKS))
+    chosen = _parse(arguments)
+    options = Options(
+        # Made absolute, not resolved: the target of the link is an interpreter without the peer's packages.
+        peers=None if chosen.peers is None else chosen.peers.absolute(),
+        torchgpipe_path=None if chosen.torchgpipe_path is None else chosen.torchgpipe_path.absolute(),
+        size=chosen.size,
+    )
+    machine, versions = describe_machine(), describe_versions(options.peers)
+    print(f"$ {shlex.join(['python', '-m', 'benchmarks', *arguments])}")
+    print(", ".join(f"{name} {value}" for name, value in {**machine, **versions}.items()))
+    sound = True
+    for name in chosen.names or BENCHMARKS:
+        benchmark, line = BENCHMARKS[name]
+        print(f"\n== {name}: {line}", flush=True)
+        date, commit, begin = now(), revision(), time.perf_counter()
+        machine = describe_machine()
+        sound &= benchmark(options)
+        seconds = round(time.perf_counter() - begin, 1)
+        tables = take_tables()
+        if chosen.json is not None and tables:
+            command = f"python -m benchmarks {name}" + ("" if options.size == "full" else f" --{options.size}")
+            section = Section(name, line, command, date, commit, options.size, seconds, machine, versions, tables)
+            save(chosen.json, merge(load(chosen.json), [section], list(BENCHMARKS)))
+    return 0 if sound else 1
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Run benchmarks and print their tables.",
-        epilog="benchmarks:\n" + "\n".join(f"  {name:12}{line}" for name, (_, line) in BENCHMARKS.items()),
+        epilog="benchmarks:\n"
+        + "\n".join(f"  {name:12}{line}" for name, (_, line) in BENCHMARKS.items())
+        + "\n\npython -m benchmarks page [--merge FILE ...] writes docs/benchmarks.md without measuring",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run (default: all)")
@@ -61,48 +105,24 @@ def main(arguments: list[str]) -> int:
         metavar="DIR",
         help="a folder that holds torchgpipe, for this interpreter; goes before --peers",
     )
-    parser.add_argument("--quick", action="store_true", help="few rounds: shows that it runs, not how fast")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.set_defaults(size="full")
+    sizes.add_argument(
+        "--brief", dest="size", action="store_const", const="brief", help="a third of the rounds, at least 5"
+    )
+    sizes.add_argument(
+        "--quick", dest="size", action="store_const", const="quick", help="3 short rounds: it runs, not how fast"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="replace the sections of these benchmarks in a file of results"
+    )
     chosen = parser.parse_args(arguments)
     for name in chosen.names:
         if name not in BENCHMARKS:
             parser.error(f"no benchmark is named {name} (benchmarks: {', '.join(BENCHMARKS)})")
     if chosen.peers is not None and not chosen.peers.exists():
         parser.error(f"--peers must name an interpreter ({chosen.peers} is missing); run: make bench")
-    options = Options(
-        # Made absolute, not resolved: the target of the link is an interpreter without the peer's packages.
-        peers=None if chosen.peers is None else chosen.peers.absolute(),
-        torchgpipe_path=None if chosen.torchgpipe_path is None else chosen.torchgpipe_path.absolute(),
-        quick=chosen.quick,
-    )
-    print(f"$ {shlex.join(['python', '-m', 'benchmarks', *arguments])}")
-    print(machine())
-    sound = True
-    for name in chosen.names or BENCHMARKS:
-        benchmark, line = BENCHMARKS[name]
-        print(f"\n== {name}: {line}", flush=True)
-        sound &= benchmark(options)
-    return 0 if sound else 1
-
-
-def machine() -> str:
-    parts = [
-        processor(),
-        f"{os.cpu_count()} cores",
-        f"load {os.getloadavg()[0]:.1f}",
-        platform.system(),
-        f"Python {platform.python_version()}",
-        f"torch {torch.__version__}",
-    ]
-    if torch.cuda.is_available():
-        parts.append(torch.cuda.get_device_name())
-    return ", ".join(parts)
-
-
-def processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return chosen
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ PARTITIONS = 4
 CHUNKS = 32
 TASKS = PARTITIONS * CHUNKS
 
-MICROSECONDS = Quantity("µs a task", lambda turn: turn.seconds * 1e6 / TASKS)
+MICROSECONDS = Quantity("µs per task", lambda turn: turn.seconds * 1e6 / TASKS)
 
 MODES = ("never", "always")
 GOALS = [Goal(f"pipesight {mode}", f"torchgpipe {mode}", "cost", 0.50) for mode in MODES]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import ROOT, Options
+from benchmarks.tables import Cell, Spread, Table, publish
 
 __all__ = ["run"]
 
@@ -50,22 +51,28 @@ requestAnimationFrame(frame);
 def run(options: Options) -> bool:
     """Measure; return whether all blocks were in sight, and the median frame is within the budget."""
     sys.path.insert(0, str(ROOT / "tests"))
-    browser = importlib.import_module("browser")
+    browser = importlib.import_module("support.browser")
     if not browser.is_there():
         print(f"  skipped: {browser.MISSING}")
         return True
     frames = 60 if options.quick else 600
+    rows: list[list[Cell]] = []
     with tempfile.TemporaryDirectory() as folder:
         page = write(Path(folder) / "run")
-        print(
-            f"  {PARTITIONS * CHUNKS * 3:,} blocks in {PARTITIONS} lanes, a page of {page.stat().st_size / 1e6:.2f} MB"
+        title = (
+            f"{PARTITIONS * CHUNKS * 3:,} blocks in {PARTITIONS} lanes, a page of {page.stat().st_size / 1e6:.2f} MB"
         )
         with browser.open_browser(Path(folder) / "profile", width=1280, height=1400) as window:
             window.open(page)
-            return all([measure(window, "pan", frames), measure(window, "zoom", frames)])
+            sound = all([measure(window, "pan", frames, rows), measure(window, "zoom", frames, rows)])
+    columns = ["movement", "blocks in sight", "ms to draw", "p95", "ms from frame to frame", "p95"]
+    publish(
+        Table(title, columns, rows, f"{frames} frames each; a screen of 60 frames a second allows {BUDGET:.1f} ms.")
+    )
+    return sound
 
 
-def measure(window: Any, move: str, frames: int) -> bool:
+def measure(window: Any, move: str, frames: int, rows: list[list[Cell]]) -> bool:
     window.driver.set_script_timeout(300)
     window.click("#zoom-whole")
     if move == "pan":  # the whole step has nowhere to go; nearly all of it has
@@ -73,10 +80,15 @@ def measure(window: Any, move: str, frames: int) -> bool:
         window.run(f"document.getElementById('timeline').dispatchEvent(new WheelEvent('wheel', {{{where}}}))")
     found = window.driver.execute_async_script(SCRIPT, move, frames)
     drawing, deltas = found["drawing"], found["deltas"]
-    print(
-        f"  {move:5} {found['seen']:,} blocks in sight at most; drawing {statistics.median(drawing):.1f} ms, "
-        f"p95 {quantile(drawing):.1f}; from frame to frame {statistics.median(deltas):.1f} ms, "
-        f"p95 {quantile(deltas):.1f} (budget {BUDGET:.1f}), over {len(deltas)} frames"
+    rows.append(
+        [
+            move,
+            found["seen"],
+            Spread.over(drawing),
+            float(quantile(drawing)),
+            Spread.over(deltas),
+            float(quantile(deltas)),
+        ]
     )
     return bool(found["seen"] > 0 and statistics.median(deltas) < 1.1 * BUDGET)
 

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Literal, Self
 
 from benchmarks.job import Job
 
@@ -49,7 +49,12 @@ class Options:
 
     peers: Path | None = None
     torchgpipe_path: Path | None = None
-    quick: bool = False
+    size: Literal["full", "brief", "quick"] = "full"
+
+    @property
+    def quick(self) -> bool:
+        """Whether it is enough to see that it runs."""
+        return self.size == "quick"
 
     def contender(self, name: str, job: Job) -> Contender:
         """Give a job the interpreter that can run it."""
@@ -60,7 +65,8 @@ class Options:
         return Contender(name, job, self.peers)
 
     def rounds(self, full: int) -> int:
-        return 3 if self.quick else full
+        """Of a full run so many; of a brief one a third, an odd number, so that one round is the median."""
+        return {"full": full, "brief": max(3, math.ceil(full / 3) | 1), "quick": 3}[self.size]
 
     def turn_seconds(self, full: float) -> float:
         return min(full, 0.05) if self.quick else full

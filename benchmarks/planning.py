@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Options
+from benchmarks.tables import Cell, Spread, Table, publish, show_limit
 from pipesight.plan import Schedule, gpipe, interleaved, measure, one_f_one_b, recomputed, simulate, zero_bubble
 from pipesight.schedule.argument_checks import CheckpointMode
 
@@ -47,22 +48,21 @@ def run(options: Options) -> bool:
 def large(rounds: int) -> bool:
     """Simulate schedules of millions of tasks."""
     loop = statistics.median(plain(gpipe(64, 256)) for _ in range(rounds))
-    print(f"\n{STAGES:,} stages by {CHUNKS:,} micro-batches: making the schedule and simulating it, {rounds} rounds")
-    print(f"  a plain loop in Python takes {loop * 1e6:.2f} µs a task (64 by 256, median)")
-    heading = f"  {'schedule':12}  {'tasks':>11}  {'seconds (median, least..most)':>30}  {'of CPU':>6}  {'GiB':>5}"
-    print(f"{heading}  x as fast as the loop")
-    sound = True
+    rows: list[list[Cell]] = []
+    sound, slowest = True, 0.0
     for name in SCHEDULES:
         turns = [alone(name) for _ in range(rounds)]
-        times = sorted(turn["seconds"] for turn in turns)
-        middle, tasks = statistics.median(times), int(turns[0]["tasks"])
-        spread = f"{middle:.2f} ({times[0]:.2f}..{times[-1]:.2f})"
+        spread, tasks = Spread.over([turn["seconds"] for turn in turns]), int(turns[0]["tasks"])
         cpu = statistics.median(turn["cpu_seconds"] for turn in turns)
         memory = max(turn["peak_bytes"] for turn in turns) / 2**30
-        print(f"  {name:12}  {tasks:11,}  {spread:>30}  {cpu:6.2f}  {memory:5.2f}  {loop * tasks / middle:.0f}")
-        verdict = "met" if middle <= LIMIT_SECONDS else "NOT MET"
-        print(f"  goal: at most {LIMIT_SECONDS:.0f} s: {middle:.2f} {verdict}")
+        rows.append([name, tasks, spread, cpu, memory, loop * tasks / spread.median])
+        slowest = max(slowest, spread.median)
         sound &= all(turn["right"] for turn in turns)
+    title = f"{STAGES:,} stages by {CHUNKS:,} micro-batches: making the schedule and simulating it"
+    note = f"{rounds} rounds. A plain loop in Python takes {loop * 1e6:.2f} µs per task (64 by 256, median)."
+    columns = ["schedule", "tasks", "seconds", "seconds of CPU", "GiB at peak", "times as fast as the loop"]
+    publish(Table(title, columns, rows, note))
+    show_limit("seconds of the slowest schedule", slowest, LIMIT_SECONDS, met=slowest <= LIMIT_SECONDS)
     return sound
 
 
@@ -119,7 +119,11 @@ def small(rounds: int) -> None:
         begin = time.perf_counter()
         simulate(schedule, durations)
         times.append(time.perf_counter() - begin)
-    print(f"\n4 stages by 8 micro-batches, {STEPS:,} steps at once: {statistics.median(times) * 1e3:.1f} ms (median)")
+    row: list[Cell] = [
+        f"4 stages by 8 micro-batches, {STEPS:,} steps at once",
+        Spread.over([one * 1e3 for one in times]),
+    ]
+    publish(Table("Many steps of a small schedule, as the report simulates them", ["what", "ms"], [row]))
 
 
 def predicted(options: Options) -> bool:
@@ -128,7 +132,8 @@ def predicted(options: Options) -> bool:
     from pipesight.runs.reading.run import open_run
     from pipesight.trace import start
 
-    print("\nThe demo, recorded and simulated: median step")
+    rows: list[list[Cell]] = []
+    worst = 0.0
     steps = 30 if options.quick else 200
     settings: list[tuple[int, int, CheckpointMode]] = [(4, 4, "except_last"), (2, 8, "never"), (4, 8, "always")]
     for partitions, chunks, checkpoint in settings:
@@ -141,10 +146,12 @@ def predicted(options: Options) -> bool:
             with open_run(folder) as run_:
                 found = measure(run_)
         error = found.predicted_seconds / found.step_seconds - 1
-        verdict = "met" if abs(error) <= LIMIT_ERROR else "NOT MET"
+        worst = max(worst, abs(error))
         what = f"{partitions} partitions, {chunks} chunks, {checkpoint}"
-        times = f"measured {found.step_seconds * 1e3:.1f} ms, simulated {found.predicted_seconds * 1e3:.1f} ms"
-        print(f"  {what:36}  {times}  goal: within {LIMIT_ERROR:.0%}: {error:+.1%} {verdict}")
+        rows.append([what, found.step_seconds * 1e3, found.predicted_seconds * 1e3, f"{error:+.1%}"])
+    columns = ["demo", "ms measured", "ms simulated", "difference"]
+    publish(Table("The demo, recorded and simulated: median step", columns, rows, f"{steps} steps each."))
+    show_limit("largest difference, %", worst * 100, LIMIT_ERROR * 100, met=worst <= LIMIT_ERROR)
     return True
 
 

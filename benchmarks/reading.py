@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.harness import ROOT, Contender, Options, Outcome, Turn, progress
 from benchmarks.job import Job
-from benchmarks.tables import MEBIBYTES, Goal, Quantity, show, show_goals
+from benchmarks.tables import MEBIBYTES, Goal, Quantity, show, show_goals, show_limit
 
 __all__ = ["run"]
 
@@ -75,7 +75,7 @@ def compare(title: str, path: Path, files: Sequence[Path], *, rounds: int) -> bo
     show_goals(found, [Goal("pipesight", "gunzip", "cost", 2.0)], SECONDS)
     most = max((MEBIBYTES.of(turn) for turn in outcomes["pipesight"].turns), default=0.0)
     met = most <= MEBIBYTES_AT_MOST
-    print(f"  goal: memory <= {MEBIBYTES_AT_MOST} MiB: {most:.0f} {'met' if met else 'NOT MET'}")
+    show_limit("memory of pipesight, MiB", most, MEBIBYTES_AT_MOST, met=met)
     return sound and met
 
 

@@ -8,6 +8,7 @@ What is compared:
 import argparse
 import dataclasses
 import importlib
+import json
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import ROOT, Options
+from benchmarks.tables import Cell, Table, publish
 
 __all__ = ["run"]
 
@@ -28,6 +30,8 @@ SAMPLES = 20
 WIDTH = 32
 SLACK_MIB = 4.0
 SLACK_RATIO = 1.02
+RESULT = "result: "
+"""Before the line that the process hands to the table."""
 
 
 def run(options: Options) -> bool:
@@ -35,9 +39,24 @@ def run(options: Options) -> bool:
     if not STATUS.exists():
         print(f"skipped: needs {STATUS}")
         return True
-    steps = 400 if options.quick else 10_000
+    steps = {"quick": 400, "brief": 4_000, "full": 10_000}[options.size]
     command = [sys.executable, "-m", "benchmarks.soak", "--steps", str(steps)]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    rows: list[list[Cell]] = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            if line.startswith(RESULT):
+                rows.append(json.loads(line.removeprefix(RESULT)))
+            else:
+                print(line, end="", flush=True)
+    columns = [
+        "soak",
+        "MiB, second quarter",
+        "MiB, last quarter",
+        "threads more",
+        f"at most {SLACK_RATIO} x or +{SLACK_MIB:.0f} MiB",
+    ]
+    publish(Table("Memory and threads of a long run", columns, rows))
+    return process.returncode == 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,9 +148,8 @@ def soak(title: str, step: Callable[[int], None], steps: int) -> bool:
     after = statistics.median(sample.rss_mib for sample in judged)
     threads = max(s.threads for s in judged) - max(s.threads for s in reference)
     flat = after <= max(before * SLACK_RATIO, before + SLACK_MIB) and threads <= 0
-    print(f"  last quarter {after:.1f} MiB = {after / before:.3f} x second quarter, {threads:+} threads")
-    verdict = "met" if flat else "NOT MET"
-    print(f"  goal: at most {SLACK_RATIO:.2f} x or +{SLACK_MIB:.0f} MiB, no thread more: {verdict}")
+    row = [f"{steps:,} {title}", round(before, 1), round(after, 1), threads, "met" if flat else "NOT MET"]
+    print(RESULT + json.dumps(row), flush=True)
     return flat
 
 

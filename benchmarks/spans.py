@@ -13,12 +13,12 @@ from typing import Any
 from benchmarks.harness import ROOT, Contender, Options, measure
 from benchmarks.job import Job
 from benchmarks.recorders import SPANS
-from benchmarks.tables import Goal, Quantity, show, show_goals
+from benchmarks.tables import Cell, Goal, Quantity, Table, publish, show, show_goals
 
 __all__ = ["run"]
 
-NANOSECONDS = Quantity("ns a span", lambda turn: turn.seconds * 1e9 / SPANS)
-CPU_NANOSECONDS = Quantity("ns of CPU a span", lambda turn: turn.cpu_seconds * 1e9 / SPANS)
+NANOSECONDS = Quantity("ns per span", lambda turn: turn.seconds * 1e9 / SPANS)
+CPU_NANOSECONDS = Quantity("ns of CPU per span", lambda turn: turn.cpu_seconds * 1e9 / SPANS)
 
 
 def run(options: Options) -> bool:
@@ -45,14 +45,18 @@ def run(options: Options) -> bool:
     goals = [Goal("pipesight", "dftracer", "cost", 0.25), Goal("pipesight", "viztracer", "cost", 1.0)]
     show_goals(outcomes, goals, CPU_NANOSECONDS)
     spans = 100_000 if options.quick else 1_000_000
+    rows: list[list[Cell]] = []
     for name in ("pipesight", "dftracer"):
         if (python := interpreter(options, name)) is not None:
-            print(f"  {name}: {tell(python, 'bytes', name, spans):.2f} bytes a span on disk, over {spans:,} spans")
+            what = f"bytes per span on disk, {name}, over {spans:,} spans"
+            rows.append([what, float(tell(python, "bytes", name, spans))])
     spans = 1_000_000 if options.quick else 10_000_000
     memory = tell(Path(sys.executable), "memory", "pipesight", spans)
-    print(f"  pipesight: MiB resident after each tenth of {spans:,} spans: {[round(pages) for pages in memory]}")
-    import_seconds()
-    print(f"  import pipesight.trace: {min(import_seconds() for _ in range(5)) * 1e3:.0f} ms, the quickest of 5")
+    rows.append([f"MiB resident after a tenth of {spans:,} spans", round(memory[0])])
+    rows.append([f"MiB resident after {spans:,} spans", round(memory[-1])])
+    import_seconds()  # compiles
+    rows.append(["ms to import pipesight.trace, the quickest of 5", min(import_seconds() for _ in range(5)) * 1e3])
+    publish(Table("Size on disk, memory, import", ["what", "figure"], rows))
     return sound
 
 

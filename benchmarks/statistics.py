@@ -12,7 +12,7 @@ from benchmarks.tables import Goal, Quantity, show, show_goals
 
 __all__ = ["run"]
 
-MICROSECONDS = Quantity("µs a call", lambda turn: turn.seconds * 1e6 / CALLS)
+MICROSECONDS = Quantity("µs per call", lambda turn: turn.seconds * 1e6 / CALLS)
 
 
 def run(options: Options) -> bool:

@@ -1,13 +1,27 @@
-"""Medians, ratios taken round by round, goals, and how they are printed."""
+"""Medians, ratios taken round by round, goals: printed as they are found, and kept for the page of results."""
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from benchmarks.harness import Outcome, Turn
 
-__all__ = ["MEBIBYTES", "MILLISECONDS", "Goal", "Quantity", "show", "show_goals"]
+__all__ = [
+    "MEBIBYTES",
+    "MILLISECONDS",
+    "Cell",
+    "Goal",
+    "Quantity",
+    "Spread",
+    "Table",
+    "publish",
+    "show",
+    "show_goals",
+    "show_limit",
+    "take_tables",
+    "text",
+]
 
 Kind = Literal["speed", "cost"]
 
@@ -20,7 +34,7 @@ class Quantity:
     of: Callable[[Turn], float]
 
 
-MILLISECONDS = Quantity("ms a step", lambda turn: turn.seconds * 1e3)
+MILLISECONDS = Quantity("ms per step", lambda turn: turn.seconds * 1e3)
 MEBIBYTES = Quantity("MiB at peak", lambda turn: turn.peak_bytes / 2**20)
 
 
@@ -52,8 +66,80 @@ class Spread:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
-    def text(self, digits: int) -> str:
-        return f"{self.median:.{digits}f} ({self.low:.{digits}f}..{self.high:.{digits}f})"
+    def __str__(self) -> str:
+        digits = 0 if self.median >= 100 else 1 if self.median >= 10 else 2
+        return f"{self.median:,.{digits}f} ({self.low:,.{digits}f}..{self.high:,.{digits}f})"
+
+
+Cell = Spread | float | int | str | None
+
+
+@dataclasses.dataclass(slots=True)
+class Table:
+    """What one comparison found."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Cell]]
+    note: str = ""
+    goals: list[list[Cell]] = dataclasses.field(default_factory=list)
+    """What is compared, the ratio that was measured, the limit, whether it was met."""
+
+    def lines(self) -> list[str]:
+        """Return the table as a terminal shows it."""
+        lines = ["", self.title] + ([f"  {self.note}"] if self.note else [])
+        return lines + _aligned([self.columns, *([text(cell) for cell in row] for row in self.rows)])
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "Table":
+        read = {key: [[_cell(cell) for cell in row] for row in found[key]] for key in ("rows", "goals")}
+        return cls(title=found["title"], columns=list(found["columns"]), note=found["note"], **read)
+
+
+def text(cell: Cell) -> str:
+    """Return a cell as a reader sees it, in the terminal and on the page."""
+    if cell is None:
+        return "-"
+    if isinstance(cell, float):
+        return f"{cell:,.{0 if cell >= 100 else 1 if cell >= 10 else 2}f}"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def _cell(found: Any) -> Cell:
+    cell: Cell = Spread(**found) if isinstance(found, dict) else found
+    return cell
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align rows of texts; a row with fewer cells says why there are no more."""
+    full = [row for row in rows if len(row) == len(rows[0])]
+    widths = [max(len(row[column]) for row in full) for column in range(len(rows[0]))]
+    widths[0] = max(len(row[0]) for row in rows)
+    return [
+        "  "
+        + f"{row[0]:{widths[0]}}"
+        + "".join(f"  {one:>{width}}" for one, width in zip(row[1:], widths[1:], strict=False))
+        for row in rows
+    ]
+
+
+_kept: list[Table] = []
+
+
+def publish(table: Table) -> None:
+    """Print a table, and keep it for `take_tables`."""
+    _kept.append(table)
+    print("\n".join(table.lines()), flush=True)
+
+
+def take_tables() -> list[Table]:
+    """Return the tables that were published since the last call."""
+    taken = _kept[:]
+    _kept.clear()
+    return taken
 
 
 def ratio(subject: Outcome, reference: Outcome, kind: Kind, quantity: Quantity) -> Spread | None:
@@ -67,42 +153,52 @@ def ratio(subject: Outcome, reference: Outcome, kind: Kind, quantity: Quantity) 
 
 
 def show(
-    title: str, outcomes: Sequence[Outcome], *, reference: str, kind: Kind, quantity: Quantity = MILLISECONDS
+    title: str,
+    outcomes: Sequence[Outcome],
+    *,
+    reference: str,
+    kind: Kind,
+    quantity: Quantity = MILLISECONDS,
+    note: str = "",
 ) -> bool:
-    """Print one row a contender; return whether none of them crashed."""
+    """Publish one row per contender; return whether none of them crashed."""
     named = {outcome.contender.name: outcome for outcome in outcomes}
-    width = max(len(name) for name in named)
-    turns = max(len(outcome.turns) for outcome in outcomes)
-    print(f"\n{title}")
-    print(f"  {turns} rounds; median (lower..upper quartile); {kind} = {FORMULA[kind]}")
-    print(f"  {'contender':{width}}  {quantity.unit:>28}  {kind} against {reference}")
+    rows: list[list[Cell]] = []
     for name, outcome in named.items():
         failure = outcome.skipped or outcome.crashed
         if failure is not None or not outcome.turns:
-            word = "skipped" if outcome.skipped else "CRASHED"
-            print(f"  {name:{width}}  {word}: {failure}")
+            rows.append([name, f"{'skipped' if outcome.skipped else 'CRASHED'}: {failure}"])
             continue
         spread = Spread.over([quantity.of(turn) for turn in outcome.turns])
-        against = ratio(outcome, named[reference], kind, quantity)
-        print(f"  {name:{width}}  {spread.text(1):>28}  {against.text(2) + ' x' if against else '-'}")
+        rows.append([name, spread, ratio(outcome, named[reference], kind, quantity)])
+    turns = max(len(outcome.turns) for outcome in outcomes)
+    notes = [f"{turns} rounds. {kind.capitalize()} is {FORMULA[kind]}.", note]
+    publish(
+        Table(title, ["contender", quantity.unit, f"{kind} against {reference}"], rows, " ".join(filter(None, notes)))
+    )
     return all(outcome.crashed is None for outcome in outcomes)
 
 
 FORMULA: dict[Kind, str] = {
-    "speed": "the reference's time / the contender's, more is better",
-    "cost": "the contender's / the reference's, less is better",
+    "speed": "the reference's time divided by the contender's: more is better",
+    "cost": "the contender's divided by the reference's: less is better",
 }
 
 
 def show_goals(outcomes: Sequence[Outcome], goals: Sequence[Goal], quantity: Quantity = MILLISECONDS) -> None:
-    """Print each goal, what was measured, and whether that meets it."""
+    """Print each goal, what was measured, and whether that meets it; keep them with the last table."""
     named = {outcome.contender.name: outcome for outcome in outcomes}
     for goal in goals:
-        sign = ">=" if goal.kind == "speed" else "<="
-        aim = f"{goal.kind} of {goal.subject} {sign} {goal.limit:.2f} x {goal.reference}"
         measured = ratio(named[goal.subject], named[goal.reference], goal.kind, quantity)
-        if measured is None:
-            print(f"  goal: {aim}: not measured")
-        else:
-            verdict = "met" if goal.met_by(measured.median) else "NOT MET"
-            print(f"  goal: {aim}: {measured.text(2)} {verdict}")
+        aim = f"{goal.kind} of {goal.subject} against {goal.reference}"
+        limit = f"{'at least' if goal.kind == 'speed' else 'at most'} {goal.limit:.2f}"
+        verdict = "not measured" if measured is None else "met" if goal.met_by(measured.median) else "NOT MET"
+        _kept[-1].goals.append([aim, measured, limit, verdict])
+        print(f"  goal: {aim}: {limit}: {text(measured)} {verdict}", flush=True)
+
+
+def show_limit(what: str, measured: float, limit: float, *, met: bool) -> None:
+    """The same for a figure that must not be above a limit."""
+    verdict = "met" if met else "NOT MET"
+    _kept[-1].goals.append([what, measured, f"at most {text(limit)}", verdict])
+    print(f"  goal: {what}: at most {text(limit)}: {text(measured)} {verdict}", flush=True)
