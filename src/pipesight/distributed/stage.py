@@ -31,11 +31,11 @@ from pipesight.distributed.skip_forwarding import Wiring
 from pipesight.distributed.transfers import ConnectedStage
 from pipesight.pipeline.aliasing import Changes, region_of
 from pipesight.pipeline.checkpoint import Buffers
-from pipesight.pipeline.failure import annotate
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of
 from pipesight.pipeline.partition import Partition, SkipRoutes
 from pipesight.pipeline.randomness import SavedGenerators, begin_task, end_task
 from pipesight.pipeline.skip import SkipKey, SkipTracker, skip_keys, use_tracker
+from pipesight.pipeline.workers import annotate
 
 __all__ = ["Stage"]
 

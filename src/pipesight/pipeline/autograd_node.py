@@ -6,72 +6,79 @@
                                        outputs of the last partition ─┘
 
 The partitions' own graphs are not part of it. In backward, ``Outlet`` (on the output's device) puts the gradients of
-the outputs aside; ``Inlet`` hands them to the mini-batch, which runs its backward on the workers, and returns the
-gradients of the input and the parameters. The phony tensor is on the CPU, so autograd runs ``Inlet`` in the thread that
-called ``backward()``; in a thread of a CUDA device, it would wait for ever for workers that need that same thread.
+the outputs aside; ``Inlet`` runs the backward of the mini-batch on the workers, and returns the gradients of the input
+and the parameters. The phony tensor is on the CPU, so autograd runs ``Inlet`` in the thread that called ``backward()``;
+in a thread of a CUDA device, it would wait forever for workers that need that same thread.
 
-``Inlet`` keeps the mini-batch, with all that the layers saved. Inside of ``torch.utils.checkpoint``, that is for the
-checkpoint to decide: the mini-batch hangs on an empty tensor, the keepsake, which is saved as any layer would save its
-input. The checkpoint drops it, and when ``Inlet`` asks for it, calls the pipeline again and has another one to give.
+``Inlet`` keeps the tape, with all that the layers saved. Inside ``torch.utils.checkpoint``, the checkpoint decides what
+is kept: the tape is attached to an empty tensor, its holder, which is saved as any layer would save its input. The
+checkpoint drops it, and when ``Inlet`` asks for it, calls the pipeline again, which makes another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from pipesight.pipeline.backward import run_backward
 from pipesight.pipeline.gradients import OutputGradients
+from pipesight.pipeline.minibatch import Tape
 
-if TYPE_CHECKING:
-    from pipesight.pipeline.minibatch import MiniBatch
-
-__all__ = ["edge_of", "enter", "tie"]
+__all__ = ["connect"]
 
 Returned: TypeAlias = dict[int, OutputGradients]
 """Gradients on their way from ``Outlet`` to ``Inlet``. Several threads may differentiate one output: what belongs
 together has autograd's number of the run."""
 
 
-def tie(minibatch: MiniBatch, inputs: Sequence[Tensor], outputs: Sequence[Tensor], differentiable: list[bool]) -> Any:
-    """Return ``outputs`` as results of the caller's graph: those marked ``differentiable`` lead to ``minibatch``."""
-    used, parameters = minibatch.dependencies()
+def connect(tape: Tape, inputs: Sequence[Tensor], outputs: Sequence[Tensor], differentiable: list[bool]) -> Any:
+    """Return ``outputs`` as results of the caller's graph: those marked ``differentiable`` lead to ``tape``."""
+    used, parameters = _dependencies(tape)
     inputs = [t if k in used else t.detach() for k, t in enumerate(inputs)]
     returned: Returned = {}
-    phony = _Inlet.apply(minibatch, returned, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
-    device = minibatch.stages[-1].device
+    phony = _Inlet.apply(tape, returned, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+    device = tape.minibatch.engine.partitions[-1].device
     return _Outlet.apply(returned, device, differentiable, phony, *outputs)  # type: ignore[no-untyped-call]
+
+
+def _dependencies(tape: Tape) -> tuple[set[int], list[Tensor]]:
+    """Return what the outputs depend on: the positions of inputs, and the parameters."""
+    m, n, outputs = len(tape.minibatch.sizes), len(tape.parameters), len(tape.output_sizes[0])
+    inputs, used = tape.dependencies.of_outputs(m, n, outputs)
+    found = {id(p): p for parameters in tape.parameters for p in parameters if id(p) in used}
+    return inputs, list(found.values())
 
 
 class _Inlet(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, minibatch: MiniBatch, returned: Returned, count: int, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, tape: Tape, returned: Returned, count: int, *leaves: Tensor) -> Tensor:
         ctx.returned, ctx.count, ctx.parameters = returned, count, leaves[count:]
         inputs = [leaf for leaf in leaves[:count] if leaf.requires_grad]
-        if minibatch.surroundings.in_checkpoint:
-            ctx.minibatch = None
-            ctx.save_for_backward(_keepsake(minibatch), *inputs)
+        if tape.minibatch.caller.in_checkpoint:
+            ctx.tape = None
+            ctx.save_for_backward(_holder_of(tape), *inputs)
         else:
-            ctx.minibatch = minibatch
+            ctx.tape = tape
             ctx.save_for_backward(*inputs)
         return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
         twice = torch.is_grad_enabled()
-        minibatch: MiniBatch | None = ctx.minibatch
+        tape: Tape | None = ctx.tape
         inputs: tuple[Tensor, ...] = ()
-        if minibatch is None:
-            keepsake, *inputs = ctx.saved_tensors  # only once, since a checkpoint gives a tensor only once
-            minibatch = _kept_by(keepsake)
-            _check_same(ctx.parameters, minibatch)
+        if tape is None:
+            holder, *inputs = ctx.saved_tensors  # only once, since a checkpoint gives a tensor only once
+            tape = _tape_of(holder)
+            _check_same(ctx.parameters, tape)
         elif twice:
             inputs = ctx.saved_tensors
         with torch.no_grad():
-            gradients = minibatch.backward(
+            gradients = run_backward(
+                tape,
                 ctx.returned.pop(torch._C._current_graph_task_id()),
                 ctx.needs_input_grad[3 : 3 + ctx.count],
                 ctx.parameters,
@@ -106,20 +113,20 @@ class _Outlet(torch.autograd.Function):
         return (None, None, None, torch.empty(0, device="cpu"), *(None for _ in gradients))
 
 
-def _keepsake(minibatch: MiniBatch) -> Tensor:
-    """Return an empty tensor that keeps a mini-batch: on its storage, which what autograd makes of it shares."""
-    keepsake = torch.empty(0, device="cpu")
-    keepsake.untyped_storage().minibatch = minibatch  # type: ignore[attr-defined]
-    return keepsake
+def _holder_of(tape: Tape) -> Tensor:
+    """Return an empty tensor that keeps a tape: on its storage, which what autograd makes of it shares."""
+    holder = torch.empty(0, device="cpu")
+    holder.untyped_storage().tape = tape  # type: ignore[attr-defined]
+    return holder
 
 
-def _kept_by(keepsake: Tensor) -> MiniBatch:
-    return keepsake.untyped_storage().minibatch  # type: ignore[attr-defined, no-any-return]
+def _tape_of(holder: Tensor) -> Tape:
+    return holder.untyped_storage().tape  # type: ignore[attr-defined, no-any-return]
 
 
-def _check_same(parameters: Sequence[Tensor], minibatch: MiniBatch) -> None:
+def _check_same(parameters: Sequence[Tensor], tape: Tape) -> None:
     """Raise if a pipeline that a checkpoint called again has other parameters than in its first call."""
-    known = {id(parameter) for stage in minibatch.parameters for parameter in stage}
+    known = {id(parameter) for of_partition in tape.parameters for parameter in of_partition}
     if any(parameter.requires_grad and id(parameter) not in known for parameter in parameters):
         raise RuntimeError(
             "a parameter of a pipeline has been replaced between its forward and its recomputation by "
@@ -140,66 +147,3 @@ class _Once(torch.autograd.Function):
             "gradients that came through GPipe cannot be differentiated again: it does not support double backward "
             "(create_graph=True)"
         )
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return (phony.data, *[t.detach() for t in tensors])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
-        raise AssertionError("gradients are taken out of the graph before they get here")
-
-
-# What `_Enter.apply` comes to, less a look at functorch, whose transforms have no place in a worker.
-_enter: Any = super(torch.autograd.Function, _Enter).apply
-
-
-def enter(
-    phony: Tensor, tensors: Sequence[Tensor | None], needed: Sequence[bool]
-) -> tuple[list[Tensor | None], list[GradientEdge | None], Tensor | None]:
-    """Make tensors the roots of a partition's own graph.
-
-    Return them, the edges their gradients arrive at, and an empty tensor that keeps the edges valid. The roots are no
-    leaves, so that a first layer may change them in place, and nothing here keeps them alive. ``phony`` is any empty
-    tensor that requires grad, for the roots to require it too.
-    """
-    places = [k for k, need in enumerate(needed) if need and tensors[k] is not None]
-    entered = list(tensors)
-    edges: list[GradientEdge | None] = [None] * len(entered)
-    if not places:
-        return entered, edges, None
-    roots = _enter(phony, *[tensors[k] for k in places])
-    anchor = roots[0]
-    node = anchor.grad_fn
-    for output_nr, k in enumerate(places, start=1):
-        entered[k], edges[k] = roots[output_nr], GradientEdge(node, output_nr)
-    return entered, edges, anchor
-
-
-class _PythonEdge(GradientEdge):
-    """Leads to a node that is written in Python. Such a node does not keep its graph alive, but one above it does.
-
-    `get_gradient_edge` sees to that only from torch 2.9 on.
-    """
-
-    owner: Node | None
-
-
-def edge_of(tensor: Tensor | None, anchor: Tensor | None = None) -> GradientEdge | None:
-    """Return where the gradient of ``tensor`` arrives in its graph, without keeping the tensor alive.
-
-    ``anchor`` is that of the graph's roots, one of which the tensor may be.
-    """
-    if tensor is None or not tensor.requires_grad:
-        return None
-    node = tensor.grad_fn
-    if node is None:
-        return get_gradient_edge(tensor)
-    if isinstance(node, torch._C._FunctionBase) and (anchor is None or node is not anchor.grad_fn):
-        edge = _PythonEdge(node, tensor.output_nr)
-        with torch.enable_grad():
-            edge.owner = tensor.view_as(tensor).grad_fn
-        return edge
-    return GradientEdge(node, tensor.output_nr)  # what `get_gradient_edge` returns, sooner

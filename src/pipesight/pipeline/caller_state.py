@@ -1,4 +1,4 @@
-"""The caller's settings, for workers to run under."""
+"""What PyTorch and Python keep of the thread that calls a pipeline, for its workers to run under."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipesight import context
 
-__all__ = ["Surroundings", "began_in_backward"]
+__all__ = ["CallerState", "began_in_backward"]
 
 R = TypeVar("R")
 
@@ -32,8 +32,8 @@ def began_in_backward() -> bool:
     return _in_backward.get()
 
 
-class Surroundings:
-    """What PyTorch and Python keep per thread: context variables, autocast, inference mode, default device, hooks.
+class CallerState:
+    """The state of the calling thread: context variables, autocast, inference mode, default device, hooks.
 
     The grad mode is not among them: a checkpointed forward has its own. Neither are Python's dispatch and function
     modes, which are not made for several threads, nor the saved-tensor hooks of ``torch.utils.checkpoint``: they count

@@ -1,16 +1,132 @@
-"""What a second forward needs to be the same as the first."""
+"""Run a partition so that it can be run again: with the same inputs, random numbers and buffers. For both engines.
+
+`run_layers` is every forward, `Checkpointer.forward` one that is checkpointed, `Checkpointer.recompute` the second
+one. ::
+
+    forward     save buffers ──> run_layers, keep the states of generators ──> drop the activations
+    backward    replay buffers ──> run_layers with these states ──> the real buffers again
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["Buffers", "SavedBuffers", "changes_input"]
+from pipesight.context import Unrepeatable, Where
+from pipesight.pipeline.randomness import PassRandomness, SavedGenerators, Task, begin_task, end_task
+from pipesight.pipeline.skip import SkipTracker, use_tracker
+
+__all__ = ["Buffers", "Checkpoint", "Checkpointer", "changes_input", "run_layers", "versions_of"]
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What it takes to run a forward again."""
+
+    inputs: Sequence[Tensor | None]
+    versions: list[int | None]
+    buffers: SavedBuffers
+    generators: SavedGenerators | None = None  # until the first run has ended
+
+    def check_inputs(self) -> None:
+        """Raise if the inputs have been changed since."""
+        if versions_of(self.inputs) != self.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                "input of a checkpointed partition, after its forward; clone() it first, or use checkpoint='never'"
+            )
+
+
+def run_layers(
+    layers: Callable[[Any], Any],
+    value: Any,
+    randomness: PassRandomness,
+    task: Task,
+    *,
+    tracker: SkipTracker | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> Any:
+    """Return the output of a partition, which draws from the random stream of its task.
+
+    Args:
+        layers: The partition.
+        value: Its input.
+        randomness: That of the pass.
+        task: Micro-batch, partition and phase.
+        tracker: Has the skips that arrive, and takes those that leave; ``None`` if there are none.
+        checkpoint: The first run fills it, the next ones repeat what it holds.
+    """
+    begin_task(randomness, task, None if checkpoint is None else checkpoint.generators)
+    try:
+        if tracker is None:
+            output = layers(value)
+        else:
+            with use_tracker(tracker):
+                output = layers(value)
+    finally:
+        generators = end_task()
+    if checkpoint is not None and checkpoint.generators is None:
+        checkpoint.generators = generators
+    return output
+
+
+def versions_of(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """Return a number for each tensor that changes when the tensor is changed in place."""
+    return [None if t is None or t.is_inference() else t._version for t in tensors]
+
+
+class Checkpointer:
+    """Runs the checkpointed forwards of one partition, and lets them be repeated."""
+
+    def __init__(self, partition: nn.Module) -> None:
+        self._buffers = Buffers(partition)
+        self.allowed = True
+        """No layer has called `current_microbatch`: what bypasses the engine cannot be recomputed."""
+
+    def forward(
+        self, run: Callable[[Checkpoint], R], inputs: Sequence[Tensor | None], where: Where, *, changed: str
+    ) -> tuple[R, Checkpoint] | None:
+        """Run a forward that will be repeated; return what ``run`` does.
+
+        If a layer calls `current_microbatch`, return ``None``. The caller then runs the same forward without a
+        checkpoint; up to that call, it counts as a recomputation.
+
+        Args:
+            run: Runs the layers, with :func:`run_layers` and this checkpoint.
+            inputs: What the layers take.
+            where: That of the thread.
+            changed: What to raise if the inputs are changed in place.
+        """
+        checkpoint = Checkpoint(inputs, versions_of(inputs), self._buffers.save())
+        try:
+            result = run(checkpoint)
+        except Unrepeatable:
+            self._buffers.restore(checkpoint.buffers)
+            self.allowed = where.checkpointing = False
+            where.phase, where.repeating = "recompute", True
+            where.marks = []
+            return None
+        self._buffers.learn(checkpoint.buffers)
+        if versions_of(inputs) != checkpoint.versions:
+            raise RuntimeError(changed)
+        return result, checkpoint
+
+    def recompute(self, run: Callable[[Checkpoint], R], checkpoint: Checkpoint) -> R:
+        """Run the forward again, with the buffers that the first one saw; return what ``run`` does."""
+        resume = self._buffers.replay(checkpoint.buffers)
+        try:
+            with torch.enable_grad():
+                return run(checkpoint)
+        finally:
+            resume()
+
 
 Place: TypeAlias = tuple[nn.Module, str]
 """A buffer, by its module and name there."""

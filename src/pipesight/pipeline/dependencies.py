@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipesight.pipeline.autograd_node import edge_of
-from pipesight.pipeline.partition import SkipRoutes
+from pipesight.pipeline.local_graph import Graph, edge_of
+from pipesight.pipeline.partition import PlacedPartition, SkipRoutes
 
-if TYPE_CHECKING:
-    from pipesight.pipeline.task import Graph, Stage
-
-__all__ = ["Reach"]
+__all__ = ["Dependencies"]
 
 Place: TypeAlias = Hashable
 """A tensor on its way: where it enters, ``(partition, position)``, or the key of a skip."""
@@ -35,7 +32,7 @@ Notes: TypeAlias = list[tuple[Place, set[Place], set[int]]]
 _NOTHING: Notes = []
 
 
-class Reach:
+class Dependencies:
     """The notes of one mini-batch."""
 
     def __init__(self, routes: SkipRoutes, inputs: int) -> None:
@@ -44,14 +41,14 @@ class Reach:
         self._notes: dict[tuple[int, int], Notes] = {}
         self._known: dict[int, int] = {}  # for a partition, a micro-batch in which every output led to everything
 
-    def note(self, i: int, stage: Stage, graph: Graph) -> list[Tensor]:
+    def note(self, i: int, partition: PlacedPartition, graph: Graph) -> list[Tensor]:
         """Note what the outputs of a task lead to; return leaves that are new to its partition.
 
         Graphs look alike: once a mini-batch has shown that every output leads to everything there is, the rest of it is
         not looked at. A partition that is new may still have something to show.
         """
-        if not stage.new and stage.j in self._known:
-            self._notes[i, stage.j] = self._notes[self._known[stage.j], stage.j]
+        if not partition.new and partition.j in self._known:
+            self._notes[i, partition.j] = self._notes[self._known[partition.j], partition.j]
             return []
         stops: dict[tuple[Any, int], Place] = {}
         for k, edge in enumerate(graph.ins):
@@ -63,8 +60,8 @@ class Reach:
         derived = {id(p): p for p in graph.parameters if p.grad_fn is not None}
         edges = {key: edge_of(p) for key, p in derived.items()}
         stops.update({(edge.node, edge.output_nr): key for key, edge in edges.items() if edge is not None})
-        count = len(graph.outs) - len(self._leaving[stage.j])
-        places: list[Place] = [*((stage.j + 1, k) for k in range(count)), *self._leaving[stage.j]]
+        count = len(graph.outs) - len(self._leaving[partition.j])
+        places: list[Place] = [*((partition.j + 1, k) for k in range(count)), *self._leaving[partition.j]]
         notes: Notes = []
         leaves: set[Tensor] = set()
         for place, out in zip(places, graph.outs, strict=True):
@@ -73,13 +70,15 @@ class Reach:
                 leaves |= found
                 inner = {key for key in derived if key in stopped}
                 notes.append((place, stopped - inner, inner | {id(leaf) for leaf in found}))
-        self._notes[i, stage.j] = notes
+        self._notes[i, partition.j] = notes
         everything_used = {id(p) for p in graph.parameters}
         if notes and all(stopped == everything and used >= everything_used for _, stopped, used in notes):
-            self._known.setdefault(stage.j, i)
-        return stage.meet_strangers(graph, leaves)
+            self._known.setdefault(partition.j, i)
+        outside = partition.note_leaves(leaves, graph.parameters)
+        graph.parameters += outside
+        return outside
 
-    def dependencies(self, m: int, n: int, outputs: int) -> tuple[set[int], set[int]]:
+    def of_outputs(self, m: int, n: int, outputs: int) -> tuple[set[int], set[int]]:
         """Return the positions of inputs, and the ids of leaves, that the outputs of any micro-batch depend on."""
         inputs: set[int] = set()
         used: set[int] = set()

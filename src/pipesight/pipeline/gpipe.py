@@ -12,15 +12,21 @@ from torch._compile import _disable_dynamo
 
 import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
 from pipesight import context
-from pipesight.pipeline.autograd_node import tie
-from pipesight.pipeline.caller_state import Surroundings
+from pipesight.pipeline.autograd_node import connect
+from pipesight.pipeline.caller_state import CallerState
+from pipesight.pipeline.forward import ForwardPass
 from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, form_of, gather, scatter
-from pipesight.pipeline.minibatch import MiniBatch
-from pipesight.pipeline.partition import Partition, SkipRoutes, split, verify_sequential
+from pipesight.pipeline.minibatch import Engine, MiniBatch, Tape
+from pipesight.pipeline.partition import Partition, PlacedPartition, SkipRoutes, split, verify_sequential
 from pipesight.pipeline.skip import verify_skippables
-from pipesight.pipeline.task import Stage
 from pipesight.pipeline.workers import Workers
-from pipesight.schedule.argument_checks import CheckpointMode, check_balance, check_checkpoint, check_chunks
+from pipesight.schedule.argument_checks import (
+    CheckpointMode,
+    check_balance,
+    check_checkpoint,
+    check_chunks,
+    checkpoint_stop,
+)
 
 __all__ = ["GPipe"]
 
@@ -141,44 +147,38 @@ class GPipe(nn.Module):
         if not self._balance:
             return input
         microbatches = scatter(tuple(t.detach() for t in inputs), self._chunks)
-        m = len(microbatches)
-        stop = {"always": m, "except_last": m - 1, "never": 0}[self._checkpoint]
-        stages, routes, workers = self._engine()
-        surroundings = Surroundings(workers)
-        if self.training and not surroundings.in_backward:  # else it repeats a call that was counted
+        engine = self._engine()
+        caller = CallerState(engine.workers)
+        if self.training and not caller.in_backward:  # else it repeats a call that was counted
             self._steps += 1
         minibatch = MiniBatch(
-            stages,
-            routes,
-            workers,
-            microbatches,
-            [t.requires_grad for t in inputs],
-            surroundings,
-            form=form_of(input),
-            checkpoint_stop=stop if self.training else 0,
+            engine,
+            caller,
+            [tensors[0].size(0) for tensors in microbatches],
+            checkpoint_stop=checkpoint_stop(self._checkpoint, len(microbatches)) if self.training else 0,
             step=context.step_of_call(self, max(0, self._steps - self.training)),
         )
-        del microbatches
-        packets = minibatch.forward()
+        tape = Tape(minibatch, [t.requires_grad for t in inputs])
+        packets = ForwardPass(tape).run(microbatches, form_of(input))
         with torch.no_grad():
             outputs = gather([[t for t in packet.tensors if t is not None] for packet in packets])
         wanted = [any(needed) for needed in zip(*(packet.needed for packet in packets), strict=True)]
         form = packets[0].form
         del packets
         if any(wanted):
-            outputs = list(tie(minibatch, inputs, outputs, wanted))
+            outputs = list(connect(tape, inputs, outputs, wanted))
         output: TensorOrTensors = form(outputs)
         return output
 
-    def _engine(self) -> tuple[list[Stage], SkipRoutes, Workers]:
+    def _engine(self) -> Engine:
         """Return what runs the partitions, made on first use and again after a copy or a fork."""
-        engine: tuple[list[Stage], SkipRoutes, Workers] | None = self.__dict__.get("_running")
-        if engine is None or not engine[-1].alive:
+        engine: Engine | None = self.__dict__.get("_running")
+        if engine is None or not engine.workers.alive:
             partitions = cast(list[Partition], list(self.partitions))
             routes = SkipRoutes(partitions)
-            places = enumerate(zip(partitions, self._devices, strict=True))
-            stages = [Stage(j, partition, device, routes) for j, (partition, device) in places]
-            engine = self.__dict__["_running"] = (stages, routes, Workers(self._devices))
+            pairs = enumerate(zip(partitions, self._devices, strict=True))
+            placed = [PlacedPartition(j, partition, device, routes) for j, (partition, device) in pairs]
+            engine = self.__dict__["_running"] = Engine(placed, routes, Workers(self._devices))
         return engine
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,103 +1,89 @@
-"""One pass over the workers, forward or backward: packets from one to the next, and one failure stops all."""
+"""Packets of tensors on their way from one partition to another: mailboxes between threads, streams between GPUs.
+
+A mailbox holds what one task waits for: ``(i, j)`` the input of micro-batch i in partition j, ``(i, key)`` a skip. In
+backward the same mailboxes carry the gradients.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import itertools
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipesight import context
-from pipesight.context import Where
-from pipesight.pipeline.failure import annotate
 from pipesight.pipeline.microbatch import Form, lone
-from pipesight.pipeline.randomness import isolated
-from pipesight.pipeline.transfer import Streams
-from pipesight.pipeline.workers import Pace, Workers
 
-__all__ = ["Packet", "Relay"]
+__all__ = ["AbortedError", "Mailboxes", "Packet", "Streams", "ready", "receive"]
 
 
 @dataclass(slots=True)
 class Packet:
-    """Tensors, or their gradients, on their way from one partition to another."""
+    """Tensors, or their gradients, sent by one partition to another."""
 
     tensors: list[Tensor | None]
-    device: torch.device  # of the partition they come from
+    device: torch.device  # of the sender
     needed: list[bool] = field(default_factory=list)  # which of them want a gradient
     form: Form = lone  # makes of them what a layer takes
     ready: torch.cuda.Event | None = None
-    graph: Any = None  # they are part of this graph, which the next partition goes on with
+    graph: Any = None  # they are part of this graph, which the next partition extends
 
 
-Tasks: TypeAlias = Callable[[tuple[int, ...], Where], None]
-"""All that a worker does in one pass, given its partitions."""
-
-_PATIENCE = 0.05  # seconds
+class AbortedError(Exception):
+    """The pass ends early: another worker failed, or the caller gave up."""
 
 
-class Relay:
-    """The state that the workers share during one pass.
+class Mailboxes:
+    """The mailboxes of one pass.
 
-    A packet for a worker that waits wakes it up. If the `Pace` says that workers take turns, each holds what it sends
-    until it has to wait itself, so that one runs at a time.
+    A packet wakes up the worker that waits for it. While the workers take turns (`take_turns`), each holds back what
+    it sends until it has to wait itself, so that one runs at a time.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[torch.device],
-        streams: Streams,
-        boxes: Iterable[Hashable],
-        tasks: int,  # of each partition
-        pace: Pace,
-    ) -> None:
-        self.streams = streams
+    _PATIENCE = 0.05  # seconds
+
+    def __init__(self, boxes: Iterable[Hashable], partitions: int) -> None:
         self._boxes: dict[Hashable, SimpleQueue[Packet | None]] = {box: SimpleQueue() for box in boxes}
-        self._tasks, self._pace, self._busiest = tasks, pace, 0.0
-        self._held: list[collections.deque[tuple[Hashable, Packet]]] = [collections.deque() for _ in devices]
+        self._held: list[collections.deque[tuple[Hashable, Packet]]] = [collections.deque() for _ in range(partitions)]
         self._hold_until = 0.0
         self._aborted = False
-        self._failing = threading.Lock()
-        self._failure: BaseException | None = None
-        self.observers = context.observers()
-        # Workers on the CPU share the caller's intra-op threads; each keeps a count of its own.
-        on_cpu = sum(device.type == "cpu" for device in devices)
-        self._threads = max(1, torch.get_num_threads() // max(1, on_cpu))
+
+    def take_turns(self, until: float) -> None:
+        """Hold packets back until this time of ``time.perf_counter``."""
+        self._hold_until = until
 
     def put(self, box: Hashable, packet: Packet, j: int) -> None:
-        """Leave a packet of partition j for whoever waits at ``box``."""
+        """Leave a packet of partition j in a mailbox."""
         if self._hold_until and time.perf_counter() < self._hold_until:
             self._held[j].append((box, packet))
         else:
-            self._release(j)
+            self.release(j)
             self._boxes[box].put(packet)
 
     def get(self, box: Hashable, j: int) -> Packet:
-        """Wait, in partition j, for the packet at ``box``."""
+        """Wait, in partition j, for the packet in a mailbox."""
         queue = self._boxes[box]
         if self._held[j] and queue.empty():
-            self._release(j)
+            self.release(j)
         while True:
             try:
-                packet = queue.get(timeout=_PATIENCE if self._hold_until else None)
+                packet = queue.get(timeout=self._PATIENCE if self._hold_until else None)
                 break
-            except Empty:  # a layer that has been quick so far is not now
+            except Empty:  # a layer that has been quick so far no longer is
                 for other in range(len(self._held)):
-                    self._release(other)
+                    self.release(other)
         if packet is None or self._aborted:
-            raise _Aborted
+            raise AbortedError
         return packet
 
-    def _release(self, j: int) -> None:
+    def release(self, j: int) -> None:
+        """Deliver the packets that partition j holds back."""
         held = self._held[j]
         with contextlib.suppress(IndexError):  # another worker was faster
             while held:
@@ -105,63 +91,81 @@ class Relay:
                 self._boxes[box].put(packet)
 
     def abort(self) -> None:
-        """Make every worker end before its next task."""
+        """Make every worker stop before its next task."""
         # In a single C call, so that an interrupt cannot leave some of them waiting.
         collections.deque(map(SimpleQueue.put, self._boxes.values(), itertools.repeat(None)), maxlen=0)
         self._aborted = True
 
-    def run(self, workers: Workers, tasks: Tasks) -> None:
-        """Let each worker run ``tasks`` for its partitions; raise the first exception of any of them."""
-        jobs = [functools.partial(self._job, tasks, share) for share in workers.shares]
-        self.streams.follow_caller()
-        began = time.perf_counter()
-        in_turns = self._pace.in_turns and all(stream is None for stream in self.streams.compute)
-        if in_turns:
-            self._hold_until = began + Pace.BRIEF * self._tasks * len(self._held)
-        self.observers.pass_started()
-        try:
-            workers.run(jobs, self.abort)
-        finally:
-            self.observers.pass_ended()
-            self.streams.lead_caller()
-            if None in self.streams.compute:
-                # The last count set anywhere is the default of threads to come.
-                torch.set_num_threads(torch.get_num_threads())
-            failure, self._failure = self._failure, None
-        if failure is None:
-            average = (time.perf_counter() - began) / (self._tasks * len(self._held))
-            self._pace.learn(max(average, self._busiest / self._tasks), in_turns=in_turns)
-        else:
-            try:
-                raise failure
-            finally:
-                del failure  # it holds this frame
 
-    def _job(self, tasks: Tasks, partitions: tuple[int, ...], where: Where) -> None:
-        stream = self.streams.compute[partitions[0]]  # the same for all of them
-        where.observers, where.stream = self.observers, stream
-        began = time.thread_time()
-        try:
-            if stream is None and torch.get_num_threads() != self._threads:
-                torch.set_num_threads(self._threads)
-            with isolated(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-                tasks(partitions, where)
-            for j in partitions:
-                self._release(j)
-            self._busiest = max(self._busiest, time.thread_time() - began)
-        except _Aborted:
-            pass
-        except BaseException as error:
-            with self._failing:
-                if self._failure is None:
-                    self._failure = error
-                    annotate(error, where)
-            self.abort()
-        finally:
-            where.phase = None
-            where.layer = None
-            where.token = None
+class Streams:
+    """The CUDA streams of one mini-batch: the caller's for computing, and one a micro-batch for copies.
+
+    Partitions compute on the streams that were the caller's current ones at forward; backward stays on them, as
+    autograd's does. ``None`` stands for a partition on the CPU. Copies run beside the computation.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.compute = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in devices]
+        self._copies: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+
+    def copying(self, device: torch.device, i: int) -> torch.cuda.Stream:
+        """Return the stream for the copies of micro-batch i from or to ``device``."""
+        key = (device, i)
+        if key not in self._copies:
+            self._copies[key] = torch.cuda.Stream(device)
+        return self._copies[key]
+
+    def follow_caller(self) -> None:
+        """Make a pass wait for what the caller has enqueued."""
+        for stream in set(self.compute):
+            if stream is not None and stream != (current := torch.cuda.current_stream(stream.device)):
+                stream.wait_stream(current)
+
+    def lead_caller(self) -> None:
+        """Make what the caller enqueues from now on wait for the pass."""
+        for stream in set(self.compute):
+            if stream is not None and stream != (current := torch.cuda.current_stream(stream.device)):
+                current.wait_stream(stream)
 
 
-class _Aborted(Exception):  # noqa: N818 (another worker has the error)
-    """The pass ends early: another worker failed, or the caller gave up."""
+def ready(source: torch.device, target: torch.device, *, always: bool = False) -> torch.cuda.Event | None:
+    """Return an event for what this thread has enqueued on ``source``, if ``target`` has to wait for it."""
+    if source.type != "cuda" or (source == target and not always):
+        return None
+    event: torch.cuda.Event = torch.cuda.current_stream(source).record_event()
+    return event
+
+
+def receive(packet: Packet, target: torch.device, streams: Streams, j: int, i: int) -> list[Tensor | None]:
+    """Return the tensors of a packet on ``target``, in the order of what partition j enqueues there.
+
+    Tensors that were not on the packet's device, such as lengths on the CPU, stay where they are.
+    """
+    compute = streams.compute[j]
+    if packet.device == target:
+        if packet.ready is not None and compute is not None:
+            compute.wait_event(packet.ready)
+        return packet.tensors
+    if packet.graph is not None:  # autograd has to see the copy
+        if packet.ready is not None:
+            torch.cuda.current_stream(packet.device).wait_event(packet.ready)
+        return [t if t is None or t.device != packet.device else t.to(target) for t in packet.tensors]
+    stream = streams.copying(packet.device if packet.device.type == "cuda" else target, i)
+    if packet.ready is not None:
+        stream.wait_event(packet.ready)
+    moved: list[Tensor | None] = []
+    for tensor in packet.tensors:
+        if tensor is None or tensor.device != packet.device:
+            moved.append(tensor)
+            continue
+        with torch.cuda.stream(stream):
+            # A copy to the CPU has to be waited for, here in the thread that needs it.
+            copy = tensor.to(target, non_blocking=target.type == "cuda")
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+        if copy.is_cuda and compute is not None:
+            copy.record_stream(compute)
+        moved.append(copy)
+    if compute is not None:
+        compute.wait_stream(stream)
+    return moved

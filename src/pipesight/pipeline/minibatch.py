@@ -1,131 +1,254 @@
-"""One mini-batch on its way through the partitions: forward, and later backward, on the workers.
+"""One mini-batch on its way through the partitions: what its tasks share, and how a pass runs them on the workers.
 
-A task (i, j) runs micro-batch i through partition j, in the partition's worker. Each task has an autograd graph of its
-own: its inputs are made roots of that graph (`tie.enter`), and its outputs go on detached. In backward, the task waits
-for the gradients of the outputs, runs the local graph, and sends the gradients of the inputs to partition j - 1::
+A task (i, j) runs micro-batch i through partition j, in the partition's worker. Each has an autograd graph of its own
+(`local_graph`). In backward, the task waits for the gradients of its outputs, runs that graph, and sends the gradients
+of its inputs to partition j - 1::
 
-    forward    box (i, j) ──> enter ──> layers ──> detach ──> box (i, j + 1)
-    backward   box (i, j) <── autograd.grad(local graph) <─── box (i, j + 1)
+    forward    mailbox (i, j) ──> enter ──> layers ──> detach ──> mailbox (i, j + 1)
+    backward   mailbox (i, j) <── autograd.grad(local graph) <─── mailbox (i, j + 1)
 
-Skips that cross partitions are more outputs of one task and more inputs of another, with boxes (i, key). What the
-workers do in either pass is in `forward` and `backward`; here is what lasts from one to the other.
+Skips that cross partitions are more outputs of one task and more inputs of another, in mailboxes (i, key). What a task
+does in either pass is in `forward` and `backward`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import sys
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pipesight.context import MicrobatchToken
-from pipesight.pipeline.aliasing import Changes
-from pipesight.pipeline.backward import BackwardPass
-from pipesight.pipeline.caller_state import Surroundings
-from pipesight.pipeline.dependencies import Reach
-from pipesight.pipeline.forward import ForwardPass
-from pipesight.pipeline.gradients import OutputGradients, expect_no_gradient
-from pipesight.pipeline.mailbox import Packet
-from pipesight.pipeline.microbatch import Form
-from pipesight.pipeline.partition import SkipRoutes
-from pipesight.pipeline.randomness import PassRandomness
-from pipesight.pipeline.task import Graph, Stage
-from pipesight.pipeline.transfer import Streams
-from pipesight.pipeline.workers import Workers
+from pipesight import context
+from pipesight.context import MicrobatchToken, Phase, Where
+from pipesight.pipeline.caller_state import CallerState
+from pipesight.pipeline.checkpoint import Checkpoint, run_layers
+from pipesight.pipeline.dependencies import Dependencies
+from pipesight.pipeline.local_graph import Graph, Inputs
+from pipesight.pipeline.mailbox import AbortedError, Mailboxes, Packet, Streams, receive
+from pipesight.pipeline.microbatch import Form, as_tuple, form_of
+from pipesight.pipeline.partition import PlacedPartition, SkipRoutes
+from pipesight.pipeline.randomness import PassRandomness, isolated
+from pipesight.pipeline.skip import SkipTracker
+from pipesight.pipeline.workers import Pace, Workers, annotate
 
-__all__ = ["MiniBatch", "next_serial"]
+__all__ = ["Engine", "MiniBatch", "Pass", "Tape", "next_serial"]
 
 next_serial = itertools.count(1).__next__
 """Returns a number for each mini-batch of the process, whichever engine runs it."""
 
 
-class MiniBatch:
-    """One mini-batch: `forward` once, then `backward`, once or, if the graph is retained, again.
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What runs the partitions of a model, for all its mini-batches."""
 
-    The rest is for the passes.
+    partitions: list[PlacedPartition]
+    routes: SkipRoutes
+    workers: Workers
+
+
+class MiniBatch:
+    """What all tasks of one mini-batch know.
+
+    Args:
+        engine: That of the model.
+        caller: The state of the thread that called the model.
+        sizes: How many samples each micro-batch has.
+        checkpoint_stop: Micro-batches below this number are checkpointed, if gradients are wanted at all.
+        step: The training step that it belongs to.
     """
 
     def __init__(
-        self,
-        stages: Sequence[Stage],
-        routes: SkipRoutes,
-        workers: Workers,
-        microbatches: Sequence[tuple[Tensor, ...]],
-        inputs_needed: Sequence[bool],
-        surroundings: Surroundings,
-        *,
-        form: Form,
-        checkpoint_stop: int,
-        step: int,
+        self, engine: Engine, caller: CallerState, sizes: Sequence[int], *, checkpoint_stop: int, step: int
     ) -> None:
-        self.stages, self.routes, self.workers, self.surroundings = stages, routes, workers, surroundings
-        self.m, self.n = len(microbatches), len(stages)
+        self.engine, self.caller, self.sizes = engine, caller, sizes
         self.step, self.serial = step, next_serial()
         self.grad = torch.is_grad_enabled()
         self.checkpoint_stop = checkpoint_stop if self.grad else 0
-        self.sizes = [tensors[0].size(0) for tensors in microbatches]
-        self.inputs_needed = [self.grad and need for need in inputs_needed]
-        self._inputs = [
-            Packet(list(tensors), stages[0].device, list(self.inputs_needed), form) for tensors in microbatches
-        ]
-        self.input_storages = {t.untyped_storage().data_ptr() for t in microbatches[0]}
-        self.tokens = [MicrobatchToken(i) for i in range(self.m)]
+        self.tokens = [MicrobatchToken(i) for i in range(len(sizes))]
         self.randomness = PassRandomness()
-        self.streams = Streams([stage.device for stage in stages])
+        self.streams = Streams([partition.device for partition in engine.partitions])
+
+
+class Tape:
+    """What the forward of a mini-batch leaves for its backward."""
+
+    def __init__(self, minibatch: MiniBatch, inputs_needed: Sequence[bool]) -> None:
+        self.minibatch = minibatch
+        self.inputs_needed = [minibatch.grad and need for need in inputs_needed]
         self.graphs: dict[tuple[int, int], Graph] = {}
-        self.changes = [Changes() for _ in microbatches]
-        self.reach = Reach(routes, len(self.inputs_needed))
-        self.parameters: list[list[Tensor]] = [[] for _ in stages]
-        """The tensors of each partition that get gradients; `forward` finds them."""
-        self.versions: list[list[int]] = [[] for _ in stages]
+        self.dependencies = Dependencies(minibatch.engine.routes, len(inputs_needed))
+        self.parameters: list[list[Tensor]] = [[] for _ in minibatch.engine.partitions]
+        """The tensors of each partition that get gradients."""
+        self.versions: list[list[int]] = [[] for _ in minibatch.engine.partitions]
         """Those of the parameters."""
+        self.output_sizes: list[list[int]] = []
+        """How many samples each output of each micro-batch has."""
         self.spent = False
-        self._differentiating = threading.Lock()
+        """A backward has freed what was kept."""
+        self.differentiating = threading.Lock()
 
-    def forward(self) -> list[Packet]:
-        """Run all micro-batches through all partitions; return the outputs of the last."""
-        outputs = ForwardPass(self).run(self._inputs)
-        self._output_sizes = [[t.size(0) if t is not None and t.dim() else 0 for t in o.tensors] for o in outputs]
-        return outputs
+    def note_versions(self, partitions: Iterable[PlacedPartition]) -> None:
+        """Note the versions of the parameters of some partitions as they are now."""
+        for partition in partitions:
+            self.versions[partition.j] = [parameter._version for parameter in self.parameters[partition.j]]
 
-    def backward(
-        self, outputs: OutputGradients, inputs_needed: Sequence[bool], parameters: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Run backward on the workers; return the gradients of the inputs, then those of the parameters."""
-        self.surroundings.refuse_inside()
-        with self._differentiating:
-            if self.spent:
-                raise RuntimeError(
-                    "Trying to backward through the graph a second time: the first backward freed what GPipe's "
-                    "forward had kept. Specify retain_graph=True in the first one if you need a second"
-                )
-            keep: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-            backward = BackwardPass(self, keep=keep)
-            total = backward.run(self._cut(outputs))
-            needed = [a and b for a, b in zip(inputs_needed, self.inputs_needed, strict=True)]
-            gradients = [total.take(parameter) for parameter in parameters]
-            expect_no_gradient(p for p, gradient in zip(parameters, gradients, strict=True) if gradient is None)
-            total.accumulate()
-            return [*backward.input_gradients(needed), *gradients]
 
-    def dependencies(self) -> tuple[set[int], list[Tensor]]:
-        """Return what the outputs depend on, after `forward`: the positions of inputs, and the parameters."""
-        inputs, used = self.reach.dependencies(self.m, self.n, len(self._output_sizes[0]))
-        found = {id(p): p for parameters in self.parameters for p in parameters if id(p) in used}
-        return inputs, list(found.values())
+class Pass:
+    """One pass of a mini-batch over the workers, forward or backward: what both have in common.
 
-    def _cut(self, outputs: OutputGradients) -> list[Packet]:
-        """Cut the gradients of the gathered outputs into those of the micro-batches, which alone remain."""
-        sizes = zip(*self._output_sizes, strict=True)
-        pairs = zip(outputs.gradients, sizes, strict=True)
-        parts = [[None] * self.m if gradient is None else gradient.split(size) for gradient, size in pairs]
-        outputs.gradients.clear()
-        device = self.stages[-1].device
-        return [Packet([p[i] for p in parts], device, ready=outputs.ready) for i in range(self.m)]
+    Args:
+        tape: What passes from forward to backward.
+        tasks: How many tasks each partition has.
+        pace: That of passes in this direction.
+    """
 
-    def note_versions(self, stages: Iterable[Stage]) -> None:
-        """Note the versions of the parameters of some stages as they are now."""
-        for stage in stages:
-            self.versions[stage.j] = [parameter._version for parameter in self.parameters[stage.j]]
+    def __init__(self, tape: Tape, tasks: int, pace: Pace) -> None:
+        self.tape, self.minibatch = tape, tape.minibatch
+        engine = tape.minibatch.engine
+        self.partitions, self.routes = engine.partitions, engine.routes
+        self.m, self.n = len(tape.minibatch.sizes), len(engine.partitions)
+        boxes: list[Hashable] = [(i, j) for i in range(self.m) for j in range(self.n + 1)]
+        boxes += [(i, key) for i in range(self.m) for key in self.routes.target]
+        self.mailboxes = Mailboxes(boxes, self.n)
+        self.observers = context.observers()
+        self._tasks, self._pace, self._busiest = tasks, pace, 0.0
+        self._failing = threading.Lock()
+        self._failure: BaseException | None = None
+
+    def run_workers(self) -> None:
+        """Let each worker do its share of the pass; raise the first exception of any of them."""
+        workers, streams = self.minibatch.engine.workers, self.minibatch.streams
+        # Workers on the CPU share the caller's intra-op threads; each keeps a count of its own.
+        threads = max(1, torch.get_num_threads() // max(1, streams.compute.count(None)))
+        jobs = [functools.partial(self._job, threads, share) for share in workers.shares]
+        streams.follow_caller()
+        began = time.perf_counter()
+        in_turns = self._pace.in_turns and all(stream is None for stream in streams.compute)
+        if in_turns:
+            self.mailboxes.take_turns(began + Pace.BRIEF * self._tasks * self.n)
+        self.observers.pass_started()
+        try:
+            workers.run(jobs, self.mailboxes.abort)
+        finally:
+            self.observers.pass_ended()
+            streams.lead_caller()
+            if None in streams.compute:
+                # The last count set anywhere is the default of threads to come.
+                torch.set_num_threads(torch.get_num_threads())
+            failure, self._failure = self._failure, None
+        if failure is None:
+            average = (time.perf_counter() - began) / (self._tasks * self.n)
+            self._pace.learn(max(average, self._busiest / self._tasks), in_turns=in_turns)
+        else:
+            try:
+                raise failure
+            finally:
+                del failure  # it holds this frame
+
+    def _job(self, threads: int, share: tuple[int, ...], where: Where) -> None:
+        """Run the tasks of one worker, in its thread."""
+        minibatch = self.minibatch
+        stream = minibatch.streams.compute[share[0]]  # the same for all its partitions
+        where.observers, where.stream = self.observers, stream
+        where.step, where.serial, where.samples = minibatch.step, minibatch.serial, sum(minibatch.sizes)
+        where.microbatches, where.partitions = self.m, self.n
+        where.checkpoint_stop = minibatch.checkpoint_stop
+        began = time.thread_time()
+        try:
+            if stream is None and torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            with isolated(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                self.work(share, where)
+            for j in share:
+                self.mailboxes.release(j)
+            self._busiest = max(self._busiest, time.thread_time() - began)
+        except AbortedError:
+            pass
+        except BaseException as error:
+            with self._failing:
+                if self._failure is None:
+                    self._failure = error
+                    annotate(error, where)
+            self.mailboxes.abort()
+        finally:
+            where.phase = None
+            where.layer = None
+            where.token = None
+
+    def work(self, share: tuple[int, ...], where: Where) -> None:
+        """Run all tasks of the partitions of one worker."""
+        raise NotImplementedError
+
+    def begin(
+        self,
+        where: Where,
+        partition: PlacedPartition,
+        i: int,
+        phase: Phase,
+        *,
+        checkpointing: bool = False,
+        marks: list[tuple[int, str]] | None = None,
+    ) -> None:
+        """Set the context, and tell the observers that a task begins."""
+        token = self.minibatch.tokens[i]
+        where.begin_task(phase, partition.j, i, partition.device, token, checkpointing=checkpointing, marks=marks)
+
+    def end(self, where: Where) -> None:
+        """Tell the observers that the task has ended."""
+        if self.observers.members:
+            self.observers.task_ended(where)
+        if sys.exception() is None:  # or else the note on the error needs it
+            where.phase = None
+
+    def receive(self, packet: Packet, partition: PlacedPartition, i: int, where: Where) -> list[Tensor | None]:
+        """Return the tensors of a packet on the partition's device."""
+        streams = self.minibatch.streams
+        if packet.device == partition.device or not self.observers.members:
+            return receive(packet, partition.device, streams, partition.j, i)
+        where.partition, where.microbatch = partition.j, i
+        moved = [t for t in packet.tensors if t is not None and t.device == packet.device]
+        details = (str(packet.device), str(partition.device), sum(t.nbytes for t in moved))
+        self.observers.transfer_started(where, *details)
+        try:
+            return receive(packet, partition.device, streams, partition.j, i)
+        finally:
+            self.observers.transfer_ended(where, *details)
+
+    def call(
+        self,
+        partition: PlacedPartition,
+        i: int,
+        inputs: Inputs,
+        graph: Graph | None,
+        checkpoint: Checkpoint | None = None,
+    ) -> tuple[list[Tensor | None], Form]:
+        """Run the layers of a partition, for the first time or again, and extend ``graph`` by them.
+
+        Return the outputs, then the skips that leave, and what makes a value like the output.
+        """
+        minibatch, tensors = self.minibatch, inputs.tensors
+        if graph is not None:
+            tensors = graph.begin(partition, inputs, self.tape.parameters[partition.j])
+        tracker = None
+        if partition.skips:
+            tracker = SkipTracker(dict(zip(partition.arriving, tensors[inputs.count :], strict=True)))
+        output = run_layers(
+            functools.partial(minibatch.caller.run, partition.layers),
+            inputs.form(tensors[: inputs.count]),
+            minibatch.randomness,
+            (i, partition.j, "forward"),
+            tracker=tracker,
+            checkpoint=checkpoint,
+        )
+        leaving = [] if tracker is None else [tracker.pop(key) for key in partition.leaving]
+        outputs: list[Tensor | None] = [*as_tuple(output, "the output of a partition"), *leaving]
+        if graph is not None:
+            graph.end(outputs)
+        return outputs, form_of(output)

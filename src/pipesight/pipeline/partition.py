@@ -1,9 +1,10 @@
-"""A sequential model cut into partitions."""
+"""A sequential model cut into partitions: their layers, their devices, and the skips between them."""
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch.autograd.graph import Node
 from pipesight import context
 from pipesight.context import Where
 from pipesight.pipeline.batchnorm import DeferredBatchNorm
+from pipesight.pipeline.checkpoint import Checkpointer
 from pipesight.pipeline.skip import SkipKey, skip_keys
 
-__all__ = ["Partition", "SkipRoutes", "non_sequential", "split", "verify_sequential"]
+__all__ = ["Partition", "PlacedPartition", "SkipRoutes", "non_sequential", "split", "verify_sequential"]
 
 
 class Partition(nn.Sequential):
@@ -118,7 +120,7 @@ def split(
 
 
 class SkipRoutes:
-    """Which skips go from one partition to another. Those within one partition are not its business."""
+    """Which skips go from one partition to another; those within a partition need no route."""
 
     def __init__(self, partitions: Sequence[Partition]) -> None:
         self.source: dict[SkipKey, int] = {}
@@ -132,3 +134,53 @@ class SkipRoutes:
                     self.source[key], self.target[key] = stashed[key], j
         self.leaving = [[key for key, j in self.source.items() if j == k] for k in range(len(partitions))]
         self.arriving = [[key for key, j in self.target.items() if j == k] for k in range(len(partitions))]
+
+
+class PlacedPartition:
+    """A partition on its device, and what the engine has learned about it."""
+
+    def __init__(self, j: int, layers: Partition, device: torch.device, routes: SkipRoutes) -> None:
+        self.j = j
+        self.layers = layers
+        self.device = device
+        self.arriving = routes.arriving[j]
+        self.leaving = routes.leaving[j]
+        self.skips = any(skip_keys(layers))
+        self.checkpointer = Checkpointer(layers)
+        self.new = True  # no mini-batch has come through yet
+        self.changes_input = False  # a layer may change what comes in
+        self.leaves_input = False  # it has been seen not to
+        self.phony = torch.empty(0, device="cpu", requires_grad=True)
+        self._outside: list[weakref.ref[Tensor]] = []  # leaves that layers use, but no parameters of theirs
+
+    def trainable(self) -> list[Tensor]:
+        """Return the tensors that get gradients here: parameters, and outside leaves that layers use."""
+        self._outside = [ref for ref in self._outside if ref() is not None]
+        outside = [t for ref in self._outside if (t := ref()) is not None]
+        return [t for t in (*self.layers.parameters(), *outside) if t.requires_grad]
+
+    @property
+    def uses_outside_leaves(self) -> bool:
+        """Whether `note_leaves` ever found any."""
+        return bool(self._outside)
+
+    def note_leaves(self, leaves: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
+        """Remember the leaves that a layer uses although they are no parameters; return those not ``known``."""
+        familiar = {*known, *self.layers.parameters()}
+        outside = [leaf for leaf in leaves if leaf not in familiar]
+        self._outside += [weakref.ref(leaf) for leaf in outside]
+        return outside
+
+    def check_weights(self, weights: list[Tensor], versions: list[int]) -> None:
+        """Raise if the tensors that were `trainable` at forward have been changed or replaced."""
+        if [weight._version for weight in weights] != versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                "parameter of a checkpointed partition, after its forward; call optimizer.step() after backward()"
+            )
+        now = {*self.layers.parameters(), *self.trainable()}
+        if any(weight not in now for weight in weights):
+            raise RuntimeError(
+                "a parameter of a checkpointed partition has been replaced between forward and backward, for example "
+                "by torch.func.functional_call; use checkpoint='never'"
+            )

@@ -33,6 +33,7 @@ from pipesight._patches import Patches
 __all__ = [
     "PassRandomness",
     "SavedGenerators",
+    "Task",
     "begin_task",
     "draw_seed",
     "end_task",

@@ -6,7 +6,14 @@ import operator
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-__all__ = ["CHECKPOINT_MODES", "CheckpointMode", "check_balance", "check_checkpoint", "check_chunks"]
+__all__ = [
+    "CHECKPOINT_MODES",
+    "CheckpointMode",
+    "check_balance",
+    "check_checkpoint",
+    "check_chunks",
+    "checkpoint_stop",
+]
 
 CheckpointMode = Literal["always", "except_last", "never"]
 """Which micro-batches are recomputed in their backward."""
@@ -50,3 +57,8 @@ def check_checkpoint(checkpoint: CheckpointMode) -> CheckpointMode:
     if checkpoint not in CHECKPOINT_MODES:
         raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' (checkpoint: {checkpoint!r})")
     return checkpoint
+
+
+def checkpoint_stop(checkpoint: str, chunks: int) -> int:
+    """Return how many micro-batches are checkpointed: those below this number."""
+    return {"always": chunks, "except_last": chunks - 1, "never": 0}[checkpoint]

@@ -26,6 +26,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipesight.schedule.argument_checks import check_checkpoint, checkpoint_stop
+
 __all__ = [
     "KINDS",
     "B",
@@ -221,10 +223,8 @@ def recomputed(checkpoint: str, chunks: int) -> tuple[bool, ...]:
     >>> recomputed("except_last", 3)
     (True, True, False)
     """
-    stops = {"always": chunks, "except_last": chunks - 1, "never": 0}
-    if checkpoint not in stops:
-        raise ValueError(f"checkpoint must be one of {', '.join(stops)} (checkpoint: {checkpoint!r})")
-    return tuple(i < stops[checkpoint] for i in range(chunks))
+    stop = checkpoint_stop(check_checkpoint(checkpoint), chunks)
+    return tuple(i < stop for i in range(chunks))
 
 
 # What orders are made of.

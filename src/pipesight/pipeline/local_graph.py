@@ -1,0 +1,173 @@
+"""The autograd graph of one task, cut off from all others at both ends.
+
+The inputs of a task become roots of a graph of its own (`enter`); its outputs leave detached. What remains of both is
+only where gradients go in and come out (`edge_of`), so the tensors themselves can be freed::
+
+    inputs ──> enter ──> roots ──> layers ──> outputs ──> detach
+                 │                                │
+                ins  <── gradients ── Graph ── outs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from pipesight.pipeline.aliasing import Region
+from pipesight.pipeline.checkpoint import Checkpoint
+from pipesight.pipeline.gradients import run_graph
+from pipesight.pipeline.microbatch import Form
+from pipesight.pipeline.partition import PlacedPartition
+from pipesight.pipeline.skip import SkipKey
+
+__all__ = ["Graph", "Inputs", "edge_of"]
+
+Edges: TypeAlias = list[GradientEdge | None]
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What goes into a task: tensors from the partition before, then skips from earlier ones."""
+
+    tensors: list[Tensor | None]
+    needed: list[bool]  # which of them want a gradient
+    count: int  # how many come from the partition before
+    form: Form  # makes of those what the first layer takes
+    regions: list[Region | None]  # where they came from, unless they are part of a graph
+
+    def safe_from(self, partition: PlacedPartition, storages: set[int] | None = None) -> Inputs:
+        """Return inputs that the partition may change: copies, if a layer would.
+
+        Given ``storages``, by address, only tensors in these are copied.
+        """
+        if not partition.changes_input:
+            return self
+        copies = [
+            t.clone() if t is not None and (storages is None or t.untyped_storage().data_ptr() in storages) else t
+            for t in self.tensors
+        ]
+        return Inputs(copies, self.needed, self.count, self.form, self.regions)
+
+
+@dataclass(slots=True)
+class Graph:
+    """The local graph of a task: its two ends, and what it takes to build it again if it is checkpointed.
+
+    Usually it spans one partition. Once a layer has called `current_microbatch`, tensors may bypass the engine; then
+    the partitions from there to the last share one graph, and the last one's worker runs all of its backward.
+    """
+
+    first: int  # the partition whose inputs `ins` are
+    ins: Edges = field(default_factory=list)
+    arriving: list[tuple[SkipKey, GradientEdge]] = field(default_factory=list)
+    anchors: list[Tensor | None] = field(default_factory=list)  # they keep `ins` and `arriving` valid
+    parameters: list[Tensor] = field(default_factory=list)
+    outs: Edges = field(default_factory=list)  # of the outputs, then of the skips that leave
+    promised: list[bool] = field(default_factory=list)  # which of these others will send gradients for
+    marks: list[tuple[int, str]] = field(default_factory=list)  # where each layer begins
+    checkpoint: Checkpoint | None = None
+    inputs: Inputs | None = None  # of the checkpoint
+
+    def begin(self, partition: PlacedPartition, inputs: Inputs, parameters: list[Tensor]) -> list[Tensor | None]:
+        """Extend the graph by a partition; return the inputs as its roots."""
+        tensors, edges, anchor = enter(partition.phony, inputs.tensors, inputs.needed)
+        if self.first == partition.j:
+            self.ins, self.arriving, self.anchors, self.parameters = edges[: inputs.count], [], [], []
+        if partition.arriving:
+            skips = zip(partition.arriving, edges[inputs.count :], strict=True)
+            self.arriving += [(key, edge) for key, edge in skips if edge is not None]
+        self.anchors.append(anchor)
+        self.parameters += parameters
+        return tensors
+
+    def end(self, outputs: list[Tensor | None]) -> None:
+        """Note where the outputs of the last partition are in the graph."""
+        self.outs = [edge_of(t, self.anchors[-1]) for t in outputs]
+
+    def backward(
+        self, gradients: list[Tensor | None], *, retain: bool
+    ) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
+        """Return the gradients of the inputs, of the skips that arrived, and of the parameters."""
+        ends = [(e, g) for e, g in zip(self.outs, gradients, strict=True) if e is not None and g is not None]
+        gradients.clear()
+        if not ends:
+            return [None] * len(self.ins), [None] * len(self.arriving), [None] * len(self.parameters)
+        roots = [edge for edge in self.ins if edge is not None] + [edge for _, edge in self.arriving]
+        # The caller may have frozen some since.
+        parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
+        found: list[Tensor | None] = []
+        if roots or parameters:
+            found = run_graph(ends, [*roots, *parameters], retain=retain)
+        of_roots = iter(found)
+        of_ins = [None if edge is None else next(of_roots) for edge in self.ins]
+        of_arriving = [next(of_roots) for _ in self.arriving]
+        of_parameters = [next(of_roots) if parameter.requires_grad else None for parameter in self.parameters]
+        return of_ins, of_arriving, of_parameters
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (phony.data, *[t.detach() for t in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        raise AssertionError("gradients are taken out of the graph before they get here")
+
+
+# What `_Enter.apply` comes to, less a look at functorch, whose transforms have no place in a worker.
+_enter: Any = super(torch.autograd.Function, _Enter).apply
+
+
+def enter(
+    phony: Tensor, tensors: Sequence[Tensor | None], needed: Sequence[bool]
+) -> tuple[list[Tensor | None], list[GradientEdge | None], Tensor | None]:
+    """Make tensors the roots of a partition's own graph.
+
+    Return them, the edges their gradients arrive at, and an empty tensor that keeps the edges valid. The roots are no
+    leaves, so that a first layer may change them in place, and nothing here keeps them alive. ``phony`` is any empty
+    tensor that requires grad, for the roots to require it too.
+    """
+    places = [k for k, need in enumerate(needed) if need and tensors[k] is not None]
+    entered = list(tensors)
+    edges: list[GradientEdge | None] = [None] * len(entered)
+    if not places:
+        return entered, edges, None
+    roots = _enter(phony, *[tensors[k] for k in places])
+    anchor = roots[0]
+    node = anchor.grad_fn
+    for output_nr, k in enumerate(places, start=1):
+        entered[k], edges[k] = roots[output_nr], GradientEdge(node, output_nr)
+    return entered, edges, anchor
+
+
+class _PythonEdge(GradientEdge):
+    """Leads to a node that is written in Python. Such a node does not keep its graph alive, but one above it does.
+
+    `get_gradient_edge` sees to that only from torch 2.9 on.
+    """
+
+    owner: Node | None
+
+
+def edge_of(tensor: Tensor | None, anchor: Tensor | None = None) -> GradientEdge | None:
+    """Return where the gradient of ``tensor`` arrives in its graph, without keeping the tensor alive.
+
+    ``anchor`` is that of the graph's roots, one of which the tensor may be.
+    """
+    if tensor is None or not tensor.requires_grad:
+        return None
+    node = tensor.grad_fn
+    if node is None:
+        return get_gradient_edge(tensor)
+    if isinstance(node, torch._C._FunctionBase) and (anchor is None or node is not anchor.grad_fn):
+        edge = _PythonEdge(node, tensor.output_nr)
+        with torch.enable_grad():
+            edge.owner = tensor.view_as(tensor).grad_fn
+        return edge
+    return GradientEdge(node, tensor.output_nr)  # what `get_gradient_edge` returns, sooner
