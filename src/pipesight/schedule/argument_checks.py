@@ -52,13 +52,14 @@ def check_chunks(chunks: int) -> int:
     return number
 
 
-def check_checkpoint(checkpoint: CheckpointMode) -> CheckpointMode:
+def check_checkpoint(checkpoint: str) -> CheckpointMode:
     """Return the mode."""
-    if checkpoint not in CHECKPOINT_MODES:
-        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' (checkpoint: {checkpoint!r})")
-    return checkpoint
+    for mode in CHECKPOINT_MODES:
+        if mode == checkpoint:
+            return mode
+    raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' (checkpoint: {checkpoint!r})")
 
 
-def checkpoint_stop(checkpoint: str, chunks: int) -> int:
+def checkpoint_stop(checkpoint: CheckpointMode, chunks: int) -> int:
     """Return how many micro-batches are checkpointed: those below this number."""
     return {"always": chunks, "except_last": chunks - 1, "never": 0}[checkpoint]
