@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 import pipesight
 from pipesight.demo.model import char_gpt
-from pipesight.demo.sonnets import Verse
+from pipesight.demo.sonnets import SonnetText
 from pipesight.distributed import DistributedPipeline, init_process_group, schedule_names
 
 CONTEXT = 32  # characters a sample
@@ -123,7 +123,7 @@ def recording(options: argparse.Namespace, done: int) -> Iterator[None]:
 def main() -> None:
     options = read_options()
     init_process_group()
-    verse = Verse.sonnets()
+    verse = SonnetText.sonnets()
     cut = int(len(verse.tokens) * (1 - HELD_OUT))
     training, held_out = verse.tokens[:cut], verse.tokens[cut:]
 

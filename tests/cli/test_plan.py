@@ -16,7 +16,7 @@ from pipesight.cli import _quantities as quantities
 from pipesight.distributed import schedule_names
 from pipesight.distributed.schedules import choose
 from pipesight.plan import SCHEDULES, Setting
-from pipesight.plan.distributed import NAMES
+from pipesight.plan.plans import DISTRIBUTED_NAMES as NAMES
 from support import warm
 from support.processes import STRICT_PYTHON
 from support.schemas import validated

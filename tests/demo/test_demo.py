@@ -24,10 +24,10 @@ from pipesight import GPipe
 from pipesight.cli import main
 from pipesight.demo.live_display import LiveDisplay
 from pipesight.demo.model import char_gpt
-from pipesight.demo.partition_activity import Activity, Watch
+from pipesight.demo.partition_activity import Activity, ActivityMonitor
 from pipesight.demo.plain_display import PlainDisplay
 from pipesight.demo.progress import Limit, Meter
-from pipesight.demo.sonnets import Verse
+from pipesight.demo.sonnets import SonnetText
 from pipesight.demo.training import Training, pick_partitions
 from support import warm
 from support.processes import STRICT_PYTHON
@@ -199,7 +199,7 @@ def test_live_display_keeps_its_shape(columns):
     """Whatever the partitions do, columns and lines stay where they are."""
     pipe = GPipe(char_gpt(60), [2, 2, 2, 2], devices=["cpu"] * 4, chunks=4)
     console = Console(width=columns, force_terminal=True, color_system=None)
-    watch = Watch(partitions=4)
+    watch = ActivityMonitor(partitions=4)
     display, meter = LiveDisplay(pipe, watch, console), Meter(Limit(steps=12345), batch=32)
     shapes = set()
     for activity in (
@@ -224,7 +224,7 @@ def test_live_display_keeps_its_shape(columns):
 def drawn(pipe: GPipe, activity: Activity | None, **size: int) -> list[str]:
     """Return the lines of the display, with every partition at the same."""
     console = Console(**size, force_terminal=True, color_system=None)
-    watch = Watch(len(pipe.partitions))
+    watch = ActivityMonitor(len(pipe.partitions))
     display = LiveDisplay(pipe, watch, console)
     display.show(Meter(Limit(seconds=100), batch=32).record(2.5))
     watch.rows[:] = [activity] * len(watch.rows)
@@ -273,7 +273,7 @@ def test_many_microbatches_are_numbered_from_zero():
 def test_live_display_knows_whether_it_fits(columns, rows, fits):
     """Four partitions need eight rows, and the columns that cannot be left out."""
     pipe = GPipe(char_gpt(60), [2, 2, 2, 2], devices=["cpu"] * 4, chunks=4)
-    assert LiveDisplay(pipe, Watch(4), Console(width=columns, height=rows)).fits is fits
+    assert LiveDisplay(pipe, ActivityMonitor(4), Console(width=columns, height=rows)).fits is fits
 
 
 def test_small_terminal_gets_plain_lines():
@@ -294,7 +294,7 @@ def test_watch_adds_up_the_time_at_work():
             return input
 
     pipe = GPipe(nn.Sequential(nn.Identity(), Sleep()), [1, 1], devices=["cpu"] * 2, chunks=2)
-    with Watch(partitions=2) as watch:
+    with ActivityMonitor(partitions=2) as watch:
         pipe(torch.rand(4, 2))
     pipe(torch.rand(4, 2))
     assert watch.seconds[0] < 0.05 < 0.1 <= watch.seconds[1] < 0.2
@@ -302,7 +302,7 @@ def test_watch_adds_up_the_time_at_work():
 
 def test_watch_sees_the_layer_that_runs():
     """The row of a partition names what it is doing while it does it, and is empty afterwards."""
-    watch = Watch(partitions=2)
+    watch = ActivityMonitor(partitions=2)
     seen = []
 
     class Look(nn.Module):
@@ -420,7 +420,7 @@ def test_model_does_not_look_ahead():
 
 def test_verse_is_shipped_whole():
     """The package carries more than thirty sonnets of fourteen lines."""
-    verse = Verse.sonnets()
+    verse = SonnetText.sonnets()
     text = verse.decode(verse.tokens)
     sonnets = text.strip().split("\n\n")
     assert len(sonnets) > 30
@@ -430,7 +430,7 @@ def test_verse_is_shipped_whole():
 
 def test_targets_are_the_characters_that_follow():
     """A target is its input, one character later."""
-    verse = Verse("abcdefghijklmnopqrstuvwxyz")
+    verse = SonnetText("abcdefghijklmnopqrstuvwxyz")
     inputs, targets = verse.batch(5, length=8, generator=torch.Generator().manual_seed(0))
     assert inputs.shape == targets.shape == (5, 8)
     assert torch.equal(targets, inputs + 1)

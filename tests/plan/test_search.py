@@ -25,7 +25,7 @@ from pipesight.plan import (
 from pipesight.plan import settings as all_settings
 from pipesight.schedule.argument_checks import CHECKPOINT_MODES
 from pipesight.schedule.lower_bounds import bounds
-from pipesight.schedule.stage_costs import Blocks
+from pipesight.schedule.stage_costs import StageCosts
 from pipesight.schedule.task_orders import B, F, R, W
 
 
@@ -159,7 +159,7 @@ def test_memory_limit_is_kept(problem, limit, few):
 def test_bounds_hold(problem):
     """No cut is faster than its bound; GPipe's is its time."""
     costs, setting = problem
-    blocks = Blocks(costs, setting)
+    blocks = StageCosts(costs, setting)
     balances = [*all_balances(len(costs.layers), setting.stages)]
     cuts = np.array([[0, *np.cumsum(balance)] for balance in balances]).T
     least, real = bounds(blocks, cuts), blocks.simulate(cuts).makespan
@@ -175,7 +175,7 @@ def test_large_models_are_searched(schedule):
     times = rng.integers(1, 9, size=(2, 64)).tolist()
     costs = Costs(tuple(Layer(str(k), f, b) for k, (f, b) in enumerate(zip(*times, strict=True))))
     (plan,) = best_plans(costs, [Setting(schedule, 16, 32, "never")])
-    blocks = Blocks(costs, plan.setting)
+    blocks = StageCosts(costs, plan.setting)
     cut = np.concatenate([[0], np.cumsum(plan.balance)])
     shifts = np.stack([cut + (np.arange(17) == k) * by for k in range(1, 16) for by in (-1, 1)], axis=1)
     shifts = shifts[:, (np.diff(shifts, axis=0) > 0).all(axis=0)]

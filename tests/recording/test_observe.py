@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pipesight import GPipe, context, trace
 from pipesight.recording import observe
-from pipesight.recording.step_sampling import Windows
+from pipesight.recording.step_sampling import StepSampling
 from pipesight.runs.directory import RunDirectory
 from support import observed
 from support.observed import STATS, description, events, learn, log_lines, pipeline, sgd, statistics, tasks, train
@@ -237,7 +237,7 @@ def test_fetch_is_of_the_step_to_come(run):
     assert [e["args"]["step"] for e in events(run) if e["name"] == "fetch"] == [0, 1, 2]
 
 
-# Windows.
+# StepSampling.
 
 
 def test_window(run):
@@ -298,8 +298,8 @@ def test_left_out_steps_have_no_observers(run):
     ],
 )
 def test_windows(steps, every, expected):
-    """Windows include their first and last step; sampling counts from the first."""
-    windows = Windows.of(steps, every=every)
+    """StepSampling include their first and last step; sampling counts from the first."""
+    windows = StepSampling.of(steps, every=every)
     assert [step for step in range(60) if windows.include(step)] == list(expected)
 
 
@@ -309,21 +309,21 @@ def test_windows(steps, every, expected):
 )
 def test_windows_of_a_command_line(text, same):
     """A command line names windows as Python does."""
-    assert Windows.parse(text) == Windows.of(same)
+    assert StepSampling.parse(text) == StepSampling.of(same)
 
 
 @pytest.mark.parametrize("steps", [(), (3, 2), (-1, 2), 5, "1:2", [(1, 2, 3)], range(0, 9, 2), (1.5, 2), [None]])
 def test_windows_that_are_none(steps):
     """What names no steps is refused, with what would."""
     with pytest.raises(ValueError, match="steps"):
-        Windows.of(steps)
+        StepSampling.of(steps)
 
 
 @pytest.mark.parametrize("text", ["", "a:b", "1:2:3", "-1", "1;2", ":,"])
 def test_command_lines_that_name_no_windows(text):
     """So it is on a command line."""
     with pytest.raises(ValueError, match="steps must"):
-        Windows.parse(text if text != ":," else "1,,2")
+        StepSampling.parse(text if text != ":," else "1,,2")
 
 
 # Statistics.
@@ -530,7 +530,7 @@ def test_old_parts_go(run):
 
 def test_traces_of_processes_that_have_ended_go(run):
     """Files of processes that a rank has started go too, the oldest first; those being written stay."""
-    from pipesight.runs.disk_quota import TraceRoom
+    from pipesight.runs.disk_quota import DiskQuota
 
     folder = run / "trace"
     folder.mkdir(parents=True)
@@ -542,7 +542,7 @@ def test_traces_of_processes_that_have_ended_go(run):
     (folder / "rank-00000.pfw.gz").write_bytes(b"")
     with open(folder / "rank-00000-0.pfw.gz") as written:
         fcntl.flock(written, fcntl.LOCK_EX)
-        room = TraceRoom(RunDirectory(run), 75_000)
+        room = DiskQuota(RunDirectory(run), 75_000)
         room.make()
     assert sorted(file.name for file in folder.iterdir()) == [
         "rank-00000-0.pfw.gz",

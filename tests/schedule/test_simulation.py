@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesight.plan import DeadlockError, gpipe, interleaved, one_f_one_b, recorded, simulate, zero_bubble
-from pipesight.schedule.contention import Crowd, rates_of
+from pipesight.schedule.contention import Concurrency, rates_of
 from pipesight.schedule.task_orders import B, F, R, W
 
 
@@ -260,4 +260,4 @@ def test_rates_are_found_again():
     begin, end = (np.rint(times[kind, stage, i])[None].astype(int) for times in (found.begin, found.end))
     told = rates_of(begin, end, (kind * 4 + stage)[None], processors=2)
     assert told == pytest.approx(rates, rel=0.1)
-    assert Crowd(begin, end).work(told)[0] == pytest.approx(work[kind, stage, i], rel=0.15)
+    assert Concurrency(begin, end).work(told)[0] == pytest.approx(work[kind, stage, i], rel=0.15)

@@ -12,11 +12,20 @@ from dataclasses import dataclass, replace
 from pipesight.analysis.links import Link, places_to_look_at
 from pipesight.analysis.measured_costs import SMALL_MESSAGE, Measured
 from pipesight.analysis.topology import PipelineFacts
-from pipesight.plan.balance_search import find
-from pipesight.plan.distributed import NAMES
-from pipesight.plan.plans import UNPIPELINED, WORTH, Plan, best_plans, fastest_first, predict, settings
+from pipesight.plan.balance_search import find_balance
+from pipesight.plan.plans import (
+    DISTRIBUTED_NAMES,
+    UNPIPELINED,
+    WORTH,
+    Plan,
+    best_plans,
+    fastest_first,
+    predict,
+    settings,
+)
 from pipesight.schedule.costs import Costs
-from pipesight.schedule.stage_costs import Blocks, Setting
+from pipesight.schedule.setting import Setting
+from pipesight.schedule.stage_costs import StageCosts
 
 __all__ = ["AT_LEAST", "AT_MOST", "SIMULATED", "Change", "Situation", "find_changes"]
 
@@ -123,7 +132,7 @@ def _fewer_partitions(situation: Situation, measured: Measured) -> Change | None
 
 def _best(measured: Measured, setting: Setting) -> Plan:
     """Return a setting with its best balance."""
-    return predict(measured.costs, setting, find(Blocks(measured.costs, setting)).balance)
+    return predict(measured.costs, setting, find_balance(StageCosts(measured.costs, setting)).balance)
 
 
 def _balance(measured: Measured) -> Change | None:
@@ -194,7 +203,7 @@ def _schedule(measured: Measured) -> Change | None:
         if name == setting.schedule or not (other := replace(setting, schedule=name)).runs:
             continue
         gain = _gain(measured, predict(measured.costs, other, measured.balance))
-        what = f'schedule="{NAMES[name]}" instead of "{measured.schedule_name}"'
+        what = f'schedule="{DISTRIBUTED_NAMES[name]}" instead of "{measured.schedule_name}"'
         if name == "zero-bubble":  # what it costs to compute gradients in two parts is not known
             found.append(Change(what, "gradients of weights fill what ranks wait", gain, AT_MOST))
         else:
@@ -213,7 +222,7 @@ def _together(measured: Measured) -> Change | None:
     possible = settings(
         measured.costs,
         partitions=measured.devices,
-        schedules=(*NAMES,) if over_ranks else ("gpipe",),
+        schedules=(*DISTRIBUTED_NAMES,) if over_ranks else ("gpipe",),
         recorded=measured.schedule.chunks,
         rounds=max(2, measured.schedule.stages // measured.devices),
     )
@@ -223,7 +232,7 @@ def _together(measured: Measured) -> Change | None:
         return None
     best = plans[0].setting
     what = f'balance={list(plans[0].balance)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
-    what += f', schedule="{NAMES[best.schedule]}"' if over_ranks else ""
+    what += f', schedule="{DISTRIBUTED_NAMES[best.schedule]}"' if over_ranks else ""
     why = "together; each of these alone gains less"
     if best.chunks == 1 and best.partitions > 1:
         why = f"{why}; {UNPIPELINED}"

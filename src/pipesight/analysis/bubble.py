@@ -31,7 +31,7 @@ from pipesight.analysis._task_arrays import Batch, Lengths, Times, orders_of
 from pipesight.analysis._transfer_waits import arrivals_of, of_rows, waits
 from pipesight.analysis.steps import MiniBatches
 from pipesight.runs.reading.event_tables import Column, Tasks, Transfers
-from pipesight.schedule.contention import Crowd, rate_of, rates_of
+from pipesight.schedule.contention import Concurrency, rate_of, rates_of
 from pipesight.schedule.simulation import simulate
 from pipesight.schedule.task_orders import Schedule
 
@@ -195,7 +195,7 @@ def _crowded(batch: Batch, workers: Column, processors: int | None) -> tuple[tup
         return (), lost
     rates = rates_of(batch.begin, batch.end, batch.code // batch.m, processors)
     if rate_of(rates, int(workers.max()) + 1) < 1:
-        longer = batch.end - batch.begin - Crowd(batch.begin, batch.end).work(rates)
+        longer = batch.end - batch.begin - Concurrency(batch.begin, batch.end).work(rates)
         for j in range(batch.n):
             lost[:, j] = _whole(np.where(batch.code // batch.m % batch.n == j, longer, 0.0).sum(axis=1))
     return rates, lost

@@ -19,8 +19,8 @@ from pipesight.analysis.topology import PipelineFacts
 from pipesight.plan.plans import predict
 from pipesight.runs.reading.event_tables import Column, LayerTimes, Tasks, Transfers
 from pipesight.schedule.costs import Costs, Link
+from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Times
-from pipesight.schedule.stage_costs import Setting
 from pipesight.schedule.task_orders import B, F, R, Schedule, W
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipesight.analysis.steps import MiniBatches
 from pipesight.runs.reading.event_tables import Tasks
-from pipesight.schedule.contention import Crowd
+from pipesight.schedule.contention import Concurrency
 from pipesight.schedule.simulation import Times, simulate
 from pipesight.schedule.task_orders import KINDS, B, F, R, Schedule, W
 
@@ -46,7 +46,7 @@ class Windows:
         self.begin[kind, stage, i, which], self.end[kind, stage, i, which] = begin, end
         self.lengths: Times = np.full(shape, np.nan)
         """How long each task computes; less than it took if devices slowed each other down."""
-        self.lengths[kind, stage, i, which] = Crowd(begin, end).work(rates)
+        self.lengths[kind, stage, i, which] = Concurrency(begin, end).work(rates)
         device = np.asarray(schedule.device_of_stage)[stage]
         turn = np.lexsort((begin, device), axis=1)
         device, ended = np.take_along_axis(device, turn, 1), np.take_along_axis(end, turn, 1)

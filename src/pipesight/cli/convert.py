@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from pipesight.runs.reading.clock_shift import Shift, read_shifts
+from pipesight.runs.reading.clock_shift import ClockShift, read_shifts
 from pipesight.runs.reading.trace_reader import NotATraceError, TraceReader, find_traces
 
 __all__ = ["add_to", "run"]
@@ -194,7 +194,9 @@ def _opened(output: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
             partial.unlink(missing_ok=True)
 
 
-def _write_chrome(readers: Sequence[TraceReader], file: IO[bytes] | gzip.GzipFile, shifts: Mapping[int, Shift]) -> None:
+def _write_chrome(
+    readers: Sequence[TraceReader], file: IO[bytes] | gzip.GzipFile, shifts: Mapping[int, ClockShift]
+) -> None:
     """Write the events of all files, those of ranks by the clock of rank 0."""
     between = b'{"traceEvents":[\n'
     for reader in readers:

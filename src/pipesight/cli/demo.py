@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipesight.demo.live_display import LiveDisplay
-    from pipesight.demo.partition_activity import Watch
+    from pipesight.demo.partition_activity import ActivityMonitor
     from pipesight.demo.plain_display import PlainDisplay
     from pipesight.demo.progress import Meter
     from pipesight.demo.training import Training
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     """Train, show how it goes, and return the exit code."""
     from rich.console import Console
 
-    from pipesight.demo.partition_activity import Watch
+    from pipesight.demo.partition_activity import ActivityMonitor
     from pipesight.demo.progress import Limit, Meter
     from pipesight.demo.training import Training, one_thread, pick_partitions
     from pipesight.recording import observe
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
             return 2
         columns = max(NARROWEST, min(console.width, WIDTH))
         print(_fit(training.description, columns), end="\n\n", flush=True)
-        meter, watch = Meter(limit, batch=training.batch), Watch(len(training.pipe.partitions))
+        meter, watch = Meter(limit, batch=training.batch), ActivityMonitor(len(training.pipe.partitions))
         try:
             with watch, recording, _display(training, watch, console, plain=options.plain) as display:
                 while not meter.done:
@@ -134,7 +134,9 @@ def _report(recorded: Path) -> int:
     return main(["report", os.fspath(recorded), "--html"])
 
 
-def _display(training: Training, watch: Watch, console: Console, *, plain: bool) -> LiveDisplay | PlainDisplay:
+def _display(
+    training: Training, watch: ActivityMonitor, console: Console, *, plain: bool
+) -> LiveDisplay | PlainDisplay:
     from pipesight.demo.live_display import LiveDisplay
     from pipesight.demo.plain_display import PlainDisplay
 
@@ -144,7 +146,7 @@ def _display(training: Training, watch: Watch, console: Console, *, plain: bool)
     return display if display.fits else PlainDisplay()
 
 
-def _summary(begin: str, meter: Meter, training: Training, watch: Watch) -> str:
+def _summary(begin: str, meter: Meter, training: Training, watch: ActivityMonitor) -> str:
     done = meter.latest
     if done is None:
         return f"{begin} 0 steps"

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out is None:
         return _refuse("the following arguments are required: --out")
     from pipesight.recording import observe
-    from pipesight.recording.step_sampling import Windows
+    from pipesight.recording.step_sampling import StepSampling
 
     try:
         observation = observe(
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
             trace=not options.no_trace,
             stats=options.stats,
             logs=None if options.logs.lower() == "none" else options.logs,
-            steps=Windows.parse(options.steps).windows,
+            steps=StepSampling.parse(options.steps).windows,
             every=options.every,
             max_bytes=_size(options.max_bytes),
             overwrite=options.overwrite,

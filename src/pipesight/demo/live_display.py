@@ -25,7 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipesight.demo.partition_activity import Activity, Watch
+from pipesight.demo.partition_activity import Activity, ActivityMonitor
 from pipesight.demo.progress import Progress
 from pipesight.pipeline.gpipe import GPipe
 
@@ -54,12 +54,12 @@ class LiveDisplay:
 
     Example::
 
-        with Watch(partitions=4) as watch, LiveDisplay(pipe, watch, Console()) as display:
+        with ActivityMonitor(partitions=4) as watch, LiveDisplay(pipe, watch, Console()) as display:
             while not meter.done:
                 display.show(meter.record(training.step()))
     """
 
-    def __init__(self, pipe: GPipe, watch: Watch, console: Console) -> None:
+    def __init__(self, pipe: GPipe, watch: ActivityMonitor, console: Console) -> None:
         self._devices = [str(device) for device in pipe.devices]
         self._classes = {
             name: type(layer).__name__ for partition in pipe.partitions for name, layer in partition.named_children()

@@ -9,7 +9,7 @@ from typing import Self
 from pipesight import context
 from pipesight.context import Observer, Phase, Where
 
-__all__ = ["Activity", "Watch"]
+__all__ = ["Activity", "ActivityMonitor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Activity:
     """``None`` until the first layer starts."""
 
 
-class Watch(Observer):
+class ActivityMonitor(Observer):
     """Keeps the row of each partition up to date; ``None`` is an idle one.
 
     Example::
 
-        with Watch(partitions=4) as watch:
+        with ActivityMonitor(partitions=4) as watch:
             ...  # train
             print(watch.rows[0])
         print(watch.seconds)

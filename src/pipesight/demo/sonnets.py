@@ -7,15 +7,15 @@ from importlib import resources
 import torch
 from torch import Tensor
 
-__all__ = ["Verse"]
+__all__ = ["SonnetText"]
 
 
-class Verse:
+class SonnetText:
     """A text, its alphabet, and pieces of it to train on.
 
     Example::
 
-        verse = Verse.sonnets()
+        verse = SonnetText.sonnets()
         inputs, targets = verse.batch(32, length=32, generator=torch.Generator())
     """
 
@@ -25,7 +25,7 @@ class Verse:
         self.tokens = self.encode(text)
 
     @classmethod
-    def sonnets(cls) -> Verse:
+    def sonnets(cls) -> SonnetText:
         """Read the sonnets that come with the package."""
         return cls(resources.files(__package__).joinpath("sonnets.txt").read_text(encoding="ascii"))
 

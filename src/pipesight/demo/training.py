@@ -13,7 +13,7 @@ from torch import nn
 
 from pipesight.balance import balance_by_size
 from pipesight.demo.model import char_gpt
-from pipesight.demo.sonnets import Verse
+from pipesight.demo.sonnets import SonnetText
 from pipesight.pipeline.gpipe import GPipe
 from pipesight.schedule.argument_checks import CheckpointMode
 
@@ -64,7 +64,7 @@ class Training:
         torch.manual_seed(seed)
         self._picks = torch.Generator().manual_seed(seed)
         self._seed = seed
-        self._verse = Verse.sonnets()
+        self._verse = SonnetText.sonnets()
         model = char_gpt(len(self._verse.alphabet), width=size.width, heads=size.heads, context=CONTEXT)
         sample = torch.zeros(self.batch, CONTEXT, dtype=torch.long)
         balance = balance_by_size(model, sample, partitions, chunks=chunks, param_scale=4)  # as Adam needs it

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from pipesight.plan.plans import DoesNotFitError, Plan, best_plans, predict, settings, simulated
     from pipesight.schedule.costs import Costs, Layer, Link
     from pipesight.schedule.memory import peak_bytes
+    from pipesight.schedule.setting import SCHEDULES, Setting
     from pipesight.schedule.simulation import DeadlockError, Simulation, simulate
-    from pipesight.schedule.stage_costs import SCHEDULES, Setting
     from pipesight.schedule.task_orders import (
         Schedule,
         gpipe,
@@ -56,7 +56,7 @@ __all__ = [
 
 # The report needs the simulator alone.
 _HOMES = {
-    "SCHEDULES": "pipesight.schedule.stage_costs",
+    "SCHEDULES": "pipesight.schedule.setting",
     "Costs": "pipesight.schedule.costs",
     "DeadlockError": "pipesight.schedule.simulation",
     "DoesNotFitError": "pipesight.plan.plans",
@@ -66,7 +66,7 @@ _HOMES = {
     "NoTasksError": "pipesight.analysis.measured_costs",
     "Plan": "pipesight.plan.plans",
     "Schedule": "pipesight.schedule.task_orders",
-    "Setting": "pipesight.schedule.stage_costs",
+    "Setting": "pipesight.schedule.setting",
     "Simulation": "pipesight.schedule.simulation",
     "best_plans": "pipesight.plan.plans",
     "gpipe": "pipesight.schedule.task_orders",

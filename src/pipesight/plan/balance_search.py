@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from pipesight.schedule.balancing import balance_cost, check_partitions
 from pipesight.schedule.lower_bounds import ChainBound, GPipeBound, bounds
 from pipesight.schedule.simulation import Times
-from pipesight.schedule.stage_costs import Blocks, Cuts
+from pipesight.schedule.stage_costs import Cuts, StageCosts
 
-__all__ = ["Found", "find"]
+__all__ = ["FoundBalance", "find_balance"]
 
 _FEW = 50_000
 """So many cuts are all looked at."""
@@ -35,7 +35,7 @@ _TOGETHER = 2**22
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundBalance:
     """The best cut that was found."""
 
     balance: tuple[int, ...]
@@ -51,7 +51,7 @@ class Found:
         return bool(self.balance)
 
 
-def find(blocks: Blocks, *, limit: float = math.inf) -> Found:
+def find_balance(blocks: StageCosts, *, limit: float = math.inf) -> FoundBalance:
     """Return the cut that takes least time and no more than ``limit`` bytes on any device.
 
     Raises:
@@ -73,15 +73,15 @@ def find(blocks: Blocks, *, limit: float = math.inf) -> Found:
 class _Search:
     """The best cut so far."""
 
-    def __init__(self, blocks: Blocks, limit: float) -> None:
+    def __init__(self, blocks: StageCosts, limit: float) -> None:
         self._blocks, self._limit = blocks, limit
         self.seconds, self.cut = math.inf, np.empty(0, np.int64)
         self.least_bytes = math.inf
 
-    def result(self, bound: float) -> Found:
+    def result(self, bound: float) -> FoundBalance:
         balance = tuple(int(count) for count in np.diff(self.cut))
         proven = bound >= self.seconds * (1 - _SAME)
-        return Found(balance, self.seconds, self.seconds if proven else bound, self.least_bytes)
+        return FoundBalance(balance, self.seconds, self.seconds if proven else bound, self.least_bytes)
 
     def fitting(self, cuts: Cuts) -> NDArray[np.bool_]:
         """Return which of the cuts fit."""
@@ -143,7 +143,7 @@ class _Search:
             self.seconds, self.cut = known[1], cut
 
 
-def _branch_and_bound(blocks: Blocks, search: _Search, limit: float) -> Found:
+def _branch_and_bound(blocks: StageCosts, search: _Search, limit: float) -> FoundBalance:
     """Build cuts block by block, those first that have the best bound; each device has one block."""
     n, layers = blocks.setting.partitions, blocks.layers
     allowed = np.zeros((n, layers + 1, layers + 1))

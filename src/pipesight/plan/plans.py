@@ -9,19 +9,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.plan.balance_search import find
+from pipesight.plan.balance_search import find_balance
 from pipesight.schedule.argument_checks import CHECKPOINT_MODES
 from pipesight.schedule.balancing import check_partitions
 from pipesight.schedule.costs import Costs
+from pipesight.schedule.rank_schedules import by_name
+from pipesight.schedule.setting import SCHEDULES, Setting
 from pipesight.schedule.simulation import Simulation
-from pipesight.schedule.stage_costs import SCHEDULES, Blocks, Setting
+from pipesight.schedule.stage_costs import StageCosts
 
 __all__ = [
+    "DISTRIBUTED_NAMES",
     "UNPIPELINED",
     "WORTH",
     "DoesNotFitError",
     "Plan",
     "best_plans",
+    "distributed_call",
     "fastest_first",
     "predict",
     "settings",
@@ -32,6 +36,13 @@ WORTH = 0.01
 """Of the step, what a change must gain to be named: less is within what can be told."""
 UNPIPELINED = "without pipelining: one micro-batch"
 """What a single chunk means."""
+DISTRIBUTED_NAMES = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved": "interleaved-1f1b",
+    "zero-bubble": "interleaved-zero-bubble",
+}
+"""What `DistributedPipeline` calls the schedules that plans have. Every torch that pipesight supports has these."""
 
 
 class DoesNotFitError(ValueError):
@@ -70,6 +81,16 @@ class Plan:
         return f"GPipe(model, balance={list(self.balance)}, {rest})"
 
 
+def distributed_call(plan: Plan) -> str | None:
+    """Return the code that runs a plan over as many ranks as it has partitions; ``None`` if no schedule can."""
+    setting, name = plan.setting, DISTRIBUTED_NAMES[plan.setting.schedule]
+    schedule = by_name(name)
+    if schedule is None or not schedule.fits(setting.chunks, setting.partitions, setting.stages):
+        return None
+    rest = f'chunks={setting.chunks}, schedule="{name}", checkpoint="{setting.checkpoint}"'
+    return f"DistributedPipeline(..., balance={list(plan.balance)}, {rest})"
+
+
 def predict(
     costs: Costs, setting: Setting, balance: Sequence[int], *, parameter_scale: float = 2.0, bound: float | None = None
 ) -> Plan:
@@ -88,7 +109,7 @@ def predict(
             "balance must give each stage a layer, and all layers to stages "
             f"(balance: {list(balance)}, stages: {setting.stages}, layers: {len(costs.layers)})"
         )
-    blocks = Blocks(costs, setting, parameter_scale=parameter_scale)
+    blocks = StageCosts(costs, setting, parameter_scale=parameter_scale)
     cut = np.concatenate([[0], np.cumsum(balance)])[:, None]
     found = blocks.simulate(cut)
     window = float(found.makespan[0]) * costs.jitter
@@ -107,7 +128,7 @@ def predict(
 def simulated(costs: Costs, plan: Plan) -> Simulation:
     """Return when each task of a plan would run."""
     cut = np.concatenate([[0], np.cumsum(plan.balance)])[:, None]
-    found = Blocks(costs, plan.setting).simulate(cut)
+    found = StageCosts(costs, plan.setting).simulate(cut)
     times = (found.begin[..., 0], found.end[..., 0], found.makespan[0], found.busy[:, 0])
     return Simulation(found.schedule, *times)
 
@@ -128,8 +149,8 @@ def best_plans(
     """
     plans, least = [], math.inf
     for setting in settings:
-        blocks = Blocks(costs, setting, parameter_scale=parameter_scale)
-        found = find(blocks, limit=memory)
+        blocks = StageCosts(costs, setting, parameter_scale=parameter_scale)
+        found = find_balance(blocks, limit=memory)
         least = min(least, found.least_bytes)
         if found.fits:
             plans.append(predict(costs, setting, found.balance, parameter_scale=parameter_scale, bound=found.bound))

@@ -27,7 +27,7 @@ from pipesight.logs.records import logger as task_logger
 from pipesight.logs.tasks import MESSAGE
 from pipesight.stats.sinks._lines import LineFile
 
-__all__ = ["LogLines", "level_number"]
+__all__ = ["LogCapture", "level_number"]
 
 _CALLERS = 4  # frames from a logger's `_log` to its handlers, subclasses included
 
@@ -46,7 +46,7 @@ def level_number(level: str | int) -> int:
     return number
 
 
-class LogLines:
+class LogCapture:
     """Writes the lines of all loggers from a level on, until `remove`.
 
     Args:
@@ -198,7 +198,7 @@ class LogLines:
 class _TaskLines(Observer):
     """Writes the lines that `pipesight.logs.TaskLog` would log, at a third of the cost."""
 
-    def __init__(self, lines: LogLines) -> None:
+    def __init__(self, lines: LogCapture) -> None:
         self._lines, self.on = lines, False
 
     def wanted(self) -> bool:

@@ -17,15 +17,15 @@ from torch import nn
 
 from pipesight import trace as tracing
 from pipesight._logger import own_logger
-from pipesight.recording.log_capture import LogLines, level_number
-from pipesight.recording.pipeline_description import KnownPipeline, Pipeline
+from pipesight.recording.log_capture import LogCapture, level_number
+from pipesight.recording.pipeline_description import Pipeline, PipelineDescription
 from pipesight.recording.rank_clocks import RankClocks
 from pipesight.recording.run_statistics import Config, RunStatistics
-from pipesight.recording.step_counter import StepCount
-from pipesight.recording.step_sampling import Steps, Windows
+from pipesight.recording.step_counter import StepCounter
+from pipesight.recording.step_sampling import Steps, StepSampling
 from pipesight.runs.description import Description, outcome_of
 from pipesight.runs.directory import RunDirectory
-from pipesight.runs.disk_quota import TraceRoom
+from pipesight.runs.disk_quota import DiskQuota
 from pipesight.trace import session as trace_session
 from pipesight.trace.automatic import Instrumentation, instrument
 
@@ -84,7 +84,7 @@ def observe(
         trace=trace,
         stats=stats,
         logs=logs,
-        windows=Windows.of(steps, every=every),
+        windows=StepSampling.of(steps, every=every),
         max_bytes=max_bytes,
         first_step=first_step,
         overwrite=overwrite,
@@ -101,14 +101,14 @@ class Observation:
         trace: bool,
         stats: Config | None,
         logs: str | int | None,
-        windows: Windows,
+        windows: StepSampling,
         max_bytes: int | None,
         first_step: int,
         overwrite: bool,
     ) -> None:
-        if max_bytes is not None and max_bytes < TraceRoom.LEAST:
+        if max_bytes is not None and max_bytes < DiskQuota.LEAST:
             raise ValueError(
-                f"max_bytes must be {TraceRoom.LEAST:,} or more, or None for no limit (max_bytes: {max_bytes!r})"
+                f"max_bytes must be {DiskQuota.LEAST:,} or more, or None for no limit (max_bytes: {max_bytes!r})"
             )
         if not isinstance(first_step, int) or isinstance(first_step, bool) or first_step < 0:
             raise ValueError(f"first_step must be an integer from 0 on (first_step: {first_step!r})")
@@ -122,16 +122,16 @@ class Observation:
         self._steps_back = False
         self.of_command = False
         """Whether this is of ``pipesight run``: what the program itself then wants recorded steps back."""
-        self._pipelines: dict[int, KnownPipeline] = {}
+        self._pipelines: dict[int, PipelineDescription] = {}
         self._meeting = threading.Lock()
         self._complaints: set[str] = set()
         self._observing = True
         self._without_hooks = False
-        self._count = StepCount(first_step, self)
+        self._count = StepCounter(first_step, self)
         self._session: tracing.Session | None = None
         self._instrumentation: Instrumentation | None = None
         self._statistics: RunStatistics | None = None
-        self._log_lines: LogLines | None = None
+        self._log_lines: LogCapture | None = None
         self._description: Description | None = None
 
     def __repr__(self) -> str:
@@ -227,10 +227,10 @@ class Observation:
                 self._stats, directory.path, first=self._first, begin=self._count.begin, log=self._log
             )
             stack.callback(self._statistics.close, failed=True)
-        room = TraceRoom(directory, self._max_bytes)
+        room = DiskQuota(directory, self._max_bytes)
         self._room = room
         if self._logs is not None:
-            self._log_lines = LogLines(
+            self._log_lines = LogCapture(
                 directory.log, level=self._logs[1], max_bytes=room.log_bytes, step=lambda: self._count.number
             )
             stack.callback(self._log_lines.remove)
@@ -324,7 +324,7 @@ class Observation:
         self._description.end(trace_session.ending() or "the process ended")
         self._refresh()
 
-    # How the run goes on; see `StepFollower`. None of it may break the training.
+    # How the run goes on; see `StepListener`. None of it may break the training.
 
     def turn(self, last: int, step: int) -> None:
         """A step has ended, and another begins."""
@@ -389,7 +389,7 @@ class Observation:
         known = self._pipelines.get(id(pipeline))
         if known is None:
             with self._meeting:
-                self._pipelines.setdefault(id(pipeline), KnownPipeline(pipeline))
+                self._pipelines.setdefault(id(pipeline), PipelineDescription(pipeline))
             self._refresh()
         elif known.settle():
             self._refresh()

@@ -17,13 +17,13 @@ from pipesight.pipeline.gpipe import GPipe
 if TYPE_CHECKING:
     from pipesight.distributed import DistributedPipeline
 
-__all__ = ["KnownPipeline", "Pipeline"]
+__all__ = ["Pipeline", "PipelineDescription"]
 
 Pipeline: TypeAlias = Union[GPipe, "DistributedPipeline"]
 """A pipeline of either engine."""
 
 
-class KnownPipeline:
+class PipelineDescription:
     """A pipeline that a run has met. Its first mini-batch tells how large these are, and the outputs of layers.
 
     Of one over several processes, each knows the outputs of its own layers.

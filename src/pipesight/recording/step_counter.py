@@ -29,10 +29,10 @@ from pipesight._patches import Patches
 from pipesight.recording.pipeline_description import Pipeline
 from pipesight.trace.automatic import on_outermost
 
-__all__ = ["StepCount", "StepFollower"]
+__all__ = ["StepCounter", "StepListener"]
 
 
-class StepFollower(Protocol):
+class StepListener(Protocol):
     """Is told how a run goes on. What it raises reaches the training: it must not."""
 
     def turn(self, last: int, step: int) -> None:
@@ -54,7 +54,7 @@ class StepFollower(Protocol):
         """A module is called, from outside of all others."""
 
 
-class StepCount:
+class StepCounter:
     """Counts the steps of this process.
 
     Args:
@@ -62,7 +62,7 @@ class StepCount:
         follower: Who is told.
     """
 
-    def __init__(self, first: int, follower: StepFollower) -> None:
+    def __init__(self, first: int, follower: StepListener) -> None:
         self._number = first
         self._follower = follower
         self._ended = False  # an optimizer has stepped, and nothing has begun since

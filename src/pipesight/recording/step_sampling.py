@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["Steps", "Windows"]
+__all__ = ["StepSampling", "Steps"]
 
 Window: TypeAlias = tuple[int, int | None]
 """The first step and the last, both included; ``None`` for no end."""
@@ -18,19 +18,19 @@ _FIX = "give the first and the last one: steps=(10, 20), or several such pairs: 
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class StepSampling:
     """Tells which steps are recorded.
 
     Example::
 
-        Windows.of((10, 20), every=5).include(15)  # and 10, and 20
+        StepSampling.of((10, 20), every=5).include(15)  # and 10, and 20
     """
 
     windows: tuple[Window, ...] | None = None
     every: int = 1
 
     @classmethod
-    def of(cls, steps: Steps, *, every: int = 1) -> Windows:
+    def of(cls, steps: Steps, *, every: int = 1) -> StepSampling:
         """Check what a user says.
 
         Raises:
@@ -52,7 +52,7 @@ class Windows:
         return cls(tuple(sorted((_window(one) for one in given), key=lambda window: window[0])), every)
 
     @classmethod
-    def parse(cls, text: str | None, *, every: int = 1) -> Windows:
+    def parse(cls, text: str | None, *, every: int = 1) -> StepSampling:
         """Read what a command line says: ``10:20``, ``10:``, ``:20``, ``15``, or several with commas between.
 
         Raises:

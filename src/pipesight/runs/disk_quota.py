@@ -13,12 +13,12 @@ from pathlib import Path
 
 from pipesight.runs.directory import RunDirectory
 
-__all__ = ["TraceRoom"]
+__all__ = ["DiskQuota"]
 
 _PARTS = 8
 
 
-class TraceRoom:
+class DiskQuota:
     """Shares out a number of bytes, and removes what is too much.
 
     Attributes:

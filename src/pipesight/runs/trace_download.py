@@ -11,14 +11,14 @@ from typing import BinaryIO, Self
 from pipesight.runs.reading.safe_open import RefusedError, open_plain
 from pipesight.runs.reading.trace_reader import NotATraceError, TraceReader, find_traces
 
-__all__ = ["HandedOver"]
+__all__ = ["TraceDownload"]
 
 _CHUNK = 2**18  # bytes
 _LEVEL = 4  # of gzip: a seventh smaller than 3, and faster than 6
 _GZIP = 31  # zlib's number for it
 
 
-class HandedOver:
+class TraceDownload:
     """The bytes of a trace, piece by piece.
 
     Raises:

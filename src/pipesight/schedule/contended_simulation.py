@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from pipesight.schedule.contention import rate_of
 
-__all__ = ["run_together"]
+__all__ = ["simulate_contended"]
 
 _Times = NDArray[np.float64]
 _Numbers = NDArray[np.int64]
 
 
-def run_together(
+def simulate_contended(
     numbers: _Numbers, needs: _Numbers, took: _Times, late: _Times, gaps: _Times, count: int, rates: Sequence[float]
 ) -> tuple[_Times, _Times, _Times]:
     """Return when each task begins and ends, by its number, and when all have ended; of each batch.

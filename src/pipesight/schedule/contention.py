@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Crowd", "rate_of", "rates_of"]
+__all__ = ["Concurrency", "rate_of", "rates_of"]
 
 LEAST = 0.5
 """Of an even share of the processors, what a task gets at least; a lower rate is none of sharing."""
@@ -39,7 +39,7 @@ def rate_of(rates: Sequence[float], count: int) -> float:
     return float(rates[count - 1]) if count <= len(rates) else float(rates[-1]) * len(rates) / count
 
 
-class Crowd:
+class Concurrency:
     """How many tasks run at any time, in mini-batches with as many tasks: a row each, times in any unit."""
 
     def __init__(self, begin: NDArray[np.int64] | _Times, end: NDArray[np.int64] | _Times) -> None:
@@ -87,7 +87,7 @@ def rates_of(
     """
     few = slice(None, None, -(-len(begin) // ENOUGH))
     begin, end, kinds = begin[few], end[few], kinds[few]
-    crowd = Crowd(begin, end)
+    crowd = Concurrency(begin, end)
     most = crowd.most
     even = np.minimum(1.0, processors / np.arange(1, most + 1))
     if most <= processors:

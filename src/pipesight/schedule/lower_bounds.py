@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from pipesight.schedule.simulation import Times
-from pipesight.schedule.stage_costs import Blocks, Cuts
+from pipesight.schedule.stage_costs import Cuts, StageCosts
 from pipesight.schedule.task_orders import B, F, R
 
 __all__ = ["ChainBound", "GPipeBound", "bounds"]
@@ -25,7 +25,7 @@ _Hold: TypeAlias = tuple[Times, Times]
 """How long each device is held by each block, and how much later a block makes all of that for the next device."""
 
 
-def bounds(blocks: Blocks, cuts: Cuts) -> Times:
+def bounds(blocks: StageCosts, cuts: Cuts) -> Times:
     """Return for each cut a time that it cannot beat, in seconds."""
     begin, end = cuts[:-1], cuts[1:]
     if blocks.setting.schedule == "gpipe":
@@ -40,7 +40,7 @@ def bounds(blocks: Blocks, cuts: Cuts) -> Times:
     return np.asarray((busy + _before(later[begin, end])[:n]).max(axis=0))
 
 
-def _holds(blocks: Blocks) -> list[_Hold]:
+def _holds(blocks: StageCosts) -> list[_Hold]:
     """Return what bounds schedules with a block a device that run backwards as soon as they can."""
     n, m, time = blocks.setting.partitions, blocks.setting.chunks, blocks.time
     forward, recompute, backward, weights = time
@@ -61,7 +61,7 @@ def _holds(blocks: Blocks) -> list[_Hold]:
     return [(busy, forward + blocks.send), (busy - m * weights, later), (first, later), (last, later)]
 
 
-def _gpipe(blocks: Blocks, time: Times, out: Times) -> Times:
+def _gpipe(blocks: StageCosts, time: Times, out: Times) -> Times:
     m = blocks.setting.chunks
     there = time[F].sum(axis=0) + out.sum(axis=0) + (m - 1) * time[F].max(axis=0) + blocks.loss
     again = time[R] if blocks.again else 0.0
@@ -83,7 +83,7 @@ class ChainBound:
     The best that the other blocks can do is known from dynamic programming, from the last layer to the first.
     """
 
-    def __init__(self, blocks: Blocks, allowed: Times) -> None:
+    def __init__(self, blocks: StageCosts, allowed: Times) -> None:
         self._allowed, self._holds = allowed, _holds(blocks)
         self._rests = [_minimax(held + allowed, later) for held, later in self._holds]
         self.lowest = max(float(rest[len(allowed), 0]) for rest in self._rests)
@@ -107,7 +107,7 @@ class ChainBound:
 class GPipeBound:
     """The same for GPipe, where forwards and backwards have a slowest stage each."""
 
-    def __init__(self, blocks: Blocks, allowed: Times) -> None:
+    def __init__(self, blocks: StageCosts, allowed: Times) -> None:
         time, self._m = blocks.time, blocks.setting.chunks
         self._forward = time[F]
         self._backward = time[B] + time[R] if blocks.again else time[B]

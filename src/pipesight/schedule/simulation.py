@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesight.schedule.contended_simulation import run_together
+from pipesight.schedule.contended_simulation import simulate_contended
 from pipesight.schedule.contention import rate_of
 from pipesight.schedule.task_orders import KINDS, B, F, R, Schedule
 
@@ -130,7 +130,7 @@ def _shared(
         all_waits = np.broadcast_to(waits, (*waits.shape[:3], *batch)).reshape(*waits.shape[:3], size)
         of_stage = np.where(kind == R, schedule.stages - 1, stage)
         late = _delay(all_waits, kind, of_stage, i, needs == walk.count)
-    begin, end, makespan = run_together(numbers, needs, took, late, gaps[kind], walk.count, rates)
+    begin, end, makespan = simulate_contended(numbers, needs, took, late, gaps[kind], walk.count, rates)
     busy = np.nansum((end - begin)[numbers] * (schedule.order[..., 0] >= 0)[..., None], axis=1)
     shape = (len(KINDS), schedule.stages, schedule.chunks, *batch)
     begin, end = begin[: walk.count].reshape(shape), end[: walk.count].reshape(shape)

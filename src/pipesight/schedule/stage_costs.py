@@ -6,7 +6,6 @@ an array of cuts, of shape (stages + 1, cuts), picks thousands at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -15,75 +14,16 @@ from numpy.typing import NDArray
 from pipesight.schedule.contention import rate_of
 from pipesight.schedule.costs import Costs
 from pipesight.schedule.memory import held
+from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Simulation, Times, simulate
-from pipesight.schedule.task_orders import (
-    B,
-    F,
-    R,
-    Schedule,
-    W,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    recomputed,
-    zero_bubble,
-)
+from pipesight.schedule.task_orders import B, F, R, W, recomputed
 
-__all__ = ["SCHEDULES", "Blocks", "Cuts", "Setting"]
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+__all__ = ["Cuts", "StageCosts"]
 
 Cuts: TypeAlias = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A way to run a model, but for its balance.
-
-    Raises:
-        ValueError: There is no such way.
-    """
-
-    schedule: str
-    partitions: int
-    chunks: int
-    checkpoint: str = "except_last"
-    rounds: int = 1
-    """How often a micro-batch comes around, in an interleaved schedule."""
-
-    def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)} (schedule: {self.schedule!r})")
-        if self.rounds != 1 and self.schedule != "interleaved":
-            raise ValueError(f"only an interleaved schedule has rounds (schedule: {self.schedule})")
-
-    @property
-    def stages(self) -> int:
-        """How many there are: one a partition, or one a partition and round."""
-        return self.partitions * self.rounds
-
-    @property
-    def runs(self) -> bool:
-        """Whether an engine takes it: `pipesight.GPipe` or, of a torch that has the schedule, `DistributedPipeline`."""
-        if self.schedule == "1f1b":
-            return self.chunks >= self.partitions
-        if self.schedule == "interleaved":
-            return self.partitions > 1 and self.chunks % self.partitions == 0  # other numbers are not simulated
-        return self.schedule == "gpipe" or self.chunks % max(1, self.chunks // self.partitions) == 0
-
-    def build(self) -> Schedule:
-        """Return the schedule."""
-        again = recomputed(self.checkpoint, self.chunks)
-        if self.schedule == "gpipe":
-            return gpipe(self.stages, self.chunks, recompute=again, joined=True)
-        if self.schedule == "1f1b":
-            return one_f_one_b(self.stages, self.chunks, recompute=again)
-        if self.schedule == "zero-bubble":
-            return zero_bubble(self.stages, self.chunks, recompute=again)
-        return interleaved(self.stages, self.chunks, devices=self.partitions, recompute=again)
-
-
-class Blocks:
+class StageCosts:
     """The costs of all blocks in one setting."""
 
     def __init__(self, costs: Costs, setting: Setting, *, parameter_scale: float = 2.0) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from pipesight.analysis.measured_costs import Measured
-from pipesight.plan.distributed import distributed_call
-from pipesight.plan.plans import UNPIPELINED, WORTH, Plan
+from pipesight.plan.plans import UNPIPELINED, WORTH, Plan, distributed_call
 from pipesight.schedule.costs import Costs
 
 __all__ = ["HEADINGS", "Outcome", "Row", "as_json", "best_of_each", "notes", "rows"]

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from pipesight.runs.following.attempts import attempt_of_trace, choose_attempt, described, read_ranks
 from pipesight.runs.following.growing_file import GrowingFile
-from pipesight.runs.following.recent_events import Lines
+from pipesight.runs.following.recent_events import TraceLines
 from pipesight.runs.following.recent_run import RecentRun
-from pipesight.runs.reading.clock_shift import NO_SHIFT, Shift
+from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
 from pipesight.runs.reading.process_liveness import KILLED, ending_of, is_gone, may_restart
 from pipesight.runs.reading.run import NotARunError
 from pipesight.runs.reading.safe_open import check_plain, refusal, without_refused
@@ -209,10 +209,10 @@ class Follower:
                 self._note_growth(changed_at)
                 yield path, lines
 
-    def _lines(self, path: Path, lines: list[bytes]) -> Lines:
-        shift = Shift.of(self._ranks.get(_rank(path), {})) or NO_SHIFT
+    def _lines(self, path: Path, lines: list[bytes]) -> TraceLines:
+        shift = ClockShift.of(self._ranks.get(_rank(path), {})) or NO_SHIFT
         self._closed[path] = lines[-1].strip() == b"]"
-        return Lines(lines, _rank(path), own=_CHILD.search(path.name) is None, shift=shift)
+        return TraceLines(lines, _rank(path), own=_CHILD.search(path.name) is None, shift=shift)
 
     def _find_traces(self) -> list[Path]:
         try:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.runs.reading.clock_shift import Shift
+from pipesight.runs.reading.clock_shift import ClockShift
 from pipesight.runs.reading.duckdb_events import DuckEvents, Source
 from pipesight.runs.reading.event_queries import Frame
 
-__all__ = ["Lines", "LiveEvents"]
+__all__ = ["RecentEvents", "TraceLines"]
 
 _SPAN = (b'"ph":"X"', b'"ph": "X"')
 _SLACK = 1.25
@@ -19,17 +19,17 @@ _SLACK = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class TraceLines:
     """New lines of a trace."""
 
     lines: Sequence[bytes]
     rank: int
     own: bool
     """Of the rank's own process, not of one that it started."""
-    shift: Shift
+    shift: ClockShift
 
 
-class LiveEvents(DuckEvents):
+class RecentEvents(DuckEvents):
     """A table of events that stays small.
 
     Args:
@@ -61,7 +61,7 @@ class LiveEvents(DuckEvents):
         """Show only steps before one."""
         self._before = before
 
-    def add(self, batches: Sequence[Lines]) -> None:
+    def add(self, batches: Sequence[TraceLines]) -> None:
         """Add the spans among some lines."""
         sources = []
         for number, batch in enumerate(batches):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipesight.runs.following.recent_events import Lines, LiveEvents
+from pipesight.runs.following.recent_events import RecentEvents, TraceLines
 from pipesight.runs.reading.event_tables import OPTIMIZER, Spans
 from pipesight.runs.reading.loading import Loaded
 from pipesight.runs.reading.run import LogLine, Note, Run
@@ -32,7 +32,7 @@ class RecentRun(Run):
     followed = True
 
     def __init__(self, path: Path, *, steps: int) -> None:
-        self._live = LiveEvents(steps=steps)
+        self._live = RecentEvents(steps=steps)
         super().__init__(path, Loaded(self._live))
         self._nonfinite: list[tuple[int, dict[str, Any]]] = []  # of the first iteration with any, and their numbers
         self._statistics_read = 0
@@ -44,7 +44,7 @@ class RecentRun(Run):
 
     # For who reads the files.
 
-    def add_events(self, batches: Sequence[Lines]) -> None:
+    def add_events(self, batches: Sequence[TraceLines]) -> None:
         """Add new lines of traces."""
         self._live.add(batches)
         self.events = self._live.count

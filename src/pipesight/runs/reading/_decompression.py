@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipesight.runs.reading.safe_open import open_plain
 
-__all__ = ["Unpacker", "is_packed", "without_surrogates"]
+__all__ = ["Decompressor", "is_packed", "without_surrogates"]
 
 _GZIP = b"\x1f\x8b"
 _MEMBER = _GZIP + b"\x08"
@@ -42,12 +42,12 @@ def without_surrogates(text: bytes) -> bytes:
     return text if changed == text else changed
 
 
-class Unpacker:
+class Decompressor:
     """The text of a file, plain or compressed.
 
     Example::
 
-        unpacker = Unpacker(Path("trace.pfw.gz"))
+        unpacker = Decompressor(Path("trace.pfw.gz"))
         for text in unpacker: ...
         if unpacker.damaged: ...
     """

@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias
 from pipesight.runs.reading._decompression import is_packed
 from pipesight.runs.reading.safe_open import open_plain
 
-__all__ = ["TRACES", "Form", "Start", "sniff"]
+__all__ = ["TRACES", "FileType", "Sniffed", "sniff"]
 
-Form: TypeAlias = Literal["lines", "chrome", "records", "empty", "other"]
+FileType: TypeAlias = Literal["lines", "chrome", "records", "empty", "other"]
 """What is in a file: an event a line; events in one JSON value; other objects, one a line; nothing; something else."""
 
 TRACES = (".pfw.gz", ".pfw")
@@ -24,16 +24,16 @@ _LINES = 200  # and how many lines
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Sniffed:
     """What the beginning of a file tells."""
 
-    form: Form
+    form: FileType
     packed: bool = False
     bracketed: bool = False
     pid: int | None = None
 
 
-def sniff(path: Path) -> Start:
+def sniff(path: Path) -> Sniffed:
     """Return what the beginning of a file tells."""
     with open_plain(path) as file:
         start = file.read(_START)
@@ -41,22 +41,22 @@ def sniff(path: Path) -> Start:
         try:
             start = zlib.decompressobj(31).decompress(start, _START)
         except zlib.error:
-            return Start("lines", packed)  # perhaps there is something further on
+            return Sniffed("lines", packed)  # perhaps there is something further on
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if not text.strip(b"\0"):
-        return Start("empty" if not packed or start or _is_small(path) else "lines", packed)
+        return Sniffed("empty" if not packed or start or _is_small(path) else "lines", packed)
     lines = text.split(b"\n")[:_LINES]
     first = lines[0].strip()
     objects = (value for line in lines if isinstance(value := _parsed(line), dict))
     event = next((value for value in objects if "ph" in value), None)
     pid = event.get("pid") if event is not None else None
-    start_of = Start(_form(first, lines, text, is_event=event is not None), packed, first == b"[")
+    start_of = Sniffed(_form(first, lines, text, is_event=event is not None), packed, first == b"[")
     if start_of.form == "other" and path.name.endswith(TRACES):
         return replace(start_of, form="lines")
     return replace(start_of, pid=pid) if isinstance(pid, int) else start_of
 
 
-def _form(first: bytes, lines: Sequence[bytes], text: bytes, *, is_event: bool) -> Form:
+def _form(first: bytes, lines: Sequence[bytes], text: bytes, *, is_event: bool) -> FileType:
     """Tell what a file holds, of which these are the first lines; whether any of them is an event."""
     value = _parsed(first)
     if isinstance(value, dict):

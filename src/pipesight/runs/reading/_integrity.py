@@ -12,20 +12,20 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipesight.runs.reading._decompression import Unpacker
+from pipesight.runs.reading._decompression import Decompressor
 
-__all__ = ["Checks"]
+__all__ = ["IntegrityChecks"]
 
 _SMALL = 2**22  # bytes of all files together
 _NICENESS = 5  # enough for queries to come first, and not to starve on a machine that is busy
 
 
-class Checks:
+class IntegrityChecks:
     """The checks of some files."""
 
     def __init__(self) -> None:
-        self._done: dict[Path, Unpacker] = {}
-        self._waiting: list[tuple[Path, Callable[[Unpacker], None]]] = []
+        self._done: dict[Path, Decompressor] = {}
+        self._waiting: list[tuple[Path, Callable[[Decompressor], None]]] = []
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
@@ -41,7 +41,7 @@ class Checks:
         found = self._done.get(path)
         return found is not None and (found.cut or found.damaged > 0 or found.has_surrogates)
 
-    def when_done(self, path: Path, tell: Callable[[Unpacker], None]) -> None:
+    def when_done(self, path: Path, tell: Callable[[Decompressor], None]) -> None:
         """Tell what was found out about a file, now or in `finish`."""
         if path in self._done:
             tell(self._done[path])
@@ -77,7 +77,7 @@ class Checks:
 
     def _check(self, paths: Sequence[Path]) -> None:
         for path in paths:
-            unpacker = Unpacker(path)
+            unpacker = Decompressor(path)
             with contextlib.suppress(OSError):  # who reads it, tells
                 for _ in unpacker:
                     if self._stopped.is_set():

@@ -9,30 +9,30 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from pipesight.runs.reading._decompression import Unpacker, without_surrogates
+from pipesight.runs.reading._decompression import Decompressor, without_surrogates
 from pipesight.runs.reading._duckdb_sql import LONGEST
 from pipesight.runs.reading._foreign_formats import ChromeReader, records, span_of
-from pipesight.runs.reading.clock_shift import Shift
+from pipesight.runs.reading.clock_shift import ClockShift
 from pipesight.runs.reading.duckdb_events import DuckEvents, Source, UnreadableError
 from pipesight.runs.reading.trace_files import TraceFile
 
-__all__ = ["Sieve"]
+__all__ = ["Normalizer"]
 
 _PIECE = 2**26  # bytes of lines that are read together
 
 
-class Sieve:
+class Normalizer:
     """Makes lines that DuckDB reads of a file that it does not, a piece at a time."""
 
     def __init__(self, file: TraceFile) -> None:
         self.file = file
-        self.unpacker = Unpacker(file.path)
+        self.unpacker = Decompressor(file.path)
         self.failure: str | None = None
         """Why it could not be read to its end."""
         self._chrome: ChromeReader | None = None
         self._too_long = 0
 
-    def read_into(self, events: DuckEvents, number: int, shift: Shift) -> None:
+    def read_into(self, events: DuckEvents, number: int, shift: ClockShift) -> None:
         """Read the file's events, as of the file of this number, and add to their times."""
         foreign = self.file.form != "lines"
         source = Source(events.folder / "sieved.pfw", number, self.file.rank, own=self.file.own, packed=False)

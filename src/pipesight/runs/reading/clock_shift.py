@@ -10,13 +10,13 @@ from typing import Any, Self
 from pipesight.runs.reading.safe_open import without_refused
 from pipesight.runs.reading.trace_files import read_object
 
-__all__ = ["NO_SHIFT", "Shift", "read_shifts"]
+__all__ = ["NO_SHIFT", "ClockShift", "read_shifts"]
 
 _TIME = re.compile(rb'"ts":(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
-class Shift:
+class ClockShift:
     """Microseconds to add: ``offset``, and ``drift`` for each after ``since``."""
 
     offset: int = 0
@@ -47,16 +47,16 @@ class Shift:
         return replace(self, offset=self.offset + microseconds)
 
 
-NO_SHIFT = Shift()
+NO_SHIFT = ClockShift()
 
 
-def read_shifts(run: Path) -> dict[int, Shift]:
+def read_shifts(run: Path) -> dict[int, ClockShift]:
     """Return what to add to the times of the ranks of a run whose clocks were compared with that of rank 0."""
     shifts = {}
     for path in without_refused((run / "ranks").glob("*.json"), run):
         try:
             facts = read_object(path)
-            rank, shift = int(facts["rank"]), Shift.of(facts)
+            rank, shift = int(facts["rank"]), ClockShift.of(facts)
         except (OSError, ValueError, LookupError, TypeError):
             continue
         if shift is not None:

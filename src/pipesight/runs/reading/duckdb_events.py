@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pipesight.runs.reading import _duckdb_sql as sql
-from pipesight.runs.reading.clock_shift import NO_SHIFT, Shift
+from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
 from pipesight.runs.reading.trace_files import NotARunError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Source:
     number: int
     rank: int
     own: bool = True
-    shift: Shift = NO_SHIFT
+    shift: ClockShift = NO_SHIFT
     packed: bool = True
 
 

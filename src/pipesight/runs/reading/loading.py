@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipesight.runs.reading._decompression import Unpacker
-from pipesight.runs.reading._integrity import Checks
-from pipesight.runs.reading._normalizing import Sieve
+from pipesight.runs.reading._decompression import Decompressor
+from pipesight.runs.reading._integrity import IntegrityChecks
+from pipesight.runs.reading._normalizing import Normalizer
 from pipesight.runs.reading._parquet_dataset import EVENTS, check_schema, is_dataset, read_notes
 from pipesight.runs.reading.attempts import Attempt, choose, own_restarts
-from pipesight.runs.reading.clock_shift import NO_SHIFT, Shift
+from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
 from pipesight.runs.reading.descriptions import complete
 from pipesight.runs.reading.duckdb_events import DuckEvents, FileFacts, Source, UnreadableError
 from pipesight.runs.reading.safe_open import refusal, without_refused
@@ -61,7 +61,7 @@ class Loaded:
     notes: list[Note] = field(default_factory=list)
     records: list[tuple[Path, int]] = field(default_factory=list)
     """Files of others that may hold statistics, and their ranks."""
-    checks: Checks = field(default_factory=Checks)
+    checks: IntegrityChecks = field(default_factory=IntegrityChecks)
     attempt: Attempt = field(default_factory=Attempt)
     asked: int | None = None
     """Which attempt was asked for."""
@@ -150,28 +150,28 @@ def _load(path: Path, loaded: Loaded, events: DuckEvents, asked: int | None) -> 
         loaded.notes.append(Note(path / "run.json", "clocks of ranks were compared in another attempt than this one"))
     loaded.records += [(file.path, file.rank) for file in found if file.form == "records"]
     direct: list[tuple[int, TraceFile]] = []
-    sieved: dict[int, Sieve] = {}
+    sieved: dict[int, Normalizer] = {}
     for number, file in enumerate(found):
         if file.form == "lines":
             direct.append((number, file))
         else:
-            sieved[number] = Sieve(file)
+            sieved[number] = Normalizer(file)
     loaded.checks.check_small([file.path for _, file in direct])
     for batch in _batches(direct):
         kept = []
         for number, file in batch:
             if loaded.checks.has_found_damage(file.path):
-                sieved[number] = Sieve(file)
+                sieved[number] = Normalizer(file)
             else:
                 kept.append((number, file))
-        sieved |= {number: Sieve(file) for number, file in _unread(events, kept, shifts)}
+        sieved |= {number: Normalizer(file) for number, file in _unread(events, kept, shifts)}
     for number, sieve in sorted(sieved.items()):
         sieve.read_into(events, number, shifts.get(sieve.file.rank, NO_SHIFT))
     if foreign := [number for number, sieve in sieved.items() if sieve.file.form != "lines"]:
         events.adopt(foreign)
     facts = events.settle()
     again = {
-        number: Sieve(file)
+        number: Normalizer(file)
         for number, file in direct
         if number not in sieved
         and number in facts
@@ -192,11 +192,13 @@ def _load(path: Path, loaded: Loaded, events: DuckEvents, asked: int | None) -> 
         raise NotARunError(_nothing(path, loaded.notes))
 
 
-def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, int], dict[int, Shift], dict[int, int]]:
+def _describe(
+    path: Path, notes: list[Note]
+) -> tuple[dict[str, Any], dict[int, int], dict[int, ClockShift], dict[int, int]]:
     """Return what ``run.json`` says, the ranks of processes, what to add to the times of ranks, and `own_restarts`."""
     description: dict[str, Any] = {}
     processes: dict[int, int] = {}
-    shifts: dict[int, Shift] = {}
+    shifts: dict[int, ClockShift] = {}
     by_rank: dict[int, dict[str, Any]] = {}
     if not path.is_dir():
         return description, processes, shifts, {}
@@ -225,7 +227,7 @@ def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, 
         rank, pid = facts.get("rank"), facts.get("pid")
         if isinstance(rank, int) and isinstance(pid, int):
             processes[pid] = rank
-        if isinstance(rank, int) and (shift := Shift.of(facts)) is not None:
+        if isinstance(rank, int) and (shift := ClockShift.of(facts)) is not None:
             shifts[rank] = shift
         if isinstance(rank, int):
             by_rank[rank] = facts
@@ -268,7 +270,7 @@ def _batches(files: Sequence[tuple[int, TraceFile]]) -> Iterator[list[tuple[int,
 
 
 def _unread(
-    events: DuckEvents, files: Sequence[tuple[int, TraceFile]], shifts: dict[int, Shift]
+    events: DuckEvents, files: Sequence[tuple[int, TraceFile]], shifts: dict[int, ClockShift]
 ) -> Iterator[tuple[int, TraceFile]]:
     """Read files together, or else one by one, and yield those that cannot be read as they are."""
     if not files:
@@ -290,10 +292,10 @@ def _unread(
 # What to say.
 
 
-def _tell(loaded: Loaded, file: TraceFile, facts: FileFacts, sieve: Sieve | None) -> None:
+def _tell(loaded: Loaded, file: TraceFile, facts: FileFacts, sieve: Normalizer | None) -> None:
     """Note what is wrong with a file, now, or once it has been checked."""
 
-    def look(text: Unpacker) -> Iterator[Note]:
+    def look(text: Decompressor) -> Iterator[Note]:
         yield from _notes(file, facts, sieve, text, whole=loaded.whole)
 
     if sieve is not None:
@@ -302,7 +304,9 @@ def _tell(loaded: Loaded, file: TraceFile, facts: FileFacts, sieve: Sieve | None
         loaded.checks.when_done(file.path, lambda text: loaded.notes.extend(look(text)))
 
 
-def _notes(file: TraceFile, facts: FileFacts, sieve: Sieve | None, text: Unpacker, *, whole: bool) -> Iterator[Note]:
+def _notes(
+    file: TraceFile, facts: FileFacts, sieve: Normalizer | None, text: Decompressor, *, whole: bool
+) -> Iterator[Note]:
     def note(words: str) -> Note:
         return Note(file.path, words)
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pipesight.runs.reading._decompression import Unpacker
+from pipesight.runs.reading._decompression import Decompressor
 from pipesight.runs.reading._foreign_formats import records, statistics_of
 from pipesight.runs.reading.attempts import Attempt
 from pipesight.runs.reading.safe_open import open_plain, without_refused
@@ -81,7 +81,7 @@ def statistics(
 def foreign_statistics(path: Path, rank: int) -> Iterator[dict[str, Any]]:
     """Yield the numbers in a file of JSON lines of others, as lines of statistics."""
     rest = b""
-    for text in Unpacker(path):
+    for text in Decompressor(path):
         *lines, rest = (rest[-_LONGEST:] + text).split(b"\n")
         for record in records(lines):
             yield from ({"rank": rank, **line} for line in statistics_of(record))

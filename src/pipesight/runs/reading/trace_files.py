@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipesight.runs.reading._file_type import TRACES, Form, Start, sniff
+from pipesight.runs.reading._file_type import TRACES, FileType, Sniffed, sniff
 from pipesight.runs.reading.attempts import Attempt, attempt_in, without_attempt
 from pipesight.runs.reading.safe_open import open_plain, without_refused
 
@@ -43,7 +43,7 @@ class TraceFile:
 
     path: Path
     rank: int
-    form: Form
+    form: FileType
     own: bool = True
     """Whether it is of the rank's own process, not of one that this started."""
     attempt: int = 0
@@ -168,7 +168,7 @@ def _look(path: Path) -> TraceFile:
     try:
         start = sniff(path)
     except OSError:
-        start = Start("other")
+        start = Sniffed("other")
     name = _order(path)[1]
     rank = _RANK.search(name)
     child = (rank["child"] or "") if rank and path.name.endswith(TRACES) else ""  # others put dates there

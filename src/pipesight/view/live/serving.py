@@ -27,7 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipesight.runs.trace_download import HandedOver
+from pipesight.runs.trace_download import TraceDownload
 from pipesight.view.live.publishing import News, Publisher
 
 __all__ = ["RunServer"]
@@ -243,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _trace(self) -> None:
         try:
-            trace = HandedOver(self.server.publisher.path)
+            trace = TraceDownload(self.server.publisher.path)
         except FileNotFoundError as error:
             self._refuse(HTTPStatus.NOT_FOUND, str(error))
             return

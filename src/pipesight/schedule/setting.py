@@ -1,0 +1,58 @@
+"""How a model is run, but for its balance: schedule, partitions, chunks and checkpoint mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipesight.schedule.task_orders import Schedule, gpipe, interleaved, one_f_one_b, recomputed, zero_bubble
+
+__all__ = ["SCHEDULES", "Setting"]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A way to run a model, but for its balance.
+
+    Raises:
+        ValueError: There is no such way.
+    """
+
+    schedule: str
+    partitions: int
+    chunks: int
+    checkpoint: str = "except_last"
+    rounds: int = 1
+    """How often a micro-batch comes around, in an interleaved schedule."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)} (schedule: {self.schedule!r})")
+        if self.rounds != 1 and self.schedule != "interleaved":
+            raise ValueError(f"only an interleaved schedule has rounds (schedule: {self.schedule})")
+
+    @property
+    def stages(self) -> int:
+        """How many there are: one a partition, or one a partition and round."""
+        return self.partitions * self.rounds
+
+    @property
+    def runs(self) -> bool:
+        """Whether an engine takes it: `pipesight.GPipe` or, of a torch that has the schedule, `DistributedPipeline`."""
+        if self.schedule == "1f1b":
+            return self.chunks >= self.partitions
+        if self.schedule == "interleaved":
+            return self.partitions > 1 and self.chunks % self.partitions == 0  # other numbers are not simulated
+        return self.schedule == "gpipe" or self.chunks % max(1, self.chunks // self.partitions) == 0
+
+    def build(self) -> Schedule:
+        """Return the schedule."""
+        again = recomputed(self.checkpoint, self.chunks)
+        if self.schedule == "gpipe":
+            return gpipe(self.stages, self.chunks, recompute=again, joined=True)
+        if self.schedule == "1f1b":
+            return one_f_one_b(self.stages, self.chunks, recompute=again)
+        if self.schedule == "zero-bubble":
+            return zero_bubble(self.stages, self.chunks, recompute=again)
+        return interleaved(self.stages, self.chunks, devices=self.partitions, recompute=again)
