@@ -539,3 +539,73 @@ over.set()
     process = script(body)
     assert (process.returncode, process.output) == (0, "7\n"), process.errors
     assert [len(events) for events in traces(tmp_path).values()] == [1]
+
+
+UNHEARD = """
+import collections, ctypes, functools, multiprocessing, operator
+def work(count):
+    record(count)
+    lock = threading.Lock()
+    lock.acquire()
+    # In one call: Python notes the signal, and waits before it can call a handler.
+    raising = functools.partial(getattr(ctypes.CDLL(None), 'raise'), signal.{number})
+    collections.deque(map(operator.call, [raising, lock.acquire]), maxlen=0)
+if __name__ == '__main__':
+    start('run', interval=60)
+    process = multiprocessing.get_context('{method}').Process(target=work, args=({count},))
+    process.start()
+    process.join(20)
+    print(process.exitcode)
+    process.kill()
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "number", "count"),
+    [("fork", "SIGTERM", 0), ("fork", "SIGTERM", 2), ("fork", "SIGHUP", 2), ("spawn", "SIGTERM", 2)],
+)
+def test_signal_just_before_a_wait(script, tmp_path, method, number, count):
+    """A signal ends a process that begins to wait before Python can call a handler, and nothing is lost."""
+    process = script(UNHEARD.format(method=method, number=number, count=count))
+    assert process.output == f"{-getattr(signal, number)}\n", process.errors
+    assert [len(events) for events in traces(tmp_path).values()] == ([count] if count else [])
+
+
+def test_signal_right_after_a_fork(script):
+    """A forked process ends of a signal that comes before it has done anything."""
+    body = """
+start('run')
+def fork():
+    child = os.fork()
+    if child == 0:
+        time.sleep(20)
+        os._exit(0)
+    os.kill(child, signal.SIGTERM)
+    return child
+print({os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in [fork() for _ in range(20)]})
+"""
+    process = script(body)
+    assert process.output == f"{{{-signal.SIGTERM}}}\n", process.errors
+
+
+def test_signals_after_a_fork_are_as_before(script):
+    """A fork leaves the signals that a thread blocks, and the descriptor that they wake, as they were."""
+    body = """
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+signal.set_wakeup_fd(writer)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+start('run')
+def show():
+    record(1)
+    print(signal.pthread_sigmask(signal.SIG_BLOCK, []) == {signal.SIGHUP}, signal.set_wakeup_fd(writer) == writer)
+child = os.fork()
+if child == 0:
+    show()
+    sys.stdout.flush()
+    os._exit(0)
+os.waitpid(child, 0)
+show()
+"""
+    process = script(body)
+    assert process.output == "True True\n" * 2, process.errors

@@ -284,6 +284,7 @@ class Tracer:
             self._met[ident] = known
             moment = _span.now()
             EVENTS.extend((THREAD, *known, moment, moment, 0, ident, NO_ARGS))
+        self._ends.begin_recording()
         self.ensure_thread()
 
     # The end of the process.
@@ -318,9 +319,14 @@ class Tracer:
         """Get ready for a fork."""
         self._ends.before_fork()
 
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
+        self._ends.forked()
+
     def after_fork(self) -> None:
         """Begin anew in a forked process: what was recorded before the fork is the parent's."""
         self._begin()
+        self._ends.begin_process()
         EVENTS.clear()
         _span.begin_process()
         if self._sinks:
@@ -333,6 +339,7 @@ class Tracer:
             else:
                 set_recording(False)
                 self._unwatch()
+        self._ends.forked()
 
 
 def _announce(*, last: bool) -> None:
@@ -344,4 +351,6 @@ def _announce(*, last: bool) -> None:
 
 
 tracer = Tracer()
-os.register_at_fork(before=tracer.before_fork, after_in_child=tracer.after_fork)
+os.register_at_fork(
+    before=tracer.before_fork, after_in_parent=tracer.after_fork_in_parent, after_in_child=tracer.after_fork
+)
