@@ -44,8 +44,11 @@ class Change:
     """Something to do, and the share of the step that it would save."""
 
     what: str
+    """What to do."""
     why: str
+    """The finding behind it."""
     gain: float
+    """Of the step, from 0 to 1."""
     promise: str
     """How sure that is: `SIMULATED`; `AT_MOST`, what there is to gain; or `AT_LEAST`, as tasks may take less."""
 

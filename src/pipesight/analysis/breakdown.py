@@ -48,11 +48,17 @@ class Summary:
     """A quantity over steps: its median, and where the middle 80% lie."""
 
     median: float
+    """The median."""
     low: float
+    """The 10th percentile."""
     high: float
+    """The 90th percentile."""
     mean: float
+    """The mean."""
     least: float
+    """The smallest value."""
     most: float
+    """The largest value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,16 +66,25 @@ class StepTimes:
     """Complete steps, one after the other; times in microseconds. The ``parts`` of a step add up to its ``period``."""
 
     replica: Column
+    """That ran the step."""
     step: Column
+    """Its number."""
     begin: Column
+    """When its first forward began."""
     period: Column
+    """From there to the first forward of the next step."""
     follows: Column
     """Whether the period ends where the next step begins; of others, not all was recorded."""
     window: Column
+    """The sum over its mini-batches."""
     minibatches: Column
+    """How many it has."""
     microbatches: Column
+    """How many it has."""
     bubble: NDArray[np.float64]
+    """The share of its windows in which partitions are idle."""
     bound: NDArray[np.float64]
+    """The bubble that its schedule itself has."""
     turnaround: NDArray[np.float64]
     """Of the host gaps, what lies between forward and backward."""
     parts: NDArray[np.float64]

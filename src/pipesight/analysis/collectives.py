@@ -60,8 +60,11 @@ class Collective:
     """A collective of a group, over the steps that count. Times are microseconds of one call, at the mean."""
 
     name: str
+    """Such as `all_reduce`."""
     ranks: tuple[int, ...]
+    """Of its group."""
     calls: int
+    """How many, each counted once for all ranks."""
     bytes: float
     """Of one call, at the median; -1 if that was not recorded."""
     time: float

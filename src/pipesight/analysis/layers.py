@@ -19,20 +19,27 @@ class Layer:
     """A layer and its times, in microseconds."""
 
     name: str
+    """Its name in the model."""
     partition: int
+    """The one that runs it."""
     type: str | None
+    """The class of the module, if it is known."""
     place: int
     """In the model, from 0."""
     forward: float
     """The mean of one micro-batch; likewise the next two."""
     recompute: float
+    """The same of a recomputation."""
     backward: float
+    """The same of a backward."""
     runs: tuple[int, int, int]
     """How many micro-batches the means are of."""
     total: int
+    """Time in all its runs."""
     share: float
     """Of the time in all layers."""
     longest: int
+    """Its longest run."""
 
     @property
     def cost(self) -> float:

@@ -40,10 +40,15 @@ class Link:
     """The way from one rank to another. Times are microseconds."""
 
     source: int
+    """The rank that sends."""
     target: int
+    """The rank that receives."""
     source_host: str | None
+    """Its host, if it is known."""
     target_host: str | None
+    """Its host, if it is known."""
     replica: int
+    """That both ranks belong to."""
     partitions: tuple[int, ...]
     """That tensors come to."""
     messages: int

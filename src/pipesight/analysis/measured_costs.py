@@ -48,10 +48,15 @@ class Measured:
     """The recorded schedule: what it took, what the simulator makes of it, and the costs that it tells. In seconds."""
 
     costs: Costs
+    """What plans are computed from."""
     facts: PipelineFacts
+    """The pipeline as `run.json` describes it."""
     schedule: Schedule
+    """The order of tasks that was recorded."""
     checkpoint: str
+    """`always`, `except_last` or `never`, as the recomputations show."""
     balance: tuple[int, ...]
+    """Layers of each partition."""
     setting: Setting | None
     """The setting that it was, if it was one that plans can have."""
     layers_known: bool
@@ -61,13 +66,17 @@ class Measured:
     step_seconds: float
     """The median, from the first forward of a step to that of the next."""
     window_seconds: float
+    """The median, from the first forward of a mini-batch to its last backward."""
     bubble: float
+    """The share of the windows in which partitions are idle."""
     begin: Times
     """When the tasks of a usual mini-batch ran, by kind, partition and micro-batch; NaN where there is none."""
     end: Times
+    """When these tasks ended."""
     predicted_seconds: float
     """What simulating it gives for the step; what plans save is compared with this."""
     predicted_bubble: float
+    """The bubble of that simulation."""
     processors: int | None
     """That the partitions of a replica share, if they compute on a CPU."""
 

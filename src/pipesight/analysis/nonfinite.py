@@ -29,11 +29,17 @@ class NonFinite:
     """A tensor with NaN or Inf in it."""
 
     iteration: int
+    """The training step."""
     layer: str
+    """Its name in the model."""
     tensor: str
+    """Such as `activation` or `gradient`."""
     rank: int
+    """The rank that logged it."""
     nans: int | None
+    """NaN elements, if they were counted."""
     infs: int | None
+    """Infinite elements, if they were counted."""
     layers: int
     """How many layers had such a tensor in that iteration."""
     iterations: int
@@ -41,7 +47,9 @@ class NonFinite:
     partition: int | None = None
     """Of the pipeline it was computed in, if it was in one; so are the micro-batch and the phase."""
     microbatch: int | None = None
+    """In which it was computed."""
     phase: str | None = None
+    """`forward`, `recompute`, `backward` or `weight`."""
 
     @property
     def where(self) -> str:

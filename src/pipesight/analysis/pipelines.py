@@ -25,12 +25,19 @@ class PartitionReport:
     """
 
     partition: int
+    """Its number."""
     device: str | None
+    """Such as `cuda:0`; `None` if it is not known."""
     ranks: tuple[int, ...]
+    """Those that run it, one per replica."""
     bubble: float
+    """The share of the window without a task."""
     busy: float
+    """Time in tasks, less waits for a processor."""
     phases: Mapping[str, float]
+    """Time in each phase: `forward`, `recompute`, `backward`, `weight`."""
     losses: Mapping[str, float]
+    """Idle time by cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +45,11 @@ class PipelineReport:
     """The mini-batches that ran through one pipeline, in steps that count."""
 
     facts: PipelineFacts
+    """The pipeline as `run.json` describes it."""
     partitions: int
+    """How many."""
     chunks: int
+    """Micro-batches per mini-batch."""
     devices: int
     """Of each replica; fewer than partitions where some share one."""
     device_idle: float
@@ -49,15 +59,21 @@ class PipelineReport:
     on_processors: int
     """How many of the workers compute on the CPU."""
     replicas: int
+    """How many ran it."""
     minibatches: int
+    """How many are counted."""
     window: Summary
+    """From the first forward of a mini-batch to its last backward."""
     bubble: float
     """Of the workers."""
     bubbles: Summary
+    """The same, mini-batch by mini-batch."""
     bound: float
+    """The bubble that the schedule itself has."""
     textbook: float
     """(n - 1) / (m + n - 1), what GPipe has without recomputation."""
     rows: tuple[PartitionReport, ...]
+    """One per partition."""
 
     def only(self, partition: int) -> PipelineReport:
         """Return the same with one partition alone."""

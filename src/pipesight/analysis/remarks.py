@@ -30,7 +30,9 @@ class Remark:
     """Something about the files that a reader should know."""
 
     path: str | None
+    """The file, if it is about one."""
     text: str
+    """One sentence."""
 
 
 def with_ending(verdict: Verdict, run: Run) -> Verdict:

@@ -59,9 +59,13 @@ class NameTime:
     """All spans of one name, in microseconds."""
 
     category: str
+    """As the trace has it, such as `compute`."""
     name: str
+    """Of the spans."""
     count: int
+    """How many there are."""
     total: int
+    """Time in them, nested spans included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class Left:
     """Steps that are no part of the overall numbers."""
 
     warm_up: tuple[int, ...]
+    """Numbers of the first steps, which are slower than the rest."""
     incomplete: int
     """Steps of which tasks are missing."""
 
@@ -78,15 +83,19 @@ class Overall:
     """The steps, all together; times in microseconds."""
 
     steps: int
+    """How many are counted."""
     replicas: int
     """That each of them ran in; numbers are over all of these."""
     time: Summary
+    """Of a step."""
     elapsed: float
     """What the steps took, all together, with all pauses between them; of several replicas, the slowest."""
     steps_per_second: float
     """Steps over ``elapsed``; so are samples and micro-batches."""
     samples_per_second: float | None
+    """`None` if the number of samples was not recorded."""
     microbatches_per_second: float
+    """Over all replicas."""
     bubble: float
     """The share of windows in which partitions do not compute, or ranks that have several; over all of them."""
     bubbles: Summary
@@ -108,21 +117,29 @@ class Report:
     """What there is to say about a run. Times are microseconds, shares are of 1."""
 
     path: str
+    """The run directory or trace."""
     description: Mapping[str, Any]
+    """What `run.json` says; empty for a bare trace."""
     events: int
+    """How many were read."""
     attempt: int
     """Of a run that was restarted, counting from 0."""
     attempts: tuple[int, ...]
     """Those that left a trace."""
     ranks: tuple[int, ...]
+    """Those that were read."""
     replicas: Mapping[int, int]
     """That each rank with tasks belongs to."""
     remarks: tuple[Remark, ...]
+    """What is missing, damaged or doubtful in the files."""
     verdict: Verdict
+    """The first lines of the report, and its advice."""
     overall: Overall | None
     """``None`` if there is no step to speak of."""
     left: Left
+    """Steps excluded from `overall`."""
     pipelines: tuple[PipelineReport, ...]
+    """One for each number of partitions that ran."""
     measured: Measured | None = field(repr=False)
     """What plans are made of; ``None`` if there is nothing to plan by."""
     steps: StepTimes = field(repr=False)
@@ -132,7 +149,9 @@ class Report:
     evaluations: int
     """Mini-batches without a backward."""
     layers: tuple[Layer, ...]
+    """In the order of the model."""
     stragglers: tuple[Straggler, ...]
+    """Partitions that are slower on one rank than on others, or at times."""
     links: tuple[Link, ...]
     """Between ranks, those that cost most first."""
     held: tuple[Held, ...]
@@ -140,9 +159,11 @@ class Report:
     collectives: tuple[Collective, ...]
     """Of the main threads, those that take longest first."""
     nonfinite: NonFinite | None
+    """The first tensor with NaN or Inf, if statistics were recorded and there was one."""
     names: tuple[NameTime, ...]
     """Where the time went, of a trace that has no tasks."""
     minibatches: MiniBatches = field(repr=False)
+    """All that were found, incomplete ones too."""
     tasks: Tasks = field(repr=False)
     """Those of the mini-batches, in their order."""
 

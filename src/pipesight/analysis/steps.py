@@ -40,14 +40,23 @@ class MiniBatches(Table):
     """A mini-batch a row: its tasks are the rows from ``first`` to ``first + count`` of the table it was found in."""
 
     replica: Column
+    """That ran it."""
     step: Column
+    """That it belongs to."""
     kind: Column
+    """`TRAINING`, `EVALUATION` or `INCOMPLETE`."""
     partitions: Column
+    """How many."""
     chunks: Column
+    """How many micro-batches."""
     begin: Column
+    """Of its first forward, in microseconds."""
     end: Column
+    """Of its last task."""
     first: Column
+    """The row of its first task."""
     count: Column
+    """How many tasks it has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

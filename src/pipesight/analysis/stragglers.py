@@ -37,7 +37,9 @@ class Straggler:
     """A lane that is slower than the same partition on other ranks, or at times than itself."""
 
     rank: int
+    """The rank that is slow."""
     partition: int
+    """The partition it runs."""
     slower: float | None
     """How many times the median of the other ranks, if that is much."""
     bursts: tuple[int, ...]

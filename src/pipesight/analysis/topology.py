@@ -27,10 +27,15 @@ class LayerFacts:
     """A layer as the description has it."""
 
     name: str
+    """Its name in the model."""
     type: str | None
+    """The class of the module."""
     partition: int
+    """The one that runs it."""
     parameter_bytes: int | None
+    """Of its parameters."""
     output_bytes: int | None
+    """Of its outputs for the first mini-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +43,21 @@ class PipelineFacts:
     """A pipeline as the description has it. What it does not say, or says in no way that makes sense, is ``None``."""
 
     partitions: int
+    """How many."""
     chunks: int | None = None
+    """Micro-batches per mini-batch."""
     schedule: str | None = None
+    """Its name, such as `gpipe` or `1f1b`."""
     balance: tuple[int, ...] | None = None
+    """Layers of each partition."""
     devices: tuple[str, ...] | None = None
+    """Of each partition, such as `cuda:0`."""
     checkpoint: str | None = None
+    """`always`, `except_last` or `never`."""
     batch_size: int | None = None
+    """Samples per mini-batch."""
     layers: tuple[LayerFacts, ...] = ()
+    """In the order of the model."""
     ranks: tuple[tuple[int, ...], ...] | None = None
     """Of a pipeline over several ranks, those that have each partition: one of each replica, in the same order."""
     processors: int | None = None

@@ -37,7 +37,9 @@ class Verdict:
     """A few sentences, and what to change."""
 
     text: str
+    """What the steps took, the bubble, and where most time is lost."""
     changes: tuple[Change, ...]
+    """At most three, the largest gain first."""
 
 
 def verdict_on(

@@ -34,6 +34,7 @@ class Held:
     """A rank that keeps others waiting. Times are microseconds."""
 
     rank: int
+    """The rank that arrives late."""
     doing: str
     """A part of a step, such as ``data_loading``; ``computing`` if it is slower than other replicas."""
     wait: float

@@ -56,6 +56,7 @@ class Namespace:
     """
 
     id: uuid.UUID = field(default_factory=uuid.uuid4)
+    """Two namespaces are equal if their ids are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,9 @@ class stash:  # noqa: N801 (a command, written like a function call)
     """``yield stash(name, tensor)`` puts ``tensor`` (or ``None``) aside for the layer that pops ``name``."""
 
     name: str
+    """Of the skip."""
     tensor: Tensor | None
+    """What is put aside."""
 
     def __post_init__(self) -> None:
         if self.tensor is not None and not isinstance(self.tensor, Tensor):
@@ -83,6 +86,7 @@ class pop:  # noqa: N801
     """``tensor = yield pop(name)`` fetches what an earlier layer stashed as ``name``."""
 
     name: str
+    """Of the skip."""
 
 
 class SkipTracker:

@@ -54,6 +54,7 @@ class Plan:
     """A setting, a balance, and what they would give."""
 
     setting: Setting
+    """Schedule, partitions, chunks and checkpoint mode."""
     balance: tuple[int, ...]
     """Layers of each stage."""
     step_seconds: float

@@ -21,17 +21,23 @@ class Layer:
     """One layer on a whole batch: seconds and bytes."""
 
     name: str
+    """Its name in the model."""
     forward: float
+    """Seconds."""
     backward: float
+    """Seconds, recomputation not included."""
     recompute: float | None = None
     """As long as the forward, unless it is known."""
     forward_each: float = 0.0
     """Seconds of each micro-batch, however small, on top."""
     backward_each: float = 0.0
+    """The same for the backward."""
     kept_bytes: float = 0.0
     """Kept from forward to backward where it is not recomputed, the output included."""
     output_bytes: float = 0.0
+    """What goes to the next layer."""
     parameter_bytes: float = 0.0
+    """Parameters alone, without gradients or optimizer state."""
 
     def __post_init__(self) -> None:
         times = (self.forward, self.backward, self.recompute or 0.0, self.forward_each, self.backward_each)
@@ -65,18 +71,24 @@ class Costs:
     """
 
     layers: tuple[Layer, ...]
+    """In the order of the model."""
     samples: int | None = None
     """In a batch; there cannot be more micro-batches."""
     input_bytes: float = 0.0
+    """Of a whole batch of the model's input."""
     forward_overhead: float = 0.0
     """Seconds of each forward task beside its layers."""
     recompute_overhead: float = 0.0
+    """The same of each recomputation."""
     backward_overhead: float = 0.0
+    """The same of each backward task."""
     forward_gap: float = 0.0
     """Seconds until a forward task begins once its device is free and its input is there. Less than 0 if tasks hand on
     their outputs before they end."""
     recompute_gap: float = 0.0
+    """The same of a recomputation."""
     backward_gap: float = 0.0
+    """The same of a backward task."""
     loss: float = 0.0
     """Seconds from the last forward to the first backward of a batch."""
     jitter: float = 1.0
@@ -88,6 +100,7 @@ class Costs:
     weight_share: float = WEIGHT_SHARE
     """The share of the gradients of weights in a backward, where a schedule keeps them apart."""
     link: Link = field(default_factory=Link)
+    """What a transfer between devices takes."""
     rates: tuple[float, ...] = ()
     """How fast each of 1, 2, ... devices computes while so many do; empty if they do not slow each other down."""
     notes: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from pipesight.schedule.task_orders import Schedule, gpipe, interleaved, one_f_o
 __all__ = ["SCHEDULES", "Setting"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+"""Names of the schedules that a `Setting` may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +21,13 @@ class Setting:
     """
 
     schedule: str
+    """One of `SCHEDULES`."""
     partitions: int
+    """How many devices, or ranks, the model is cut over."""
     chunks: int
+    """Micro-batches per mini-batch."""
     checkpoint: str = "except_last"
+    """Which micro-batches are recomputed: `always`, `except_last` or `never`."""
     rounds: int = 1
     """How often a micro-batch comes around, in an interleaved schedule."""
 

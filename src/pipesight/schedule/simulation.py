@@ -38,9 +38,11 @@ class Simulation:
     """When the tasks of a schedule run. Times start at 0; arrays end in the dimensions of the batch."""
 
     schedule: Schedule
+    """The schedule that was simulated."""
     begin: Times
     """Of each kind, stage and micro-batch; NaN where there is no such task."""
     end: Times
+    """When these tasks end."""
     makespan: Times
     """When the last task ends."""
     busy: Times

@@ -61,10 +61,15 @@ class Schedule:
     """
 
     name: str
+    """Such as `gpipe` or `1f1b`."""
     stages: int
+    """How many parts the model is cut into."""
     chunks: int
+    """Micro-batches per mini-batch."""
     device_of_stage: tuple[int, ...]
+    """The device that runs each stage."""
     order: Order
+    """Of each device, its tasks: kind, stage, micro-batch; -1 after the last."""
     joined: bool = False
     """Whether everything but forwards waits until the last stage has run all of them, as for the loss of a batch."""
 

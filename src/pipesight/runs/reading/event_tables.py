@@ -80,13 +80,21 @@ class Tasks(Table):
     """One micro-batch in one partition: a row each. ``phase`` is `FORWARD`, `RECOMPUTE`, `BACKWARD` or `WEIGHT`."""
 
     rank: Column
+    """The rank that ran it."""
     step: Column
+    """The training step."""
     minibatch: Column
+    """Counted through the whole run."""
     partition: Column
+    """That ran it."""
     microbatch: Column
+    """From 0."""
     phase: Column
+    """What was computed."""
     begin: Column
+    """In microseconds, by the clock of rank 0."""
     end: Column
+    """The same."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

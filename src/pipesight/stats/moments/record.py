@@ -63,6 +63,7 @@ class Moments:
     m4: float = 0.0
 
     EMPTY: ClassVar[Moments]
+    """The moments of no elements."""
 
     @property
     def amax(self) -> float:

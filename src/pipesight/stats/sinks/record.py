@@ -24,9 +24,13 @@ class Record:
     """
 
     layer: str
+    """Its name in the model."""
     tensor: str
+    """Such as `activation` or `gradient`."""
     statistic: str
+    """Such as `mean` or `l2_norm`."""
     iteration: int
+    """The training step."""
     value: float
     nans: int = 0
     infs: int = 0
@@ -34,7 +38,9 @@ class Record:
     order: int | None = None
     partition: int | None = None
     microbatch: int | None = None
+    """In which the first of them was computed."""
     phase: str | None = None
+    """In which the first of them was computed."""
 
     @staticmethod
     def named(name: str, value: float, iteration: int) -> Record:
