@@ -134,7 +134,8 @@ def test_initial_weights_as_on_the_cpu(tmp_path):
                 nn.init.normal_(self.drawn, 7.0)
 
     told = []
-    logging.getLogger("pipesight.distributed.whole").addFilter(lambda record: told.append(record.getMessage()))
+    logger = logging.getLogger("pipesight.distributed.initial_weights")
+    logger.addFilter(lambda record: told.append(record.getMessage()))
     for kind, word in ((Asks, None), (Looks, "item"), (Skips, "leaves '0.drawn' without values")):
         def factory():
             return nn.Sequential(*(kind() for _ in range(4)))

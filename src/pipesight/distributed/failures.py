@@ -35,9 +35,8 @@ import torch.distributed as dist
 
 from pipesight.context import Where
 from pipesight.distributed import diagnosis
-from pipesight.distributed.diagnosis import Answers
-from pipesight.distributed.ending import wait_at_exit
-from pipesight.distributed.presence import Presence, is_gone
+from pipesight.distributed.diagnosis import Answers, LivenessPort, is_gone
+from pipesight.distributed.process_group import wait_for_gloo_at_exit
 from pipesight.distributed.symptoms import collective_of, is_late, is_symptom, seconds_waited
 
 __all__ = ["RankFailedError", "Watch"]
@@ -93,16 +92,16 @@ class Watch:
         self._lost = False  # the store
         self._rounds = 0  # of the thread that answers
         self._keeper: dict[str, Any] | None = None  # where the first rank is, which may keep the store
-        self._presence = Presence()
-        self._store.set(f"address/{self._rank}", json.dumps(self._presence.address()))
+        self._port = LivenessPort()
+        self._store.set(f"address/{self._rank}", json.dumps(self._port.address()))
         self._ended = threading.Event()
         self._interval = 0.5 if timeout is None else min(0.5, max(0.1, timeout / 10))
         _tell_uncaught(self)
         self._thread = threading.Thread(target=_answer, args=(weakref.ref(self), self._ended), daemon=True)
         self._thread.name = "pipesight-watch"
         self._thread.start()
-        wait_at_exit()
-        kept = (self._ended, self._thread, self._presence, self._store, self._rank, self._ranks, self.calls)
+        wait_for_gloo_at_exit()
+        kept = (self._ended, self._thread, self._port, self._store, self._rank, self._ranks, self.calls)
         weakref.finalize(self, _leave, *kept)  # at exit at the latest
 
     def fail(self, error: BaseException) -> None:
@@ -292,7 +291,7 @@ def _answer(watch: weakref.ref[Watch], ended: threading.Event) -> None:
 def _leave(
     ended: threading.Event,
     thread: threading.Thread,
-    presence: Presence,
+    port: LivenessPort,
     store: Any,
     rank: int,
     ranks: Sequence[int],
@@ -308,7 +307,7 @@ def _leave(
             store.set(f"left/{rank}", json.dumps(left))
         elif rank == 0 and store.check(["failure"]):
             _wait_for_readers(store, [other for other in ranks if other != rank])
-    presence.close()
+    port.close()
 
 
 def _wait_for_readers(store: Any, ranks: Sequence[int]) -> None:

@@ -11,16 +11,24 @@ for real::
 Each layer draws from a stream seeded by ``torch.initial_seed()`` and its name, so that its weights depend on nothing
 else: not on the layers before it, nor on how many ranks there are.
 
-What cannot be built so, since it looks at values, or leaves a tensor without any, is built on the CPU (`whole`).
+A model that looks at values while it is built, or leaves a tensor without any, cannot be built so. It is built whole on
+the CPU, by one rank of a machine after the other: each keeps its own layers and frees the others before the next rank
+begins, so that a machine holds one whole model at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import logging
+import os
+import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +38,53 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Recipe", "build_on_meta"]
+__all__ = ["Recipe", "build_model"]
+
+logger = logging.getLogger(__name__)
+
+
+def build_model(
+    factory: Callable[[], nn.Module], own: Callable[[int], set[int]], *, first: bool
+) -> tuple[nn.Module, Recipe | None]:
+    """Return the model of a factory, and the recipe for its weights if none has memory yet.
+
+    Args:
+        factory: Builds it.
+        own: Returns which layers are those of this rank, given how many there are.
+        first: Whether this rank logs what becomes of it.
+    """
+    states = _generators()
+    try:
+        module, recipe = _build_on_meta(factory)
+        if not isinstance(module, nn.Module):
+            return module, recipe
+        name = recipe.without_values(module)
+        why = None if name is None else f"leaves '{name}' without values"
+    except Exception as error:
+        why = f"needs values ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    if why is None:
+        return module, recipe
+    if first:
+        logger.warning(
+            "the model %s while it is built without memory, so it is built on the CPU, by one rank of a machine after "
+            "the other",
+            why,
+        )
+    for restore in states:
+        restore()
+    with _turn(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(torch.initial_seed())
+        module = factory()
+        if isinstance(module, nn.Sequential):
+            _give_up(module, own(len(module)))
+    return module, None
+
+
+def _build_on_meta(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
+    """Call ``factory`` on the meta device; return its module, and the recipe for its weights."""
+    recipe = Recipe()
+    with torch.random.fork_rng(devices=[]), _Pretending(recipe), _Noting(recipe), _whole_truncated_normal(recipe):
+        return factory(), recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +164,6 @@ class Recipe:
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 found[id(tensor)] = value
             values[key] = found[id(tensor)]
-
-
-def build_on_meta(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
-    """Call ``factory`` on the meta device; return its module, and the recipe for its weights."""
-    recipe = Recipe()
-    with torch.random.fork_rng(devices=[]), _Pretending(recipe), _Noting(recipe), _whole_truncated_normal(recipe):
-        return factory(), recipe
 
 
 def _meta_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
@@ -245,3 +292,58 @@ def _run(operator: _Operator, real: dict[int, Tensor]) -> None:
 def _seed(name: str) -> int:
     text = repr((torch.initial_seed(), "initial weights", name))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _give_up(module: nn.Sequential, own: set[int]) -> None:
+    """Take the memory of all layers but some."""
+    mine = {id(t) for k, layer in enumerate(module) if k in own for t in (*layer.parameters(), *layer.buffers())}
+    hollow: dict[int, Tensor] = {}
+    for k, layer in enumerate(module):
+        for child in () if k in own else layer.modules():
+            places: list[dict[str, Any]] = [child._parameters, child._buffers]
+            for values in places:
+                for key, tensor in values.items():
+                    if tensor is not None and id(tensor) not in mine:
+                        values[key] = hollow.setdefault(id(tensor), _hollow(tensor))
+
+
+def _hollow(tensor: Tensor) -> Tensor:
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _generators() -> list[Callable[[], Any]]:
+    """Return what sets the generators of Python and NumPy back: the second attempt draws what the first one drew."""
+    state = random.getstate()
+    found: list[Callable[[], Any]] = [lambda: random.setstate(state)]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        theirs = numpy.random.get_state()
+        found.append(lambda: numpy.random.set_state(theirs))
+    return found
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    """Be the only rank of this job on this machine in the block."""
+    path = Path(tempfile.gettempdir()) / f"pipesight-{os.getuid()}-{os.environ.get('MASTER_PORT', '0')}.lock"
+    while True:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not _is_there(path, descriptor):  # the rank before has removed it
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _is_there(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

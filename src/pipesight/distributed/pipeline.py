@@ -19,20 +19,18 @@ from torch.optim import Optimizer
 import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
 from pipesight import context
 from pipesight.context import Where
-from pipesight.distributed import saving, schedules, whole
+from pipesight.distributed import saving, schedules
 from pipesight.distributed.agreement import LAYERS, Agreement, Message
-from pipesight.distributed.execution import Execution
-from pipesight.distributed.extras import agree_on_extra
 from pipesight.distributed.failures import Watch
 from pipesight.distributed.grad_scaler import GradScaler, refuse_plain_scalers
-from pipesight.distributed.initial_weights import Recipe
+from pipesight.distributed.initial_weights import Recipe, build_model
 from pipesight.distributed.loss_weights import LossFunction, LossWeight, Weighing
 from pipesight.distributed.mesh import Places
 from pipesight.distributed.replicas import KINDS
 from pipesight.distributed.shapes import Skeleton
 from pipesight.distributed.stage_building import learned_with, make_stages
 from pipesight.distributed.step_inputs import Planner
-from pipesight.distributed.step_runner import Runner
+from pipesight.distributed.step_runner import Execution, Runner
 from pipesight.pipeline.microbatch import TensorOrTensors
 from pipesight.pipeline.partition import Partition, verify_sequential
 from pipesight.pipeline.skip import verify_skippables
@@ -107,7 +105,7 @@ class DistributedPipeline:
         sizes = list(balance)
         recipe: Recipe | None = None
         if not isinstance(module, nn.Module):
-            module, recipe = whole.build(module, lambda n: self._layers_of(sizes, n), first=dist.get_rank() == 0)
+            module, recipe = build_model(module, lambda n: self._layers_of(sizes, n), first=dist.get_rank() == 0)
         verify_sequential(module)
         assert isinstance(module, nn.Sequential)
         verify_skippables(module)
@@ -324,7 +322,7 @@ class DistributedPipeline:
         call: Message = {"call": f"save {folder}", "arguments": {"step": number, "keep": keep}}
         content, group = {"steps": self._runner.steps, "extra": extra}, self.places.control
         with self._watch.explaining("all ranks to save"):
-            agree_on_extra(self._agreement, call, extra)
+            saving.agree_on_extra(self._agreement, call, extra)
             return saving.save(folder, self._learned, optimizer, content, step=number, keep=keep, group=group)
 
     def load(self, folder: str | PathLike[str], optimizer: Optimizer | None = None) -> Any:

@@ -14,19 +14,22 @@ another number of partitions or ranks can load it, and so can the plain model::
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import re
 import shutil
+import signal
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -37,7 +40,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
 
-__all__ = ["complete", "latest", "load", "save"]
+from pipesight._logger import own_logger
+from pipesight.distributed.agreement import Agreement, Message
+
+__all__ = ["Preemption", "agree_on_extra", "complete", "latest", "load", "same", "save"]
+
+logger = own_logger(__name__)
 
 _NAME = re.compile(r"step-(\d+)")
 # By name, not by number, so that any rank can hold any part.
@@ -159,3 +167,79 @@ def _calm() -> Iterator[None]:
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
         yield
+
+
+def agree_on_extra(agreement: Agreement, call: Message, extra: Any) -> None:
+    """Make a call of all ranks, with ``extra``; raise on every rank if it differs."""
+    pickled = pickle.dumps(extra)
+    digest = hashlib.blake2b(pickled, digest_size=16).hexdigest()
+    messages = agreement.settle({**call, "extra": digest})
+    if len({message["extra"] for message in messages.values()}) > 1:  # equal values may be pickled in several ways
+        first = agreement.ranks[0]
+        theirs = [pickled]
+        dist.broadcast_object_list(theirs, first, group=agreement.group, device=torch.device("cpu"))
+        other = pickle.loads(theirs[0])
+        error: Exception | None = None
+        if not same(other, pickle.loads(pickled)):
+            error = ValueError(
+                "extra must be the same on all ranks, since a checkpoint has one "
+                f"(on rank {first}: {_short(other)}, on rank {dist.get_rank()}: {_short(extra)}); broadcast it "
+                "from one rank, or keep what belongs to a rank in a file of that rank"
+            )
+        agreement.settle({"call": f"extra of {call['call']}"}, error)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Tell whether two values are equal; tensors and arrays are by their numbers, NaN is equal to itself."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and _bytes(one) == _bytes(other)
+    if hasattr(one, "__dict__") and "__eq__" not in {name for kind in type(one).__mro__[:-1] for name in vars(kind)}:
+        return same(vars(one), vars(other))
+    return pickle.dumps(one) == pickle.dumps(other) or _equal(one, other)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # it does not know, as arrays
+        return False
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class Preemption:
+    """Notes the signal; the ranks tell each other before each step, so it is enough that one of them gets it."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        """Whether this rank has got the signal."""
+        self._save: Callable[[], Path] | None = None
+
+    def on_sigterm(self, save: Callable[[], Path]) -> None:
+        """From now on, note the signal; ``save`` writes the checkpoint, and returns where it is."""
+        self._save = save
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, _number: int, _frame: Any) -> None:
+        self.asked = True
+
+    def leave(self) -> None:
+        """Save, and end the process with exit code 143; do nothing if nobody said how to save."""
+        if self._save is None:
+            return
+        path = self._save()
+        logger.warning("saved %s and left, as SIGTERM asked", path)
+        sys.exit(128 + signal.SIGTERM)

@@ -6,7 +6,7 @@ A schedule calls, in its own order, for each micro-batch i::
     get_bwd_recv_ops(i)   backward_one_chunk(i)   get_bwd_send_ops(i)     or, where a schedule splits the backward:
                           backward_one_chunk(i, full_backward=False) ... backward_weight_one_chunk(i)
 
-The tasks, in the middle, are here; what comes in and goes out is in `connected`. What differs from torch's own stage:
+The tasks, in the middle, are here; what comes in and goes out is in `transfers`. What differs from torch's own stage:
 shapes may be another for each micro-batch and step, skips travel along with the output, partitions can be checkpointed,
 the context is set, and errors say where they come from.
 """
@@ -28,7 +28,7 @@ from pipesight.distributed.minibatch import Checkpoint, Task
 from pipesight.distributed.recomputing_layers import Recomputations
 from pipesight.distributed.replicas import Averaging
 from pipesight.distributed.skip_forwarding import Wiring
-from pipesight.distributed.transfers import ConnectedStage
+from pipesight.distributed.transfers import TransferringStage
 from pipesight.pipeline.aliasing import Changes, region_of
 from pipesight.pipeline.checkpoint import Buffers
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of
@@ -40,7 +40,7 @@ from pipesight.pipeline.workers import annotate
 __all__ = ["Stage"]
 
 
-class Stage(ConnectedStage):
+class Stage(TransferringStage):
     """A partition of this rank.
 
     Args:

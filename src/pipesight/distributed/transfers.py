@@ -1,32 +1,35 @@
-"""A stage and its neighbours: what a schedule has it receive before a task, and send after it.
+"""What a stage receives before a task and sends after it, to a neighbour on another rank or on the same one.
 
 ::
 
     partition j - 1   ── output, skips ──>   partition j   ── output, skips ──>   partition j + 1
                       <──── gradients ────                 <──── gradients ────
 
-A neighbour may be on another rank, or, where ranks have several partitions, on the same one.
+torch's schedules post the transfers and wait for them. Each tensor goes as the bytes it consists of, so that every
+dtype can. An empty one is not sent at all: both sides know. With gloo, observers see each wait for a transfer, and an
+error names the rank that was waited for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipesight.distributed.minibatch import Minibatch
 from pipesight.distributed.shapes import Cut
-from pipesight.distributed.transfer import receive_ops, send_ops
 from pipesight.pipeline.partition import Partition
 
-__all__ = ["ConnectedStage"]
+__all__ = ["TransferringStage"]
 
 
-class ConnectedStage(_PipelineStageBase):
-    """A partition of this rank, without its tasks.
+class TransferringStage(_PipelineStageBase):
+    """A stage, as torch's schedules see it, without its tasks.
 
     Args:
         partition: Its layers.
@@ -94,12 +97,12 @@ class ConnectedStage(_PipelineStageBase):
             return []
         tensors = [meta.empty(self.device) for meta in self._cut(fwd_chunk_id, before=True).tensors]
         self._received[fwd_chunk_id] = tensors
-        return receive_ops(self, tensors, self.j - 1, fwd_chunk_id)
+        return _ops(c10d.irecv, self, tensors, self.j - 1, fwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what sends the output of a micro-batch on."""
         tensors = self._sent.pop(fwd_chunk_id)
-        return [] if self.is_last else send_ops(self, tensors, self.j + 1, fwd_chunk_id)
+        return [] if self.is_last else _ops(c10d.isend, self, tensors, self.j + 1, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what receives the gradients of an output."""
@@ -108,7 +111,7 @@ class ConnectedStage(_PipelineStageBase):
         metas = self._cut(bwd_chunk_id).tensors
         gradients = [meta.empty(self.device) if meta.learns else None for meta in metas]
         self._gradients_received[bwd_chunk_id] = gradients
-        return receive_ops(self, [g for g in gradients if g is not None], self.j + 1, bwd_chunk_id)
+        return _ops(c10d.irecv, self, [g for g in gradients if g is not None], self.j + 1, bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what sends the gradients of an input back."""
@@ -121,7 +124,7 @@ class ConnectedStage(_PipelineStageBase):
             for meta, gradient in zip(metas, gradients, strict=True)
             if meta.learns
         ]
-        return send_ops(self, tensors, self.j - 1, bwd_chunk_id)
+        return _ops(c10d.isend, self, tensors, self.j - 1, bwd_chunk_id)
 
     # Where the neighbour is on the same rank.
 
@@ -137,3 +140,82 @@ class ConnectedStage(_PipelineStageBase):
         """Take the gradients of the output."""
         if self.has_backward:
             self._gradients_received[mb_index] = list(next_stage_bwd_outputs)
+
+
+def _ops(
+    operation: Callable[..., Any], stage: TransferringStage, tensors: Sequence[Tensor], partition: int, i: int
+) -> list[dist.P2POp]:
+    peer = stage.stage_index_to_group_rank[partition]
+    ops = []
+    for tensor in tensors:
+        if tensor.numel():
+            op = dist.P2POp(operation, _bytes(tensor), group=stage.group, group_peer=peer)
+            if tensor.device.type == "cpu":
+                # Checked when it was made; from here on torch only calls it.
+                op.op = _Posting(operation is c10d.isend, stage, i, peer, op.peer)
+            ops.append(op)
+    return ops
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _enter(stage: TransferringStage, i: int, peer: int) -> None:
+    """Say where this rank is: at a micro-batch that comes from another rank, or goes there."""
+    where = stage.batch.where
+    where.partition, where.microbatch, where.device, where.peer = stage.j, i, stage.device, peer
+
+
+class _Posting:
+    """Posts a transfer, for `torch.distributed.batch_isend_irecv`."""
+
+    __slots__ = ("__name__", "_i", "_peer", "_place", "_sends", "_stage")
+
+    def __init__(self, sends: bool, stage: TransferringStage, i: int, place: int, peer: int) -> None:
+        self.__name__ = "isend" if sends else "irecv"
+        self._sends, self._stage, self._i, self._place, self._peer = sends, stage, i, place, peer
+
+    def __call__(self, tensor: Tensor, *_: Any, **__: Any) -> _Waiting:
+        stage, peer = self._stage, self._place
+        _enter(stage, self._i, self._peer)
+        try:
+            if self._sends:
+                work = dist.isend(tensor, group=stage.group, group_dst=peer)
+            else:
+                work = dist.irecv(tensor, group=stage.group, group_src=peer)
+        except RuntimeError as error:
+            raise stage.batch.watch.explain(error, f"rank {self._peer}") from None
+        finally:
+            stage.batch.where.peer = None
+        return _Waiting(work, tensor, self._sends, stage, self._i, self._peer)
+
+
+class _Waiting:
+    """A transfer under way."""
+
+    __slots__ = ("_i", "_peer", "_sends", "_stage", "_tensor", "_work")
+
+    def __init__(self, work: Any, tensor: Tensor, sends: bool, stage: TransferringStage, i: int, peer: int) -> None:
+        self._work, self._tensor, self._sends = work, tensor, sends
+        self._stage, self._i, self._peer = stage, i, peer
+
+    def wait(self, *_: Any) -> bool:
+        stage = self._stage
+        batch = stage.batch
+        batch.watch.waits_for = f"rank {self._peer}"
+        _enter(stage, self._i, self._peer)
+        observed = batch.observers.members and not self._sends
+        if observed:
+            details = (f"rank {self._peer}", f"rank {dist.get_rank()}", self._tensor.numel())
+            batch.observers.transfer_started(batch.where, *details)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise batch.watch.explain(error, f"rank {self._peer}") from None
+        finally:
+            batch.where.peer = None
+            if observed:
+                batch.observers.transfer_ended(batch.where, *details)
+        batch.watch.waits_for = None
+        return True
