@@ -22,12 +22,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Patches", "harmless", "unseen"]
+__all__ = ["Patches", "harmless"]
 
 logger = logging.getLogger(__name__)
-
-unseen = torch._C.DisableTorchFunction
-"""A context in which what we ask of tensors is not shown to the program's ``__torch_function__``."""
 
 _KEY = "__pipesight__"  # the argument of a stand-in that holds what to call
 _changing = threading.RLock()

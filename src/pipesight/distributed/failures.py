@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipesight._torch.distributed import default_store
 from pipesight.context import Where
 from pipesight.distributed import diagnosis
 from pipesight.distributed.diagnosis import Answers, LivenessPort, is_gone
@@ -261,7 +262,7 @@ class Watch:
 
 def _own_client() -> Any:
     """Return a client of the default store that answers while the main thread waits for something from it."""
-    store: Any = dist.distributed_c10d._get_default_store()
+    store: Any = default_store()
     try:
         return store.clone()
     except Exception:  # not before torch 2.8, nor for every kind

@@ -34,9 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipesight._torch.modules import TRUNCATED_NORMAL
+from pipesight._torch.operators import TorchDispatchMode, schema_of, takes_device, tree_leaves, tree_map_only
+from pipesight._torch.tensors import storage_id
 
 __all__ = ["Recipe", "build_model"]
 
@@ -100,21 +101,21 @@ class _Operator:
     def touched(self) -> set[int]:
         """Return the storages that it made or may have changed."""
         outputs = [t for t in tree_leaves(self.output) if isinstance(t, Tensor)]
-        return {_storage(t) for t in (*outputs, *self.tensors()) if t.is_meta}
+        return {storage_id(t) for t in (*outputs, *self.tensors()) if t.is_meta}
 
     def written(self) -> set[int]:
         """Return the storages that it gave values to."""
-        outputs = {_storage(t) for t in tree_leaves(self.output) if isinstance(t, Tensor) and t.is_meta}
-        schema = getattr(self.function, "_schema", None)
+        outputs = {storage_id(t) for t in tree_leaves(self.output) if isinstance(t, Tensor) and t.is_meta}
+        schema = schema_of(self.function)
         if schema is None:
             return outputs
         given = [*zip(schema.arguments, self.args, strict=False)]
         given += [(a, self.kwargs[a.name]) for a in schema.arguments if a.name in self.kwargs]
         changed = [value for a, value in given if a.alias_info is not None and a.alias_info.is_write]
-        found = {_storage(t) for t in tree_leaves(changed) if isinstance(t, Tensor) and t.is_meta}
+        found = {storage_id(t) for t in tree_leaves(changed) if isinstance(t, Tensor) and t.is_meta}
         if schema.name.split("::")[1].startswith(("empty", "new_empty")):
             return found
-        return found | (outputs - {_storage(t) for t in self.tensors() if t.is_meta})
+        return found | (outputs - {storage_id(t) for t in self.tensors() if t.is_meta})
 
 
 class Recipe:
@@ -134,7 +135,7 @@ class Recipe:
             written |= operator.written()
         for name, child in module.named_modules():
             for _, key, tensor in _meta_tensors(child):
-                if _storage(tensor) not in written and tensor.numel():
+                if storage_id(tensor) not in written and tensor.numel():
                     return f"{name}.{key}".lstrip(".")
         return None
 
@@ -145,12 +146,12 @@ class Recipe:
 
     def _materialise(self, name: str, layer: nn.Module, device: torch.device) -> None:
         places = [place for module in layer.modules() for place in _meta_tensors(module)]
-        needed = {_storage(tensor) for _, _, tensor in places}
+        needed = {storage_id(tensor) for _, _, tensor in places}
         chosen: list[_Operator] = []
         for operator in reversed(self._operators):
             if not needed.isdisjoint(operator.touched()):
                 chosen.append(operator)
-                needed |= {_storage(t) for t in operator.tensors() if t.is_meta}
+                needed |= {storage_id(t) for t in operator.tensors() if t.is_meta}
         real: dict[int, Tensor] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             torch.default_generator.manual_seed(_seed(name))
@@ -196,7 +197,7 @@ class _Pretending(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("device") is None and func in _device_constructors():
+        if kwargs.get("device") is None and takes_device(func):
             if func in _FROM_NUMBERS and not any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
                 return self._constant(func, args, kwargs)
             return func(*args, **{**kwargs, "device": _META})
@@ -245,8 +246,7 @@ def _is_cpu(value: Any) -> bool:
 @contextlib.contextmanager
 def _whole_truncated_normal(recipe: Recipe) -> Iterator[None]:
     """Write truncated normal draws down as one operator: how many draws they take depends on the numbers."""
-    name = "_no_grad_trunc_normal_"
-    original = getattr(nn.init, name)
+    original = getattr(nn.init, TRUNCATED_NORMAL)
 
     def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not tensor.is_meta:
@@ -254,22 +254,18 @@ def _whole_truncated_normal(recipe: Recipe) -> Iterator[None]:
         recipe.note(original, (tensor, *args), kwargs, tensor)
         return tensor
 
-    setattr(nn.init, name, noted)
+    setattr(nn.init, TRUNCATED_NORMAL, noted)
     try:
         yield
     finally:
-        setattr(nn.init, name, original)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+        setattr(nn.init, TRUNCATED_NORMAL, original)
 
 
 def _view(tensor: Tensor, real: dict[int, Tensor]) -> Tensor:
     """Return the real counterpart of a meta tensor: the same view of the real storage."""
     if not tensor.is_meta:
         return tensor
-    key = _storage(tensor)
+    key = storage_id(tensor)
     if key not in real:
         real[key] = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8)
     whole = real[key].untyped_storage()
@@ -277,14 +273,14 @@ def _view(tensor: Tensor, real: dict[int, Tensor]) -> Tensor:
 
 
 def _run(operator: _Operator, real: dict[int, Tensor]) -> None:
-    known = set(real) | {_storage(t) for t in operator.tensors() if t.is_meta}
+    known = set(real) | {storage_id(t) for t in operator.tensors() if t.is_meta}
     args, kwargs = tree_map_only(Tensor, lambda t: _view(t, real), (operator.args, operator.kwargs))
     args, kwargs = tree_map_only(torch.device, lambda d: torch.device("cpu") if d.type == "meta" else d, (args, kwargs))
     outputs = operator.function(*args, **kwargs)
     for mine, theirs in zip(tree_leaves(outputs), tree_leaves(operator.output), strict=True):
-        if isinstance(theirs, Tensor) and theirs.is_meta and _storage(theirs) not in known:
+        if isinstance(theirs, Tensor) and theirs.is_meta and storage_id(theirs) not in known:
             if mine.stride() == theirs.stride() and mine.storage_offset() == theirs.storage_offset():
-                real[_storage(theirs)] = mine
+                real[storage_id(theirs)] = mine
             else:
                 _view(theirs, real).copy_(mine)
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipesight._torch.modules import uncompiled
 from pipesight.distributed.shapes import Cut
 
 __all__ = ["LossFunction", "LossWeight", "Weighing"]
@@ -130,7 +131,7 @@ def _settings_of(loss_fn: Any) -> _Settings:
     positional = False
     while isinstance(loss_fn, functools.partial):
         given, positional, loss_fn = {**loss_fn.keywords, **given}, positional or bool(loss_fn.args), loss_fn.func
-    loss_fn = getattr(loss_fn, "_orig_mod", getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn))
+    loss_fn = uncompiled(loss_fn)
     reduction = str(given.get("reduction", getattr(loss_fn, "reduction", "mean")))
     if isinstance(loss_fn, nn.Module):
         for kind, function in ((nn.CrossEntropyLoss, _F.cross_entropy), (nn.NLLLoss, _F.nll_loss)):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.pipelining as pipelining
 import torch.distributed.pipelining.schedules as torch_schedules
 
+from pipesight._torch.pipelining import STEP_FUNCTION
 from pipesight.schedule.rank_schedules import SCHEDULES, RankSchedule, by_name
 
 __all__ = ["choose", "make", "names"]
@@ -52,7 +53,7 @@ class _NoTables(logging.Filter):
     """Drops the drawing of the whole schedule that torch logs before it raises what a layer raised."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.levelno == logging.ERROR and record.funcName == "_step_microbatches")
+        return not (record.levelno == logging.ERROR and record.funcName == STEP_FUNCTION)
 
 
 _NO_TABLES = _NoTables()

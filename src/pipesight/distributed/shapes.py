@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipesight._torch.modules import HOOK_TABLES, uncompiled
+from pipesight._torch.operators import FAKE_TENSOR_LOGGER, FakeTensorMode, TorchDispatchMode
 from pipesight.context import Where, enter_thread
 from pipesight.pipeline.aliasing import Changes, Region, region_of
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone
@@ -117,13 +117,13 @@ class Skeleton:
                 empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
                 memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if _is_parameter(tensor) else empty
         for child in module.modules():
-            for name in _HOOKS:
+            for name in HOOK_TABLES:
                 if name in child.__dict__:
                     memo[id(child.__dict__[name])] = type(child.__dict__[name])()
         hollow = copy.deepcopy(module, memo)
         for parent in list(hollow.modules()):
             for name, child in parent.named_children():
-                parent._modules[name] = getattr(child, "_orig_mod", child)  # not its compiled form
+                parent._modules[name] = uncompiled(child)  # not its compiled form
         return hollow
 
     def train(self, mode: bool) -> None:
@@ -226,7 +226,7 @@ def _call(partition: Partition, value: Any, j: int) -> Any:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Keep torch from logging a traceback of its own before the error is raised."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     before, logger.disabled = logger.disabled, True
     try:
         yield
@@ -249,14 +249,3 @@ class _RandomWatch(TorchDispatchMode):
 
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
-
-
-_HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from pipesight._torch.pipelining import stage_backward_input, stage_backward_weight
+from pipesight._torch.tensors import is_view
 from pipesight.context import Observers, Phase, Unrepeatable
 from pipesight.distributed.minibatch import Checkpoint, Task
 from pipesight.distributed.recomputing_layers import Recomputations
@@ -219,7 +220,7 @@ class Stage(TransferringStage):
                         task.outputs, task.gradients = ends, gradients
                 elif ends:
                     # It detaches its arguments in place, which views do not let it.
-                    ends = [t.clone() if t._is_view() else t for t in ends]
+                    ends = [t.clone() if is_view(t) else t for t in ends]
                     parameters = self.submod.parameters()
                     with self._recomputations.noticed(self.j):
                         _, task.groups = _call_torch(stage_backward_input, ends, gradients, task.leaves, parameters)

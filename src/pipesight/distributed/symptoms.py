@@ -14,11 +14,9 @@ import re
 from types import FrameType
 from typing import Any
 
-import torch._ops
 import torch.distributed as dist
-import torch.distributed._functional_collectives
-import torch.distributed.c10d_logger
-import torch.distributed.distributed_c10d
+
+from pipesight._torch.pipelining import COLLECTIVE_FILES, COLLECTIVE_WRAPPER_FILES
 
 __all__ = ["collective_of", "is_late", "is_symptom", "seconds_waited"]
 
@@ -32,8 +30,6 @@ _NETWORK: tuple[type[BaseException], ...] = tuple(
     kind for name in ("DistNetworkError", "DistBackendError") if (kind := getattr(dist, name, None)) is not None
 )
 
-_COLLECTIVES = (dist.distributed_c10d.__file__, dist._functional_collectives.__file__)
-_BETWEEN = (torch._ops.__file__, dist.c10d_logger.__file__)
 _WAITS = ("wait", "wait_tensor")
 
 
@@ -73,11 +69,11 @@ def collective_of(frame: FrameType | None) -> str | None:
     if frame is None:
         return None
     inner: FrameType | None = frame
-    while inner is not None and inner.f_code.co_filename in _BETWEEN:
+    while inner is not None and inner.f_code.co_filename in COLLECTIVE_WRAPPER_FILES:
         inner = inner.f_back
     name = None
-    while inner is not None and inner.f_code.co_filename in (*_COLLECTIVES, *_BETWEEN):
-        if inner.f_code.co_filename in _COLLECTIVES:
+    while inner is not None and inner.f_code.co_filename in (*COLLECTIVE_FILES, *COLLECTIVE_WRAPPER_FILES):
+        if inner.f_code.co_filename in COLLECTIVE_FILES:
             name = inner.f_code.co_name
         inner = inner.f_back
     # A wait for a work is a call of C++, which has no frame.

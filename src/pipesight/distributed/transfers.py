@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from pipesight._torch.pipelining import PipelineStageBase
 from pipesight.distributed.minibatch import Minibatch
 from pipesight.distributed.shapes import Cut
 from pipesight.pipeline.partition import Partition
@@ -28,7 +28,7 @@ from pipesight.pipeline.partition import Partition
 __all__ = ["TransferringStage"]
 
 
-class TransferringStage(_PipelineStageBase):
+class TransferringStage(PipelineStageBase):
     """A stage, as torch's schedules see it, without its tasks.
 
     Args:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipesight._torch.tensors import storage_id
+
 __all__ = ["Changes", "Region", "region_of"]
 
 
@@ -42,8 +44,9 @@ def region_of(tensor: Tensor | None) -> Region | None:
     """Return where a tensor is, or ``None`` if it is nowhere that could be shared, as a sparse one."""
     if tensor is None or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         return None
-    storage = tensor.untyped_storage()._cdata  # a tensor that has only a shape has a storage, but no address
-    return Region(storage, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride(), tensor.itemsize)
+    return Region(
+        storage_id(tensor), int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride(), tensor.itemsize
+    )
 
 
 class Changes:

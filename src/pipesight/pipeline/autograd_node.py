@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pipesight._torch.autograd import current_backward
 from pipesight.pipeline.backward import run_backward
 from pipesight.pipeline.gradients import OutputGradients
 from pipesight.pipeline.minibatch import Tape
@@ -79,7 +80,7 @@ class _Inlet(torch.autograd.Function):
         with torch.no_grad():
             gradients = run_backward(
                 tape,
-                ctx.returned.pop(torch._C._current_graph_task_id()),
+                ctx.returned.pop(current_backward()),
                 ctx.needs_input_grad[3 : 3 + ctx.count],
                 ctx.parameters,
             )
@@ -109,7 +110,7 @@ class _Outlet(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ready = torch.cuda.current_stream(ctx.device).record_event() if ctx.device.type == "cuda" else None
-        ctx.returned[torch._C._current_graph_task_id()] = OutputGradients(list(gradients), ready)
+        ctx.returned[current_backward()] = OutputGradients(list(gradients), ready)
         return (None, None, None, torch.empty(0, device="cpu"), *(None for _ in gradients))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipesight._torch.autograd import keeps_graph
 from pipesight.context import Where
 from pipesight.pipeline.gradients import GradientSum, OutputGradients, expect_no_gradient, silence_hooks
 from pipesight.pipeline.local_graph import Graph
@@ -36,8 +37,7 @@ def run_backward(
                 "Trying to backward through the graph a second time: the first backward freed what GPipe's "
                 "forward had kept. Specify retain_graph=True in the first one if you need a second"
             )
-        keep: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-        backward = BackwardPass(tape, keep=keep)
+        backward = BackwardPass(tape, keep=keeps_graph())
         total = backward.run(outputs)
         needed = [a and b for a, b in zip(inputs_needed, tape.inputs_needed, strict=True)]
         gradients = [total.take(parameter) for parameter in parameters]

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipesight import context
+from pipesight._torch.modules import BatchNorm
 
 __all__ = ["DeferredBatchNorm"]
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """Normalises each micro-batch by itself, but updates the running statistics once a mini-batch.
 
     The moments of the micro-batches are merged (Chan et al.), so that ``running_mean`` and the unbiased
@@ -22,7 +22,7 @@ class DeferredBatchNorm(_BatchNorm):
     plain layer.
     """
 
-    def __init__(self, plain: _BatchNorm) -> None:
+    def __init__(self, plain: BatchNorm) -> None:
         # Parameters, buffers, hooks and settings stay the very objects they were.
         self.__dict__.update(plain.__dict__)
         self.plain_class = type(plain)
@@ -79,7 +79,7 @@ class DeferredBatchNorm(_BatchNorm):
             for name, child in parent._modules.items():
                 if (
                     isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
-                    and type(child).forward is _BatchNorm.forward
+                    and type(child).forward is BatchNorm.forward
                 ):
                     parent._modules[name] = converted.setdefault(child, cls(child))
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import threading
 from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipesight import context
+from pipesight._torch.autograd import SavedTensorHooks, in_backward, innermost_saved_tensor_hooks
 
 __all__ = ["CallerState", "began_in_backward"]
 
 R = TypeVar("R")
-
-Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""Pack and unpack."""
 
 _CPU = torch.device("cpu")
 
@@ -49,7 +45,7 @@ class CallerState:
         self.refuse_inside()
         self._context = contextvars.copy_context()
         self._context.run(_around.set, _around.get() | {pipeline})
-        self.in_backward = torch._C._current_graph_task_id() != -1
+        self.in_backward = in_backward()
         if self.in_backward:
             self._context.run(_in_backward.set, True)
         self._inference = torch.is_inference_mode_enabled()
@@ -58,7 +54,7 @@ class CallerState:
         ]
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._device = torch.empty(0).device  # before torch 2.8, get_default_device() sees no `with torch.device(...)`
-        self._hooks = _top_hooks(True)
+        self._hooks = innermost_saved_tensor_hooks()
         self.in_checkpoint = self._hooks is not None and _of_checkpoint(self._hooks)
         if self.in_checkpoint:
             self._hooks = None
@@ -97,33 +93,5 @@ class CallerState:
             return function(*args)
 
 
-def _of_checkpoint(hooks: Hooks) -> bool:
+def _of_checkpoint(hooks: SavedTensorHooks) -> bool:
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
-
-
-class _PerThread(threading.local):
-    def __init__(self) -> None:
-        self.hooks: list[Hooks] = []
-
-
-def _follow_hooks() -> Callable[[bool], Hooks | None]:
-    """Note, from now on, which saved-tensor hooks each thread enters; return what tells the innermost."""
-    autograd: Any = torch._C._autograd
-    push, pop = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
-    here = _PerThread()
-
-    def noted_push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        push(pack, unpack)
-        here.hooks.append((pack, unpack))
-
-    def noted_pop() -> None:
-        pop()
-        del here.hooks[-1:]  # empty, if they were entered before
-
-    autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks = noted_push, noted_pop
-    return lambda _: here.hooks[-1] if here.hooks else None
-
-
-# Before 2.8, torch does not tell.
-_top_hooks: Callable[[bool], Hooks | None]
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None) or _follow_hooks()

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from pipesight._torch.modules import BatchNorm
 from pipesight.context import Unrepeatable, Where
 from pipesight.pipeline.randomness import PassRandomness, SavedGenerators, Task, begin_task, end_task
 from pipesight.pipeline.skip import SkipTracker, use_tracker
@@ -204,7 +204,7 @@ class Buffers:
     def replay(self, saved: SavedBuffers) -> Callable[[], None]:
         """Put the values in ``saved`` in place for a recomputation; return a function that puts the real ones back."""
         now = {(module, name): module._buffers[name] for module, name in (*saved.values, *saved.absent)}
-        norms = [m for m in self._partition.modules() if isinstance(m, _BatchNorm) and m.training]
+        norms = [m for m in self._partition.modules() if isinstance(m, BatchNorm) and m.training]
         norms = [m for m in norms if m.track_running_stats]
         for (module, name), before in saved.values.items():
             module._buffers[name] = None if before is None else before.clone()
@@ -228,7 +228,7 @@ class Buffers:
 
 def _tracked(module: nn.Module, name: str) -> bool:
     """Tell whether a buffer is one that batch normalisation leaves alone when told not to track."""
-    return isinstance(module, _BatchNorm) and name in ("running_mean", "running_var", "num_batches_tracked")
+    return isinstance(module, BatchNorm) and name in ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _differ(before: Tensor | None, after: Tensor | None) -> bool:

@@ -8,10 +8,11 @@ from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
 from pipesight import context
+from pipesight._torch.modules import not_compiled, set_state_metadata, state_metadata, target_device
+from pipesight._torch.tensors import in_transform
 from pipesight.pipeline.autograd_node import connect
 from pipesight.pipeline.caller_state import CallerState
 from pipesight.pipeline.forward import ForwardPass
@@ -133,7 +134,7 @@ class GPipe(nn.Module):
         for partition in self.partitions:
             yield from partition.children()
 
-    @_disable_dynamo  # torch.compile around it compiles nothing: it cannot follow into the workers
+    @not_compiled  # torch.compile around it compiles nothing: it cannot follow into the workers
     def forward(self, input: TensorOrTensors, *more: Any) -> TensorOrTensors:
         """Run ``input``, a tensor or a tuple of tensors on ``devices[0]``; the output is on ``devices[-1]``."""
         if more:
@@ -141,7 +142,7 @@ class GPipe(nn.Module):
             raise TypeError(
                 f"GPipe takes one input, but got {1 + len(more)}; pass several tensors as one tuple: model(({names}))"
             )
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if in_transform():
             raise RuntimeError("torch.func transforms such as grad and vmap cannot look into GPipe; use torch.autograd")
         inputs = as_tuple(input, "input")
         if not self._balance:
@@ -189,17 +190,18 @@ class GPipe(nn.Module):
         state = self.state_dict()
         plain = OrderedDict((key.split(".", 2)[2], value) for key, value in state.items())
         names = {f"partitions.{j}.{name}": name for j, p in enumerate(self.partitions) for name in p._modules}
-        plain._metadata = {  # type: ignore[attr-defined]
+        metadata = {
             _replace_prefix(key, names): value
-            for key, value in state._metadata.items()  # type: ignore[attr-defined]
+            for key, value in state_metadata(state).items()
             if key == "" or key.count(".") > 1
         }
+        set_state_metadata(plain, metadata)
         return plain
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Accept the keys of the original model too; ``state_dict`` is ``load_state_dict``'s own copy."""
         names = {name: f"partitions.{j}.{name}" for j, p in enumerate(self.partitions) for name in p._modules}
-        for keys in (state_dict, getattr(state_dict, "_metadata", {})):
+        for keys in (state_dict, state_metadata(state_dict)):
             for key in [key for key in keys if key.startswith(prefix)]:
                 inner = key.removeprefix(prefix)
                 if not any(inner == ours or inner.startswith(f"{ours}.") for ours in names.values()):
@@ -210,8 +212,7 @@ class GPipe(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
         """Change the dtype or memory format. Moving to a device raises ``TypeError``."""
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
+        if target_device(*args, **kwargs) is not None:
             self._deny_move()
         return super().to(*args, **kwargs)
 

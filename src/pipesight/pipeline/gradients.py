@@ -6,12 +6,20 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
+
+from pipesight._torch.autograd import (
+    add_each,
+    backward_accumulates,
+    current_backward,
+    post_accumulate_hooks,
+    run_backward,
+    tensor_hooks,
+)
+from pipesight._torch.tensors import is_view
 
 __all__ = ["GradientSum", "OutputGradients", "expect_no_gradient", "run_graph", "silence_hooks"]
 
@@ -51,7 +59,7 @@ class GradientSum:
                 sums.append(self._sums[key])
                 terms.append(gradient)
         if sums:
-            torch._foreach_add_(sums, terms)
+            add_each(sums, terms)
 
     def merge(self, other: GradientSum) -> None:
         """Add all of another sum, and forget it there."""
@@ -64,7 +72,7 @@ class GradientSum:
         """Return the sum for ``parameter`` and forget it."""
         total = self._sums.pop(id(parameter), None)
         # A lone term can be a view of the caller's own gradient, which must not become `parameter.grad`.
-        if total is not None and id(parameter) not in self._owned and total._is_view():
+        if total is not None and id(parameter) not in self._owned and is_view(total):
             total = total.clone()
         return total
 
@@ -76,7 +84,7 @@ class GradientSum:
         late = [self._parameters[key] for key in self._sums]
         if not late:
             return
-        if not Variable._execution_engine.is_checkpoint_valid():
+        if not backward_accumulates():
             raise RuntimeError(
                 "a parameter that is used only inside torch.utils.checkpoint(use_reentrant=True) gets a gradient from "
                 ".backward() without inputs= alone, not from torch.autograd.grad; set use_reentrant=False"
@@ -96,15 +104,12 @@ def run_graph(
 ) -> list[Tensor | None]:
     """Return the gradients of ``inputs``, given those at the ends of a local graph.
 
-    This is ``torch.autograd.grad`` less its checks, which take as long as the backward of a small layer. Hooks that
-    :func:`silence_hooks` went over do not fire.
+    Hooks that :func:`silence_hooks` went over do not fire.
     """
     edges, gradients = zip(*ends, strict=True)
     _here.inside = True
     try:
-        found = Variable._execution_engine.run_backward(
-            edges, gradients, retain, False, tuple(inputs), True, accumulate_grad=False
-        )
+        found = run_backward(edges, gradients, inputs, keep_graph=retain)
     finally:
         _here.inside = False
     return list(found)
@@ -117,9 +122,9 @@ def silence_hooks(parameters: Iterable[Tensor]) -> None:
     inside a partition. And it calls all of them for every parameter that some output depends on, also if the caller's
     loss leaves that output out.
     """
-    backward: int = torch._C._current_graph_task_id()
+    backward = current_backward()
     for parameter in parameters:
-        for hooks, kind in ((parameter._backward_hooks, _WaitingHook), (_hooks_after(parameter), _AfterHook)):
+        for hooks, kind in ((tensor_hooks(parameter), _WaitingHook), (post_accumulate_hooks(parameter), _AfterHook)):
             if hooks:
                 for key, hook in list(hooks.items()):
                     if not isinstance(hook, kind):
@@ -130,7 +135,7 @@ def silence_hooks(parameters: Iterable[Tensor]) -> None:
 def expect_no_gradient(parameters: Iterable[Tensor]) -> None:
     """Let hooks know that these parameters get nothing from the pipeline, though perhaps from elsewhere."""
     for parameter in parameters:
-        for hook in (_hooks_after(parameter) or {}).values():
+        for hook in (post_accumulate_hooks(parameter) or {}).values():
             if isinstance(hook, _AfterHook):
                 hook.before = _state_of(parameter.grad)
 
@@ -177,11 +182,6 @@ class _AfterHook:
         grad, version = _state_of(parameter.grad)
         if before is None or grad is not before[0] or version != before[1]:
             self._hook(parameter)
-
-
-def _hooks_after(parameter: Tensor) -> dict[int, Any] | None:
-    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
-    return hooks
 
 
 def _state_of(grad: Tensor | None) -> tuple[Tensor | None, int]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from pipesight._torch.autograd import PythonNode
 from pipesight.pipeline.aliasing import Region
 from pipesight.pipeline.checkpoint import Checkpoint
 from pipesight.pipeline.gradients import run_graph
@@ -165,7 +166,7 @@ def edge_of(tensor: Tensor | None, anchor: Tensor | None = None) -> GradientEdge
     node = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
-    if isinstance(node, torch._C._FunctionBase) and (anchor is None or node is not anchor.grad_fn):
+    if isinstance(node, PythonNode) and (anchor is None or node is not anchor.grad_fn):
         edge = _PythonEdge(node, tensor.output_nr)
         with torch.enable_grad():
             edge.owner = tensor.view_as(tensor).grad_fn

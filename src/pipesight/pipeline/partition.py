@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from pipesight import context
+from pipesight._torch.autograd import next_sequence_number
 from pipesight.context import Where
 from pipesight.pipeline.batchnorm import DeferredBatchNorm
 from pipesight.pipeline.checkpoint import Checkpointer
@@ -31,7 +32,7 @@ class Partition(nn.Sequential):
         for name, layer in self._modules.items():
             assert layer is not None
             where.layer = name
-            where.marks.append((torch._C._autograd._get_sequence_nr(), name))
+            where.marks.append((next_sequence_number(), name))
             if where.observers.members:
                 where.observers.layer_started(where)
                 output = layer(input)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -29,6 +28,16 @@ import torch
 from torch import Tensor
 
 from pipesight._patches import Patches
+from pipesight._torch import compiling
+from pipesight._torch.operators import (
+    SPARE_KEY,
+    aten_operators,
+    dispatch_key,
+    key_set,
+    schema_of,
+    with_key,
+    without_key,
+)
 
 __all__ = [
     "PassRandomness",
@@ -41,9 +50,6 @@ __all__ = [
     "next_seed",
     "seed_of",
 ]
-
-# A dispatch key that PyTorch reserves for modes like this one and registers nothing for.
-_KEY_NAME = "TESTING_ONLY_GenericMode"
 
 _CPU = torch.device("cpu")
 
@@ -133,10 +139,9 @@ def isolated() -> AbstractContextManager[None]:
     """Let :func:`begin_task` decide, in this thread, what random operators draw from."""
     with _swapping:
         key = _install()
-        if "torch._dynamo" in sys.modules:
+        if compiling.is_imported():
             _hide_from_compiler()
-    guard: AbstractContextManager[None] = torch._C._IncludeDispatchKeyGuard(key)
-    return guard
+    return with_key(key)
 
 
 def draw_seed() -> int:
@@ -174,21 +179,17 @@ def end_task() -> SavedGenerators:
 @functools.cache
 def _install() -> Any:
     """Register our kernel for every random operator, and our view of the state; once in a process, about 0.2 s."""
-    key = torch._C._dispatch_key_parse(_KEY_NAME)
-    everything = torch.library.Library("_", "IMPL", _KEY_NAME)
+    key = dispatch_key(SPARE_KEY)
+    everything = torch.library.Library("_", "IMPL", SPARE_KEY)
     everything.fallback(torch.library.fallthrough_kernel)
-    aten = torch.library.Library("aten", "IMPL", _KEY_NAME)
+    aten = torch.library.Library("aten", "IMPL", SPARE_KEY)
     _libraries.extend((everything, aten))
-    for name in torch._C._dispatch_get_all_op_names():
-        space, _, overload_name = name.partition("::")
-        # Composite operators, such as dropout, come down to others.
-        if space != "aten" or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
-            continue
-        base, _, overload = overload_name.partition(".")
-        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+    for name, op in aten_operators():
         # Some are tagged that only choose, or repeat what a forward has drawn.
-        if torch.Tag.nondeterministic_seeded in op.tags and not base.endswith(("_backward", "_choice")):
-            aten.impl(overload_name, functools.partial(_run, op, torch._C.DispatchKeySet(key)))
+        if torch.Tag.nondeterministic_seeded in op.tags and not name.partition(".")[0].endswith(
+            ("_backward", "_choice")
+        ):
+            aten.impl(name, functools.partial(_run, op, key_set(key)))
     _stand_in(torch.random, "get_rng_state", lambda task: task.generator(_CPU).get_state())
     _stand_in(torch.random, "set_rng_state", lambda task, state: task.generator(_CPU).set_state(state) and None)
     _stand_in(torch.random, "manual_seed", lambda task, seed: task.reseed(int(seed)) or task.generator(_CPU))
@@ -202,13 +203,12 @@ def _install() -> Any:
 @functools.cache
 def _hide_from_compiler() -> None:
     """Keep ``torch.compile`` from compiling this module where compiled code calls it."""
-    from torch._dynamo.eval_frame import skip_code
-
     things = [*globals().values(), *vars(PassRandomness).values(), *vars(_TaskRandomness).values()]
-    codes = [thing.__code__ for thing in things if isinstance(thing, FunctionType) and thing.__module__ == __name__]
+    ours = (__name__, aten_operators.__module__)
+    codes = [thing.__code__ for thing in things if isinstance(thing, FunctionType) and thing.__module__ in ours]
     while codes:
         code = codes.pop()
-        skip_code(code)
+        compiling.skip_code(code)
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
@@ -229,11 +229,11 @@ def _set_cuda_state(task: _TaskRandomness, new_state: Tensor, device: Any = "cud
 
 def _run(op: Any, ours: Any, *args: Any, **kwargs: Any) -> Any:
     task = _here.task
-    with torch._C._ExcludeDispatchKeyGuard(ours):
+    with without_key(ours):
         device = None if task is None or torch.compiler.is_compiling() else _device_of(args, kwargs)
         if task is None or device is None or _is_certain(op, args, kwargs):
             return op(*args, **kwargs)
-        position = next((p for p, a in enumerate(op._schema.arguments) if a.name == "generator"), None)
+        position = next((p for p, a in enumerate(schema_of(op).arguments) if a.name == "generator"), None)
         if position is None:
             return _run_swapped(op, args, kwargs, _default_generator(device), task.generator(device))
         given = args[position] if position < len(args) else kwargs.get("generator")
@@ -248,7 +248,7 @@ def _run(op: Any, ours: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _is_certain(op: Any, args: Any, kwargs: Any) -> bool:
     """Tell whether an operator that could drop elements, such as fused attention, has nothing to draw."""
-    for position, argument in enumerate(op._schema.arguments):
+    for position, argument in enumerate(schema_of(op).arguments):
         if argument.name in ("dropout_p", "dropout"):
             return not (args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value))
     return False

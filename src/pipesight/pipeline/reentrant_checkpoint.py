@@ -15,8 +15,9 @@ import threading
 from collections.abc import Iterable
 from types import TracebackType
 
-import torch
 from torch import Tensor, nn
+
+from pipesight._torch.autograd import override_checkpoint_check
 
 __all__ = ["CaughtGradients"]
 
@@ -79,13 +80,11 @@ _here = _PerThread()
 @functools.cache
 def _install() -> None:
     """Answer, in a worker's backward, the question that such a checkpoint asks torch before it runs; once a process."""
-    original = torch.autograd._is_checkpoint_valid
+    override_checkpoint_check(_allow)
 
-    @functools.wraps(original)
-    def is_checkpoint_valid() -> bool:
-        if _here.catching is None:
-            return bool(original())  # type: ignore[no-untyped-call]
-        _here.catching.replace()
-        return True
 
-    torch.autograd._is_checkpoint_valid = is_checkpoint_valid
+def _allow() -> bool:
+    if _here.catching is None:
+        return False
+    _here.catching.replace()
+    return True

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from pipesight._torch.autograd import sequence_number
 from pipesight.context import Where, enter_thread
 
 __all__ = ["Job", "Pace", "Workers", "annotate"]
@@ -190,7 +191,7 @@ def _layer_of_backward(error: BaseException, where: Where) -> str | None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, BackwardCFunction):
-            number = node._sequence_nr()
+            number = sequence_number(node)
             index = bisect.bisect_right(where.marks, number, key=lambda mark: mark[0]) - 1
             return where.marks[index][1] if index >= 0 else None
     return None

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from pipesight._logger import own_logger
+from pipesight._torch.distributed import default_store
 from pipesight.recording.clock_correction import Correction, Measurement, correction_from, measure
 from pipesight.recording.clock_server import ASK, ClockServer
 
@@ -61,7 +62,7 @@ class RankClocks:
         if self._has_begun or not dist.is_available() or not dist.is_initialized():
             return
         self._has_begun = True
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         name = f"pipesight/clock/{self._attempt}"
         key = f"{name}/{store.add(f'{name}/of rank {self._rank}', 1)}"  # there may be one observation after the other
         if self._rank == 0:

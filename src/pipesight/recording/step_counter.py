@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import dataloader
 
 from pipesight import context
 from pipesight._patches import Patches
+from pipesight._torch.distributed import optimizer_rehearsal_code
+from pipesight._torch.loading import iterator_class
 from pipesight.recording.pipeline_description import Pipeline
 from pipesight.trace.automatic import on_outermost
 
@@ -84,7 +85,7 @@ class StepCounter:
         """Begin to count."""
         self._patches.keep(register_optimizer_step_post_hook(self._optimizer_stepped))
         watch = functools.partial(self._patches.wrap, may_raise=True)  # statistics do, where they are told to
-        watch(dataloader._BaseDataLoaderIter, "__next__", self._before)
+        watch(iterator_class(), "__next__", self._before)
         watch(torch.autograd, "backward", self._before)
         watch(torch.autograd, "grad", self._before)
         watch(torch.amp.GradScaler, "step", self._scaler_stepped)
@@ -171,8 +172,7 @@ class StepCounter:
 
 def _is_rehearsal() -> bool:
     """Tell whether an optimizer steps only to get a state, which a checkpoint is then loaded into."""
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    code = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
+    code = optimizer_rehearsal_code()
     frame = sys._getframe() if code is not None else None
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pipesight._torch.distributed import default_store
+
 __all__ = ["Claims"]
 
 _sessions = itertools.count()  # ranks open sessions in the same order
@@ -90,4 +92,4 @@ def _store() -> Any:
     """The store that all ranks share, if there are several."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return dist.distributed_c10d._get_default_store()
+    return default_store()

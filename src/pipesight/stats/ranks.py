@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipesight._torch.distributed import default_store
+
 __all__ = ["Exchange", "MissingRankError"]
 
 Rows = list[list[float]]
@@ -140,7 +142,7 @@ class Exchange:
 
     def _came(self, rank: int, add: int = 0) -> int:
         """Return how often a rank has come to exchange over these ranks."""
-        store: Any = dist.distributed_c10d._get_default_store()
+        store: Any = default_store()
         return int(store.add(f"{self._key}/{rank}", add))
 
     def _missing(self, waited: float, error: Exception) -> MissingRankError:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import sys
 
-import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 
 from pipesight import context
+from pipesight._torch.autograd import in_backward
 from pipesight.pipeline.caller_state import began_in_backward
 
 __all__ = ["in_checkpoint", "is_recomputing"]
@@ -25,15 +25,13 @@ __all__ = ["in_checkpoint", "is_recomputing"]
 CHECKPOINT = torch.utils.checkpoint.__file__
 ENGINE = torch.autograd.graph.__file__
 
-_task = torch._C._current_graph_task_id
-
 
 def is_recomputing() -> bool:
     """Whether a checkpointed forward runs for the second time, in GPipe or in ``torch.utils.checkpoint``."""
     where = context.current()
     if where is not None and (where.phase == "recompute" or (where.phase == "forward" and began_in_backward())):
         return True
-    return _task() != -1 and in_checkpoint()
+    return in_backward() and in_checkpoint()
 
 
 def in_checkpoint() -> bool:

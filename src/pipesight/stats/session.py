@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipesight import context
+from pipesight._torch.tensors import in_transform
 from pipesight.stats._claims import Claims
 from pipesight.stats.config import Config
 from pipesight.stats.config.rules import StatisticRequest, TensorRule
@@ -233,7 +234,7 @@ class Session:
         """Measure a tensor, and keep what was measured until the step ends; return a record a source."""
         if not isinstance(tensor, Tensor):
             raise TypeError(f"statistics are of tensors (got {type(tensor).__name__}); pass torch.as_tensor(x)")
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if in_transform():
             raise TypeError("statistics cannot be logged inside of a torch.func transform; log them outside of it")
         group = self.merging.group_for(reduction_group, layer, skip=skip_reduction)
         part = local_part(tensor, None if group is None else dist.get_process_group_ranks(group))

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipesight._logger import own_logger
+from pipesight._torch import compiling
 from pipesight.trace import _span
 from pipesight.trace.node import Node, SilentNode, Use
 
@@ -26,13 +27,12 @@ __all__ = ["know", "prepare_for_compiler"]
 
 logger = own_logger(__name__)
 
-_COMPILER = "torch._dynamo"
 _kinds: list[type] = [Node, SilentNode, Use]
 
 
 def prepare_for_compiler() -> None:
     """Let the compiler know about spans, now or when it is imported."""
-    if _COMPILER in sys.modules:
+    if compiling.is_imported():
         _register()
     else:
         sys.meta_path.insert(0, _Waiter())
@@ -41,7 +41,7 @@ def prepare_for_compiler() -> None:
 def know(kind: type) -> None:
     """Let the compiler know of another class of spans."""
     _kinds.append(kind)
-    if _COMPILER in sys.modules:
+    if compiling.is_imported():
         _register()
 
 
@@ -51,7 +51,7 @@ class _Waiter(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _COMPILER:
+        if fullname != compiling.COMPILER:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -77,31 +77,6 @@ class _Announcer(Loader):
 
 def _register() -> None:
     try:
-        import torch
-        from torch._dynamo.guards import GuardBuilder
-        from torch._dynamo.variables.builder import VariableBuilder
-        from torch._dynamo.variables.constant import ConstantVariable
-        from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable
-
-        class SpanVariable(GenericContextWrappingVariable):
-            """A span to the compiler: a context manager that does nothing."""
-
-            def enter(self, tx: Any) -> Any:
-                return self
-
-            def exit(self, tx: Any, *args: Any) -> Any:
-                if hasattr(tx, "active_generic_context_managers"):
-                    tx.active_generic_context_managers.pop()
-                else:  # torch 2.6 counts them
-                    tx.generic_context_manager_depth -= 1
-                return ConstantVariable.create(None)
-
-        def wrap(builder: Any, value: Any) -> Any:
-            builder.install_guards(GuardBuilder.ID_MATCH)
-            return SpanVariable(value, source=builder.source)
-
-        for kind in _kinds:
-            VariableBuilder._type_dispatch()[kind] = wrap
-        _span.is_compiling = torch.compiler.is_compiling
+        _span.is_compiling = compiling.register_empty_context(_kinds)
     except Exception:  # these are the compiler's own affairs, and may change
         logger.warning("code with spans in it may not compile as one graph with this version of torch", exc_info=True)

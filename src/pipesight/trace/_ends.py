@@ -35,6 +35,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from pipesight._torch.loading import after_worker_signal_handlers
+
 __all__ = ["Ends"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of which Python would let a process die with nothing done
@@ -216,21 +218,14 @@ class Ends:
 
     def _meet_loader_worker(self) -> None:
         """If this process is to be a worker of a DataLoader, let its handler of SIGTERM be ours."""
-        handling: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
-        original = getattr(handling, "_set_worker_signal_handlers", None)
-        if original is None or hasattr(original, "_pipesight"):
-            return
+        after_worker_signal_handlers(self._take_sigterm)
 
-        def set_worker_signal_handlers() -> None:
-            original()
-            if self._real and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, self._terminate):
-                signal.signal(signal.SIGTERM, self._terminate)
-                self._is_loader_worker = True
-                self._held.pop(signal.SIGTERM, None)
-                self._hear_signals()
-
-        vars(set_worker_signal_handlers)["_pipesight"] = True
-        handling._set_worker_signal_handlers = set_worker_signal_handlers
+    def _take_sigterm(self) -> None:
+        if self._real and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, self._terminate):
+            signal.signal(signal.SIGTERM, self._terminate)
+            self._is_loader_worker = True
+            self._held.pop(signal.SIGTERM, None)
+            self._hear_signals()
 
 
 def _pipe() -> tuple[int, int]:

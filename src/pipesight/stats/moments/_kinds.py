@@ -9,15 +9,15 @@ strided     a view where its elements lie close together in any order, small cop
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from pipesight._torch.tensors import is_fake, is_functional, is_instance, is_transformed, without_subclass_overrides
 from pipesight.stats.moments._scratch import take
 
-__all__ = ["ORDINARY", "flat_pieces", "is_instance", "is_wrapped", "matrices", "plain"]
+__all__ = ["ORDINARY", "flat_pieces", "matrices", "plain"]
 
 ORDINARY = (Tensor, torch.nn.Parameter)  # classes that are nothing but their elements
 PIECE = 1 << 19  # elements: the most that is copied at a time
@@ -31,14 +31,7 @@ REAL = frozenset(
     )
     if hasattr(torch, name)
 )
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-def is_instance(tensor: object, module: str, name: str) -> bool:
-    """Whether a tensor is of a class in a module that need not be imported (then there is no such tensor)."""
-    found = getattr(sys.modules.get(module), name, None)
-    return found is not None and isinstance(tensor, found)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -49,13 +42,11 @@ def plain(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"statistics are of tensors (got {type(tensor).__name__}); pass torch.as_tensor(x)")
-    if is_wrapped(tensor):
+    if is_transformed(tensor):
         raise TypeError(
             "a tensor inside of a torch.func transform has no values of its own; log it outside of the transform"
         )
-    if is_instance(tensor, "torch._subclasses.fake_tensor", "FakeTensor") or is_instance(
-        tensor, "torch._subclasses.functional_tensor", "FunctionalTensor"
-    ):
+    if is_fake(tensor) or is_functional(tensor):
         raise TypeError("a fake tensor holds no numbers; log statistics when the model runs, not while it is traced")
     if is_instance(tensor, "torch.nn.parameter", "UninitializedTensorMixin"):
         raise TypeError("a lazy parameter holds no numbers before the first forward; log it after that")
@@ -75,7 +66,7 @@ def plain(tensor: Tensor) -> Tensor:
             return plain(tensor.get_data()[tensor.get_mask()])  # type: ignore[attr-defined]
         if type(tensor) is Tensor or tensor.is_nested:
             return tensor.detach()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_overrides():
             if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
                 return tensor.detach().as_subclass(Tensor)
             try:  # a wrapper: only its own code knows the values

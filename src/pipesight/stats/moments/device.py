@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesight.stats.moments._kinds import ORDINARY, flat_pieces, is_wrapped, plain
+from pipesight._torch.tensors import is_transformed, raw_stream
+from pipesight.stats.moments._kinds import ORDINARY, flat_pieces, plain
 from pipesight.stats.moments.measuring import measure_on_device
 from pipesight.stats.moments.record import FIELDS, LaterMoments, Moments
 
@@ -184,7 +185,7 @@ class DeviceRows:
                 row.sent(readback, start)
 
     def _reserve(self, count: int) -> tuple[Tensor, list[DeviceRow]]:
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = raw_stream(self.device.index)
         with self._lock:
             if stream not in self._lanes:
                 self._lanes[stream] = _Lane()
@@ -240,7 +241,9 @@ class DeviceRows:
 
 def _flat(tensor: Tensor) -> Tensor | None:
     """Return the elements in any order as one dense tensor of a dtype the kernels take, or None for odd kinds."""
-    ordinary = type(tensor) in ORDINARY and tensor.dtype in QUICK and tensor.is_contiguous() and not is_wrapped(tensor)
+    ordinary = (
+        type(tensor) in ORDINARY and tensor.dtype in QUICK and tensor.is_contiguous() and not is_transformed(tensor)
+    )
     if ordinary and (address := tensor.data_ptr()):  # nothing below would find anything to do
         x = tensor.detach().view(-1)
         return x.clone() if address % 4 else x

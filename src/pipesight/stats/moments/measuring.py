@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipesight._torch.tensors import is_transformed
 from pipesight.stats.moments._exact import exact
-from pipesight.stats.moments._kinds import ORDINARY, flat_pieces, is_wrapped, plain
+from pipesight.stats.moments._kinds import ORDINARY, flat_pieces, plain
 from pipesight.stats.moments._rows import FLOAT32, in_rows
 from pipesight.stats.moments.record import Moments
 from pipesight.stats.moments.shards import LocalPart, local_part
@@ -29,7 +30,7 @@ def is_ordinary(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not is_wrapped(tensor)
+        and not is_transformed(tensor)
         and bool(tensor.data_ptr())
     )
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipesight.stats.moments._kinds import is_instance
+from pipesight._torch.tensors import is_instance
 
 __all__ = ["LocalPart", "local_part"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch._compile import _disable_dynamo
+from pipesight._torch.modules import not_compiled
+from pipesight._torch.tensors import in_transform, is_tracing
 
 __all__ = ["Hook", "Once"]
 
@@ -21,10 +21,10 @@ class Hook:
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
 
-    @_disable_dynamo  # all of it: dynamo would compile this frame by itself
+    @not_compiled  # all of it: dynamo would compile this frame by itself
     def __call__(self, *args: Any) -> None:
         """Is called by the layer."""
-        if not torch._C._is_tracing() and torch._C._functorch.peek_interpreter_stack() is None:
+        if not is_tracing() and not in_transform():
             self._function(*args)
 
     def stop(self) -> None:

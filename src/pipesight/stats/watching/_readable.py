@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from pipesight._nested import tensors_in
-from pipesight.stats.moments._kinds import is_instance, is_wrapped
+from pipesight._torch.tensors import is_fake, is_instance, is_transformed
 
 __all__ = ["has_values", "numbers"]
 
@@ -23,8 +23,8 @@ def has_values(tensor: Tensor) -> bool:
     return not (
         tensor.is_complex()
         or tensor.is_meta
-        or is_wrapped(tensor)
-        or is_instance(tensor, "torch._subclasses.fake_tensor", "FakeTensor")
+        or is_transformed(tensor)
+        or is_fake(tensor)
         or is_instance(tensor, "torch.nn.parameter", "UninitializedTensorMixin")
         or any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
     )

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._patches import Patches
+from pipesight._torch.modules import WRAPPER_NAMES, forward_hook_tables, is_compiled, uncompiled
 from pipesight.stats import api
 from pipesight.stats._mistakes import shown
 from pipesight.stats.current import running
@@ -238,7 +239,7 @@ class Watch:
 
     def _without_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Let a model be scripted, which would compile its hooks."""
-        tables = [table for m in self._model.modules() for table in (m._forward_hooks, m._forward_pre_hooks)]
+        tables = [table for m in self._model.modules() for table in forward_hook_tables(m)]
         before = [dict(table) for table in tables]
         try:
             for table in tables:
@@ -355,21 +356,20 @@ def _check_arguments(model: object, config: object) -> None:
 
 def _forget_compiled(model: nn.Module) -> None:
     """Have a compiled model compiled again: what was compiled knows nothing of hooks that came or went later."""
-    if any("_orig_mod" in vars(m).get("_modules", ()) or m._compiled_call_impl is not None for m in model.modules()):
+    if any(is_compiled(m) for m in model.modules()):
         torch.compiler.reset()
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
+        inner: nn.Module = uncompiled(model)
+        if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = inner.module
+        if inner is model:
             return model
         model = inner
 
 
 def _plain_name(name: str) -> str:
     """Leave out what wrappers put into the names of layers."""
-    wrappers = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-    return ".".join(part for part in name.split(".") if part not in wrappers)
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from pipesight import context
 from pipesight._nested import tensors_in
-from pipesight._patches import Patches, unseen
+from pipesight._patches import Patches
+from pipesight._torch.tensors import without_function_overrides
 from pipesight.trace import _span
 from pipesight.trace._places import carried
 from pipesight.trace._span import Args, Place
@@ -68,7 +69,7 @@ def _around(asynchronous: bool, node: Node, measured: str, names: tuple[str, ...
         known: dict[str, Any] = {"group": _group(given.get("group"))}
         known["async"] = asynchronous or bool(given.get("async_op"))
         if measured:
-            with unseen():
+            with without_function_overrides():
                 known["size"] = sum(tensor.nbytes for tensor in tensors_in(given.get(measured)))
         for end in ("src", "dst", "group_src", "group_dst"):
             if isinstance(given.get(end), int):

@@ -7,9 +7,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import _utils, dataloader, get_worker_info
+from torch.utils.data import get_worker_info
 
 from pipesight._patches import Patches
+from pipesight._torch.loading import fetchers, iterator_class, worker_iterator_class, yielded
 from pipesight.trace._span import begin, end, now, past, remove
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._step import with_step
@@ -21,9 +22,9 @@ _begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 def instrument_loading(patches: Patches) -> None:
     """Record ``dataloader.fetch``, and ``pipeline.epoch`` where a loader is exhausted."""
-    patches.wrap(dataloader._BaseDataLoaderIter, "__next__", _next)
-    patches.wrap(dataloader._MultiProcessingDataLoaderIter, "__init__", _start_workers)
-    for fetcher in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
+    patches.wrap(iterator_class(), "__next__", _next)
+    patches.wrap(worker_iterator_class(), "__init__", _start_workers)
+    for fetcher in fetchers():
         patches.wrap(fetcher, "fetch", _fetch_in_worker)
 
 
@@ -40,12 +41,12 @@ def _next(original: Callable[..., Any], iterator: Any) -> Any:
         remove(span)  # there was no batch to wait for
         epoch = ai.pipeline.epoch
         if epoch.recording and (start := _begun.pop(iterator, None)) is not None:
-            past(epoch, start, now(), with_step(epoch.args, batches=iterator._num_yielded))
+            past(epoch, start, now(), with_step(epoch.args, batches=yielded(iterator)))
         raise
     except BaseException:
         end(span, with_step(node.args))
         raise
-    end(span, with_step(node.args, batch=iterator._num_yielded - 1))
+    end(span, with_step(node.args, batch=yielded(iterator) - 1))
     return batch
 
 

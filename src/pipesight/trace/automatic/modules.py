@@ -19,7 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._nested import tensors_in
-from pipesight._patches import Patches, harmless, unseen
+from pipesight._patches import Patches, harmless
+from pipesight._torch.modules import GLOBAL_HOOKS_CHECK
+from pipesight._torch.tensors import without_function_overrides
 from pipesight.trace import _span
 from pipesight.trace._span import Span, begin, end
 from pipesight.trace.ai import ai
@@ -143,7 +145,7 @@ class ModuleHooks:
         call = _Call(module, len(calls))
         if len(calls) < self._depth and node.recording:
             call.args = _args(module, calls[0].module if calls else module, len(calls))
-            with unseen():
+            with without_function_overrides():
                 call.on_gpu = next((tensor.is_cuda for tensor in tensors_in(inputs)), False)
             call.span, call.on_device = begin(node), device_spans.begin(node) if call.on_gpu else None
         calls.append(call)
@@ -173,7 +175,7 @@ def instrument_modules(patches: Patches, depth: int) -> ModuleHooks:
     hooks = ModuleHooks(depth)
     patches.keep(hooks)
     # Compiled modules ask, and warn of the program's hooks.
-    patches.wrap(nn.modules.module, "_has_any_global_hook", hooks.without)
+    patches.wrap(nn.modules.module, GLOBAL_HOOKS_CHECK, hooks.without)
     patches.wrap(torch.autograd, "backward", _backward)
     patches.wrap(torch.autograd, "grad", _backward)
     return hooks
@@ -188,7 +190,7 @@ def _args(module: nn.Module, outermost: nn.Module, depth: int) -> dict[str, Any]
 
 def _watch_backward(output: Any, call: _Call) -> None:
     """Have autograd say when it comes to a module's output."""
-    with unseen():
+    with without_function_overrides():
         node = next((tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
     if node is not None:
         # The output of a module is often that of its last child, which was here first.

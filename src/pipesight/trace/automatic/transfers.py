@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pipesight._patches import Patches, unseen
+from pipesight._patches import Patches
+from pipesight._torch.tensors import without_function_overrides
 from pipesight.trace import _span
 from pipesight.trace._span import begin, end, now, past, remove
 from pipesight.trace.ai import ai
@@ -32,7 +33,7 @@ def _move_tensor(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwa
     start = now()
     moved = original(tensor, *args, **kwargs)
     moment = now()
-    with unseen():
+    with without_function_overrides():
         if isinstance(moved, Tensor) and moved.device != tensor.device:  # torch.fx gives something else
             known = {"from": str(tensor.device), "to": str(moved.device), "size": _size(tensor)}
             past(node, start, moment, with_step(node.args, **known))
@@ -59,7 +60,7 @@ def _move_module(original: Callable[..., Any], module: nn.Module, *args: Any, **
 
 
 def _places(module: nn.Module) -> list[tuple[torch.device, int]]:
-    with unseen():
+    with without_function_overrides():
         return [(tensor.device, _size(tensor)) for tensor in (*module.parameters(), *module.buffers())]
 
 

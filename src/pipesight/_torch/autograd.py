@@ -1,0 +1,143 @@
+"""The autograd engine: the backward under way, nodes and their numbers, hooks on tensors."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+__all__ = [
+    "PythonNode",
+    "SavedTensorHooks",
+    "add_each",
+    "backward_accumulates",
+    "current_backward",
+    "in_backward",
+    "innermost_saved_tensor_hooks",
+    "keeps_graph",
+    "next_sequence_number",
+    "override_checkpoint_check",
+    "post_accumulate_hooks",
+    "run_backward",
+    "sequence_number",
+    "tensor_hooks",
+]
+
+SavedTensorHooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Pack and unpack, as given to ``torch.autograd.graph.saved_tensors_hooks``."""
+
+PythonNode: type = torch._C._FunctionBase
+"""The class of autograd nodes that are written in Python (``torch.autograd.Function``)."""
+
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Return a number for the backward that this thread runs in, -1 outside any. Another backward has another number."""
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Return whether the backward that this thread runs in was called with ``retain_graph=True``."""
+
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Return the number that the next autograd node made in this thread gets; later nodes have higher ones."""
+
+
+def in_backward() -> bool:
+    """Tell whether a backward calls this code, in this thread."""
+    return current_backward() != -1
+
+
+def sequence_number(node: BackwardCFunction) -> int:
+    """Return the number of an autograd node, which says when its thread made it."""
+    return int(node._sequence_nr())
+
+
+def backward_accumulates() -> bool:
+    """Tell whether the backward under way adds to ``.grad``; ``torch.autograd.grad`` and ``inputs=`` do not."""
+    return bool(Variable._execution_engine.is_checkpoint_valid())
+
+
+def run_backward(
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[GradientEdge | Tensor],
+    *,
+    keep_graph: bool,
+) -> Sequence[Tensor | None]:
+    """Return the gradients of ``inputs``: ``torch.autograd.grad(allow_unused=True)`` without its checks.
+
+    The checks take as long as the backward of a small layer.
+    """
+    found: Sequence[Tensor | None] = Variable._execution_engine.run_backward(
+        edges, gradients, keep_graph, False, tuple(inputs), True, accumulate_grad=False
+    )
+    return found
+
+
+def add_each(sums: list[Tensor], terms: list[Tensor]) -> None:
+    """Add each term to its sum in place: one kernel for many tensors."""
+    torch._foreach_add_(sums, terms)
+
+
+def tensor_hooks(tensor: Tensor) -> dict[int, Any] | None:
+    """Return the live table of hooks of ``Tensor.register_hook``, ``None`` if there never was one."""
+    hooks: dict[int, Any] | None = tensor._backward_hooks
+    return hooks
+
+
+def post_accumulate_hooks(tensor: Tensor) -> dict[int, Any] | None:
+    """Return the live table of hooks of ``register_post_accumulate_grad_hook``, ``None`` if there never was one."""
+    hooks: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
+    return hooks
+
+
+def override_checkpoint_check(allow: Callable[[], bool]) -> None:
+    """Let reentrant checkpoints run in a backward wherever ``allow`` returns true, for good.
+
+    Elsewhere torch decides: it refuses ``torch.utils.checkpoint(use_reentrant=True)`` in a backward that does not
+    accumulate into ``.grad``.
+    """
+    original = torch.autograd._is_checkpoint_valid
+
+    @functools.wraps(original)
+    def is_checkpoint_valid() -> bool:
+        return allow() or bool(original())  # type: ignore[no-untyped-call]
+
+    torch.autograd._is_checkpoint_valid = is_checkpoint_valid
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.hooks: list[SavedTensorHooks] = []
+
+
+def _follow_hooks() -> Callable[[bool], SavedTensorHooks | None]:
+    """Note, from now on, which saved-tensor hooks each thread enters; return what tells the innermost."""
+    autograd: Any = torch._C._autograd
+    push, pop = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+    here = _PerThread()
+
+    def noted_push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        push(pack, unpack)
+        here.hooks.append((pack, unpack))
+
+    def noted_pop() -> None:
+        pop()
+        del here.hooks[-1:]  # empty, if they were entered before
+
+    autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks = noted_push, noted_pop
+    return lambda _: here.hooks[-1] if here.hooks else None
+
+
+# Torch tells since 2.8.
+_top_hooks: Callable[[bool], SavedTensorHooks | None]
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None) or _follow_hooks()
+
+
+def innermost_saved_tensor_hooks() -> SavedTensorHooks | None:
+    """Return the saved-tensor hooks that apply in this thread, ``None`` if there are none."""
+    return _top_hooks(True)

@@ -1,0 +1,80 @@
+"""Modules: their tables of hooks, wrappers around them, and the metadata of their state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+__all__ = [
+    "GLOBAL_HOOKS_CHECK",
+    "HOOK_TABLES",
+    "TRUNCATED_NORMAL",
+    "WRAPPER_NAMES",
+    "BatchNorm",
+    "forward_hook_tables",
+    "is_compiled",
+    "not_compiled",
+    "set_state_metadata",
+    "state_metadata",
+    "target_device",
+    "uncompiled",
+]
+
+not_compiled = _disable_dynamo
+"""Decorate a function that ``torch.compile`` must call as it is. ``torch.compiler.disable`` imports the compiler."""
+
+HOOK_TABLES = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""The attributes of a module that hold its hooks."""
+
+WRAPPER_NAMES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""The names of the child in wrappers: ``torch.compile``, FSDP and ``checkpoint_wrapper``."""
+
+GLOBAL_HOOKS_CHECK = "_has_any_global_hook"
+"""The function of ``torch.nn.modules.module`` that compiled modules ask, to warn of hooks on all modules."""
+
+TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
+"""The function of ``torch.nn.init`` behind ``trunc_normal_``: it draws until the values are within the bounds."""
+
+
+def forward_hook_tables(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the live tables of a module's forward hooks and forward pre-hooks."""
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether a module was compiled, by ``torch.compile(module)`` or by ``module.compile()``."""
+    return "_orig_mod" in vars(module).get("_modules", ()) or module._compiled_call_impl is not None
+
+
+def uncompiled(value: Any) -> Any:
+    """Return what ``torch.compile`` was given to make a module or function; anything else as it is."""
+    return getattr(value, "_orig_mod", getattr(value, "_torchdynamo_orig_callable", value))
+
+
+def target_device(*args: Any, **kwargs: Any) -> torch.device | None:
+    """Return the device that ``module.to(*args, **kwargs)`` would move to, ``None`` if none."""
+    device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
+    return device
+
+
+def state_metadata(state: Any) -> dict[str, Any]:
+    """Return what ``state_dict`` notes beside the tensors: the version of each module's format."""
+    metadata: dict[str, Any] = getattr(state, "_metadata", {})
+    return metadata
+
+
+def set_state_metadata(state: Any, metadata: dict[str, Any]) -> None:
+    """Give a state dict the notes that ``load_state_dict`` reads."""
+    state._metadata = metadata

@@ -1,0 +1,74 @@
+"""Tensors: what kind they are, where their memory is, and how to use them unseen by subclasses and modes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "in_transform",
+    "is_fake",
+    "is_functional",
+    "is_instance",
+    "is_tracing",
+    "is_transformed",
+    "is_view",
+    "raw_stream",
+    "storage_id",
+    "without_function_overrides",
+    "without_subclass_overrides",
+]
+
+without_function_overrides: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""A context in which no ``__torch_function__`` is called: neither that of a subclass nor that of a mode."""
+
+without_subclass_overrides: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""A context in which no ``__torch_function__`` of a subclass is called; modes still are."""
+
+is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Tell whether a tensor is one inside a ``torch.func`` transform, which has no values of its own."""
+
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Tell whether ``torch.jit.trace`` records what runs."""
+
+_innermost_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+
+
+def in_transform() -> bool:
+    """Tell whether a ``torch.func`` transform, such as ``vmap`` or ``grad``, calls this code."""
+    return _innermost_transform() is not None
+
+
+def raw_stream(device: int) -> int:
+    """Return the address of a GPU's current stream: ``torch.cuda.current_stream`` without an object for it."""
+    return int(torch._C._cuda_getCurrentRawStream(device))  # builds without CUDA do not have it
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a view of another, as far as autograd knows."""
+    return bool(tensor._is_view())
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number of a tensor's storage, also where that has no address, as on the meta device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_instance(value: object, module: str, name: str) -> bool:
+    """Tell whether a value is of a class in a module that need not be imported: then there is no such value."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found is not None and isinstance(value, found)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Tell whether a tensor has a shape but no values, as while a model is compiled or exported."""
+    return is_instance(tensor, "torch._subclasses.fake_tensor", "FakeTensor")
+
+
+def is_functional(tensor: Tensor) -> bool:
+    """Tell whether a tensor is one that compilers put around others to record changes in place."""
+    return is_instance(tensor, "torch._subclasses.functional_tensor", "FunctionalTensor")
