@@ -20,7 +20,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -82,24 +81,19 @@ class Console:
             settings.append(words.pop(0).split("=", 1))
         return cls(dict(settings), words[0], words[1:], int(expected[1]) if expected else 0)
 
-    def run(self, folder: Path, *, as_it_is: bool) -> subprocess.CompletedProcess[str]:
-        """Run it in a folder, on the CPU, with torch already imported unless it is to be run as it is."""
+    def run(self, folder: Path) -> subprocess.CompletedProcess[str]:
+        """Run it in a folder, on the CPU, in processes that begin with torch imported."""
         surroundings = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
         surroundings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"} | self.settings
-        if self.program == "torchrun":
-            options = ("--standalone", "--nproc-per-node")
-            if not as_it_is and (self.arguments[0], self.arguments[1]) == options:
-                ranks = warm.torchrun(int(self.arguments[2]), *self.arguments[3:], cwd=folder, env=surroundings)
-                codes = [rank.returncode for rank in ranks]
-                output, errors = ("".join(getattr(rank, name) for rank in ranks) for name in ("stdout", "stderr"))
-                return subprocess.CompletedProcess(self.arguments, max(codes, key=abs), output, errors)
-            beginning = ["-m", "torch.distributed.run"]
-        else:
+        if self.program != "torchrun":
             beginning = {"python": [], "pipesight": ["-m", "pipesight"]}[self.program]
-        if not as_it_is and self.program != "torchrun":
             return warm.run(*beginning, *self.arguments, cwd=folder, env=surroundings, timeout=LIMIT)
-        command = [sys.executable, *beginning, *self.arguments]
-        return subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=LIMIT)
+        standalone, option, count, *arguments = self.arguments
+        assert (standalone, option) == ("--standalone", "--nproc-per-node"), self.arguments
+        ranks = warm.torchrun(int(count), *arguments, cwd=folder, env=surroundings, timeout=LIMIT)
+        codes = [rank.returncode for rank in ranks]
+        output, errors = ("".join(getattr(rank, name) for rank in ranks) for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(self.arguments, max(codes, key=abs), output, errors)
 
 
 def blocks(text: str) -> list[Block]:
@@ -132,7 +126,7 @@ def write_files(text: str, folder: Path) -> None:
         _write(block, folder)
 
 
-def follow(path: Path, folder: Path, *, as_it_is: bool = False) -> dict[int, str]:
+def follow(path: Path, folder: Path) -> dict[int, str]:
     """Do in a folder what a document shows, from top to bottom; return what each block printed, by its line.
 
     A block that fails is an `AssertionError`. Warnings in the script are errors.
@@ -153,7 +147,7 @@ def follow(path: Path, folder: Path, *, as_it_is: bool = False) -> dict[int, str
                     script.wait_for_turn(block)
                 _write(block, folder)
                 if block.language == "console":
-                    printed[block.line] = _commands(block, folder, as_it_is=as_it_is)
+                    printed[block.line] = _commands(block, folder)
                 if script:
                     script.give_turn(block)
             return printed | (script.end() if script else {})
@@ -169,11 +163,11 @@ def _write(block: Block, folder: Path) -> None:
         file.write_text("\n".join([*block.code, ""]), encoding="utf-8")
 
 
-def _commands(block: Block, folder: Path, *, as_it_is: bool) -> str:
+def _commands(block: Block, folder: Path) -> str:
     printed = ""
     for line in block.code:
         console = Console.parsed(line)
-        ended = console.run(folder, as_it_is=as_it_is)
+        ended = console.run(folder)
         assert ended.returncode == console.exit_code, f"{line}\n{ended.stdout}{ended.stderr}"
         printed += ended.stdout
     return printed
