@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from pipesight.distributed.loss_check import Evidence, LossCheck
-from pipesight.distributed.loss_weights import Weighing
+from pipesight.distributed.loss_weights import LossWeights
 from pipesight.pipeline.microbatch import lone
 from support.torchrun import RANK, torchrun
 
@@ -292,7 +292,7 @@ def test_rounding_is_no_difference(dtype, spread):
             evidence.outputs[i], evidence.losses[i] = (lone, [outputs[i]]), token_loss(leaf, targets[i]).detach()
             (token_loss(leaf, targets[i]) * (weight * factor)).backward()
             evidence.gradients[i] = [leaf.grad]
-        check = LossCheck(Weighing(token_loss, None), 1)
+        check = LossCheck(LossWeights(token_loss, None), 1)
         if fit:
             assert check.verify(evidence, targets, weights, factor)
         else:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipesight.distributed.failures import Watch
+from pipesight.distributed.failures import RankMonitor
 
 __all__ = ["LAYERS", "Agreement", "DisagreementError", "differences"]
 
@@ -35,13 +35,13 @@ class Agreement:
 
     Args:
         group: All of them, on gloo.
-        watch: Says what is wrong if they do not all come.
+        monitor: Says what is wrong if they do not all come.
     """
 
     _SIZE = 512  # what most messages fit in; longer ones take a second exchange
 
-    def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
-        self.group, self._watch = group, watch
+    def __init__(self, group: dist.ProcessGroup, monitor: RankMonitor) -> None:
+        self.group, self._monitor = group, monitor
         self.ranks = dist.get_process_group_ranks(group)
         self._lent: list[Tensor] = []  # else a thread of gloo's may be the last to let go, at exit
 
@@ -81,12 +81,12 @@ class Agreement:
         sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         received = [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in self.ranks]
         self._lent = [sent, *received]
-        self._watch.waits_for = _EVERYONE
+        self._monitor.waits_for = _EVERYONE
         try:
             dist.all_gather(received, sent, group=self.group)
         except RuntimeError as error:
-            raise self._watch.explain(error, _EVERYONE) from None
-        self._watch.waits_for = None
+            raise self._monitor.explain(error, _EVERYONE) from None
+        self._monitor.waits_for = None
         return [part.numpy().tobytes() for part in received]
 
 

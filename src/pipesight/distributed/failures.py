@@ -40,7 +40,7 @@ from pipesight.distributed.diagnosis import Answers, LivenessPort, is_gone
 from pipesight.distributed.process_group import wait_for_gloo_at_exit
 from pipesight.distributed.symptoms import collective_of, is_late, is_symptom, seconds_waited
 
-__all__ = ["RankFailedError", "Watch"]
+__all__ = ["RankFailedError", "RankMonitor"]
 
 _PATIENCE = 1.0  # seconds for a note to appear, after a connection broke
 _ANSWERS = 5.0  # seconds for ranks to answer that are there
@@ -72,7 +72,7 @@ class RankFailedError(RuntimeError):
     """Another rank failed, is gone, or hangs."""
 
 
-class Watch:
+class RankMonitor:
     """What one pipeline knows of the other ranks.
 
     Args:
@@ -99,7 +99,7 @@ class Watch:
         self._interval = 0.5 if timeout is None else min(0.5, max(0.1, timeout / 10))
         _tell_uncaught(self)
         self._thread = threading.Thread(target=_answer, args=(weakref.ref(self), self._ended), daemon=True)
-        self._thread.name = "pipesight-watch"
+        self._thread.name = "pipesight-monitor"
         self._thread.start()
         wait_for_gloo_at_exit()
         kept = (self._ended, self._thread, self._port, self._store, self._rank, self._ranks, self.calls)
@@ -274,9 +274,9 @@ def _outlives_ranks() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _answer(watch: weakref.ref[Watch], ended: threading.Event) -> None:
+def _answer(monitor: weakref.ref[RankMonitor], ended: threading.Event) -> None:
     while not ended.is_set():
-        mine = watch()
+        mine = monitor()
         if mine is None:
             return
         try:
@@ -322,10 +322,10 @@ def _wait_for_readers(store: Any, ranks: Sequence[int]) -> None:
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-def _tell_uncaught(watch: Watch) -> None:
+def _tell_uncaught(monitor: RankMonitor) -> None:
     """Leave a note, too, if the program ends by an exception outside of the pipeline, or say what it comes of."""
     before: Hook = sys.excepthook
-    reference = weakref.ref(watch)
+    reference = weakref.ref(monitor)
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         mine = reference()

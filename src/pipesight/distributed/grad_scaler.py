@@ -53,15 +53,15 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        self._places, self._watch = pipeline.places, pipeline._watch
-        device = self._places.device.type
+        self._mesh, self._monitor = pipeline._mesh, pipeline._monitor
+        device = self._mesh.device.type
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def factor(self) -> float | None:
         """Return what a step multiplies its loss with; ``None`` if the scaler is not enabled."""
         if not self.is_enabled():
             return None
-        self.scale(torch.zeros((), device=self._places.device))  # so that there is a scale
+        self.scale(torch.zeros((), device=self._mesh.device))  # so that there is a scale
         return float(self.get_scale())
 
     def unscale_(self, optimizer: Optimizer | None) -> None:
@@ -87,9 +87,9 @@ class GradScaler(torch.amp.GradScaler):
         """Return for every device what was found on any rank."""
         flags = [float(t.full_tensor() if hasattr(t, "full_tensor") else t) for t in found.values()]
         shared = torch.tensor(max(flags, default=0.0), device="cpu")
-        with self._watch.explaining("the overflows of other ranks"):
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._places.control)
-        return {device: shared.to(device) for device in found or (self._places.device,)}
+        with self._monitor.explaining("the overflows of other ranks"):
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._mesh.control_group)
+        return {device: shared.to(device) for device in found or (self._mesh.device,)}
 
 
 _guarded: Any = WeakIdKeyDictionary()

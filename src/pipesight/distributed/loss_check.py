@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesight.distributed.loss_weights import Weighing
+from pipesight.distributed.loss_weights import LossWeights
 from pipesight.distributed.shapes import Flow
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of, gather
 
@@ -49,28 +49,28 @@ class LossCheck:
     """Says when to check, and checks.
 
     Args:
-        weighing: The loss, and how its micro-batches are weighed.
+        loss_weights: The loss, and how its micro-batches are weighed.
         replicas: How many pipelines share a batch.
     """
 
-    def __init__(self, weighing: Weighing, replicas: int) -> None:
-        self._weighing, self._replicas = weighing, replicas
+    def __init__(self, loss_weights: LossWeights, replicas: int) -> None:
+        self._loss_weights, self._replicas = loss_weights, replicas
         self._passed: dict[str, int] = {}  # calls since the last change of the loss
         self._identity: Any = None
         self._impossible = False
 
     def due(self, call: str, microbatches: int) -> bool:
         """Tell whether to check this call, on the last rank."""
-        weighing = self._weighing
-        if self._impossible or weighing.given == "samples":
+        loss_weights = self._loss_weights
+        if self._impossible or loss_weights.given == "samples":
             return False
-        if microbatches == 1 and (self._replicas == 1 or weighing.takes_output):
+        if microbatches == 1 and (self._replicas == 1 or loss_weights.takes_output):
             return False  # there is nothing to compare
-        if self._identity != weighing.identity:
-            self._identity = weighing.identity
+        if self._identity != loss_weights.identity:
+            self._identity = loss_weights.identity
             self._passed.clear()
         number = self._passed.get(call, 0)
-        if number and weighing.exact:  # what torch does does not depend on the batch
+        if number and loss_weights.exact:  # what torch does does not depend on the batch
             return False
         return (number + 1) & number == 0
 
@@ -88,7 +88,7 @@ class LossCheck:
             factor: What a step multiplies the loss with, apart from the weight.
         """
         try:
-            with _kept_buffers(self._weighing.loss_fn):
+            with _kept_buffers(self._loss_weights.loss_fn):
                 return self._verify(evidence, targets[: evidence.count], weights[: evidence.count], factor)
         except _SumError as error:
             raise ValueError(str(error)) from None
@@ -97,7 +97,7 @@ class LossCheck:
             return True
 
     def _verify(self, evidence: Evidence, targets: Sequence[Any], weights: Sequence[float], factor: float) -> bool:
-        count, weighing = len(targets), self._weighing
+        count, loss_weights = len(targets), self._loss_weights
         form = evidence.outputs[0][0]
         outputs = [evidence.outputs[i][1] for i in range(count)]
         target = form_of(targets[0])(gather([as_tuple(t, "target") for t in targets]))
@@ -105,21 +105,21 @@ class LossCheck:
         if count == 1:  # halves of it stand for the micro-batches of replicas
             outputs, targets, losses, weights = self._halves(form, outputs[0], target)
         total = sum(weights)
-        if not (total or weighing.sums) or not any(t.numel() for output in outputs for t in output):
+        if not (total or loss_weights.sums) or not any(t.numel() for output in outputs for t in output):
             return False  # a replica may have no samples
         learns = bool(evidence.gradients) and count > 1
         together = [t.requires_grad_() if learns and t.is_floating_point() else t for t in gather(outputs)]
         with torch.set_grad_enabled(learns):
-            loss = weighing.loss_fn(form(together), target)
+            loss = loss_weights.loss_fn(form(together), target)
         found = loss.double().item()
         if not math.isfinite(found):
             return False
         pairs = list(zip(losses, weights, strict=True))
-        mean = sum(losses) if weighing.sums else sum(loss * weight for loss, weight in pairs if weight) / total
+        mean = sum(losses) if loss_weights.sums else sum(loss * weight for loss, weight in pairs if weight) / total
         off = 0.0
         if learns and loss.requires_grad:
             places = [k for k, t in enumerate(together) if t.requires_grad]
-            whole = loss * (factor if weighing.sums else factor * total)
+            whole = loss * (factor if loss_weights.sums else factor * total)
             expected = torch.autograd.grad(whole, [together[k] for k in places], allow_unused=True)
             parts = [[evidence.gradients[i][k] for i in range(count)] for k in places]
             off = _difference(expected, parts, [[output[k] for output in outputs] for k in places])
@@ -127,7 +127,7 @@ class LossCheck:
         if abs(found - mean) <= tolerance and off <= max(1e-3, 3 * eps):
             return True
         with torch.no_grad():
-            again = weighing.loss_fn(form(outputs[0]), targets[0]).double().item()
+            again = loss_weights.loss_fn(form(outputs[0]), targets[0]).double().item()
         if abs(again - losses[0]) > tolerance:
             self._give_up("returns another number each time")
             return True
@@ -141,10 +141,10 @@ class LossCheck:
         parts = [slice(0, size // 2), slice(size // 2, None)]
         outputs = [[t[part] for t in output] for part in parts]
         targets = [form_of(target)([t[part] for t in tensors]) for part in parts]
-        weights = self._weighing.by_target(targets, [size // 2, size - size // 2])
+        weights = self._loss_weights.by_target(targets, [size // 2, size - size // 2])
         with torch.no_grad():
             losses = [
-                self._weighing.loss_fn(form(mine), theirs).double().item()
+                self._loss_weights.loss_fn(form(mine), theirs).double().item()
                 for mine, theirs in zip(outputs, targets, strict=True)
             ]
         return outputs, targets, losses, weights
@@ -159,14 +159,14 @@ class LossCheck:
         )
 
     def _explanation(self, found: float, mean: float, off: float, losses: list[float], tolerance: float) -> str:
-        weighing = self._weighing
-        which = "the sum" if weighing.sums else "the weighted mean" if weighing.takes_output else "the mean"
+        loss_weights = self._loss_weights
+        which = "the sum" if loss_weights.sums else "the weighted mean" if loss_weights.takes_output else "the mean"
         text = (
             f"loss_fn on {len(losses)} micro-batches together is {found:.6g}, but {which} of their losses is {mean:.6g}"
         )
         if off:
             text += f", and the gradients differ by {off:.1%}"
-        if not weighing.sums and abs(found - sum(losses)) <= tolerance * len(losses):
+        if not loss_weights.sums and abs(found - sum(losses)) <= tolerance * len(losses):
             return f"{text}; it is a sum over samples, so give DistributedPipeline loss_weight='sum'"
         return (
             f"{text}; give DistributedPipeline the argument loss_weight, what a mean of loss_fn is over: for one that "

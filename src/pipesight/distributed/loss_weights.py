@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipesight._torch.modules import uncompiled
 from pipesight.distributed.shapes import Cut
 
-__all__ = ["LossFunction", "LossWeight", "Weighing"]
+__all__ = ["LossFunction", "LossWeight", "LossWeights"]
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
@@ -43,7 +43,7 @@ class _Settings:
     weight: Tensor | None = None
 
 
-class Weighing:
+class LossWeights:
     """Weighs the micro-batches of a batch.
 
     Args:

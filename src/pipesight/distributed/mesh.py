@@ -1,10 +1,10 @@
-"""Which rank is where in the mesh, and the process groups between them.
+"""The mesh of ranks: pipelines, their replicas, and the process groups between them.
 
 With two dimensions, each column is a pipeline, and each row holds the replicas of the same partitions::
 
-             replica 0   replica 1
-    stage 0      0           1
-    stage 1      2           3
+                 replica 0   replica 1
+    partition 0      0           1
+    partition 1      2           3
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["Places"]
+__all__ = ["PipelineMesh"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of losses
 
 
-class Places:
-    """The place of this rank.
+class PipelineMesh:
+    """The ranks of all pipelines, and the position of this one.
 
     Args:
         mesh: One dimension, or two, named ``pp`` and ``dp``. All ranks in one pipeline by default.
@@ -50,50 +50,50 @@ class Places:
             ranks = ranks.unsqueeze(0 if names == ("dp",) else 1)
         elif names == ("dp", "pp"):
             ranks = ranks.t()
-        self.lines: list[list[int]] = ranks.t().tolist()
-        """The ranks of each pipeline, in order of stages."""
+        self.pipelines: list[list[int]] = ranks.t().tolist()
+        """The ranks of each pipeline, in order of partitions."""
         everyone: list[int] = sorted(ranks.flatten().tolist())
         me = dist.get_rank()
-        found = [(k, line) for k, line in enumerate(self.lines) if me in line]
+        found = [(k, pipeline) for k, pipeline in enumerate(self.pipelines) if me in pipeline]
         if not found:
             raise ValueError(f"rank {me} is not in the mesh (ranks: {everyone})")
-        self.replica, self.line = found[0]
+        self.replica, self.members = found[0]
         """Which of the pipelines this rank is in, and its ranks."""
-        self.rank = self.line.index(me)
-        """The place of this rank in its pipeline."""
-        self.ranks = len(self.line)
+        self.position = self.members.index(me)
+        """Which rank of its pipeline this one is."""
+        self.length = len(self.members)
         self.device = torch.device("cpu")
         if self.mesh.device_type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.pipeline = _group(self.line, timeout)
-        self.replicas = _group([line[self.rank] for line in self.lines], timeout)
-        self.control = _group(everyone, timeout, backend="gloo")
+        self.pipeline_group = _group(self.members, timeout)
+        self.replica_group = _group([pipeline[self.position] for pipeline in self.pipelines], timeout)
+        self.control_group = _group(everyone, timeout, backend="gloo")
 
     def share_loss(self, loss: Tensor | None, *, everywhere: bool) -> Tensor | None:
-        """Return the mean over replicas of the last stage's loss, there or everywhere."""
+        """Return the mean over replicas of the last partition's loss, there or everywhere."""
         if everywhere:
             shared = torch.zeros(3, dtype=torch.float64, device="cpu")
             if loss is not None:
                 shared = torch.tensor([loss.item(), 1.0, _DTYPES.index(loss.dtype)], dtype=torch.float64, device="cpu")
-            dist.all_reduce(shared, group=self.control)
+            dist.all_reduce(shared, group=self.control_group)
             total, count, dtypes = shared.tolist()
             return torch.tensor(total / count, dtype=_DTYPES[round(dtypes / count)], device=self.device)
-        if loss is not None and len(self.lines) > 1:
-            dist.all_reduce(loss, group=self.replicas)
-            loss = loss / len(self.lines)
+        if loss is not None and len(self.pipelines) > 1:
+            dist.all_reduce(loss, group=self.replica_group)
+            loss = loss / len(self.pipelines)
         return loss
 
     def total_norm(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of the gradients of all stages."""
+        """Return the norm of the gradients of all partitions."""
         norm = nn.utils.get_total_norm(gradients, norm_type)
         if hasattr(norm, "full_tensor"):  # sharded over the replicas
             norm = norm.full_tensor()
         dtype, norm = norm.dtype, norm.to(self.device, torch.float64)
         if math.isinf(norm_type):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.pipeline)
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.pipeline_group)
             return norm.to(dtype)
         norm **= norm_type
-        dist.all_reduce(norm, group=self.pipeline)
+        dist.all_reduce(norm, group=self.pipeline_group)
         return (norm ** (1 / norm_type)).to(dtype)
 
 

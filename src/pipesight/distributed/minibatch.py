@@ -1,79 +1,101 @@
-"""One mini-batch on a rank: what is the same for all its stages, and what a forward leaves for its backward."""
+"""One mini-batch on a rank: what all its stages share, its loss, and what a forward leaves for its backward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipesight.context import MicrobatchToken, Observers, Where
-from pipesight.distributed.failures import Watch
+from pipesight.distributed.failures import RankMonitor
 from pipesight.distributed.loss_check import Evidence
 from pipesight.distributed.loss_weights import LossFunction
 from pipesight.distributed.shapes import Flow
-from pipesight.pipeline.checkpoint import SavedBuffers
+from pipesight.pipeline.checkpoint import Checkpoint
 from pipesight.pipeline.microbatch import Form, gather
-from pipesight.pipeline.randomness import PassRandomness, SavedGenerators
+from pipesight.pipeline.randomness import PassRandomness
 
-__all__ = ["Checkpoint", "Minibatch", "Task"]
+__all__ = ["BatchLoss", "LocalGraph", "MiniBatch"]
 
 
 @dataclass(slots=True)
-class Minibatch:
-    """What is the same for all stages of a rank during one step."""
+class BatchLoss:
+    """The loss of a mini-batch, in the last partition: what goes into it, and what comes out."""
+
+    loss_fn: LossFunction
+    targets: list[Any]
+    """One a micro-batch; empty in other partitions, and where no loss is wanted."""
+    weights: list[float]
+    """How much the loss of each micro-batch counts."""
+    share: float
+    """What the loss of a micro-batch of weight 1 is multiplied by, in the batch of all replicas; 0 if no weight is."""
+    scale: float
+    """What gradients are multiplied by, against underflow."""
+    evidence: Evidence | None = None
+    """What a check of the loss needs."""
+    values: dict[int, Tensor] = field(default_factory=dict)
+    """What each micro-batch adds to the loss of the batch."""
+
+    def add(self, i: int, loss: Tensor, output: tuple[Form, list[Tensor]]) -> Tensor | None:
+        """Add the loss of a micro-batch; return what its backward starts from, or ``None`` if it counts nothing.
+
+        One of weight 0 may be NaN, as the mean of nothing is.
+        """
+        own = loss.detach()
+        weight = self.weights[i] * self.share
+        if self.share:
+            self.values[i] = own * weight if weight else torch.zeros_like(own)
+        else:  # nothing in the whole batch counts: the loss is what the plain model's is
+            self.values[i] = own / len(self.targets)
+        if self.evidence is not None and i < self.evidence.count:
+            form, tensors = output
+            self.evidence.outputs[i] = form, [t.detach() for t in tensors]
+            self.evidence.losses[i] = own
+        return loss * (weight * self.scale) if weight else None
+
+
+@dataclass(slots=True)
+class MiniBatch:
+    """What all tasks of one mini-batch know, on this rank."""
 
     flows: list[Flow]
     """One a micro-batch."""
     inputs: list[tuple[Tensor, ...]]
     """Of the first partition; empty elsewhere."""
-    targets: list[Any]
-    """Of the last partition; empty elsewhere, and where no loss is wanted."""
-    loss_fn: LossFunction
+    loss: BatchLoss
     learns: bool
     randomness: PassRandomness
     where: Where
     observers: Observers
-    watch: Watch
-    weights: list[float] = field(default_factory=list)
-    """What the loss of each micro-batch counts, in the last partition."""
-    share: float = 0.0
-    """What a weight of 1 makes of a loss, in the whole batch of all replicas; 0 if all weights are 0."""
-    scale: float = 1.0
-    """What gradients are multiplied with, against underflow."""
-    evidence: Evidence | None = None
-    """What a check of the loss needs, in the last partition."""
-    tokens: list[MicrobatchToken] = field(default_factory=list)
-    losses: dict[int, Tensor] = field(default_factory=dict)
+    monitor: RankMonitor
+    tokens: list[MicrobatchToken] = field(init=False)
     outputs: dict[int, tuple[Form, list[Tensor]]] = field(default_factory=dict)
+    """Of the last partition, where no loss is wanted."""
 
     def __post_init__(self) -> None:
         self.tokens = [MicrobatchToken(i) for i in range(len(self.flows))]
 
     def output(self) -> Any:
-        """Return what the last partition gave, put together again."""
+        """Return the output of the last partition for the whole mini-batch."""
         form = self.outputs[0][0]
         return form(gather([self.outputs[i][1] for i in range(len(self.flows))]))
 
 
 @dataclass(slots=True)
-class Checkpoint:
-    """What it takes, beside the inputs, to run a task again."""
-
-    buffers: SavedBuffers
-    generators: SavedGenerators
-
-
-@dataclass(slots=True)
-class Task:
-    """What a forward leaves for its backward."""
+class LocalGraph:
+    """The autograd graph of one task, between its forward and its backward."""
 
     leaves: list[Tensor]
     outputs: list[Tensor]
     checkpoint: Checkpoint | None = None
     loss: Tensor | None = None
     ends: list[Tensor] = field(default_factory=list)
-    """The output, cut off from the graph of the partition: where the graph of the loss begins."""
+    """The outputs, cut off from the graph of the partition: where the graph of the loss begins."""
     marks: list[tuple[int, str]] = field(default_factory=list)
+    """Where each layer begins."""
     groups: Any = None
+    """What torch's split backward leaves for the weights."""
     gradients: list[Tensor] = field(default_factory=list)
+    """Of the outputs, if all of the backward is about weights."""

@@ -21,16 +21,16 @@ from pipesight import context
 from pipesight.context import Where
 from pipesight.distributed import saving, schedules
 from pipesight.distributed.agreement import LAYERS, Agreement, Message
-from pipesight.distributed.failures import Watch
+from pipesight.distributed.failures import RankMonitor
 from pipesight.distributed.grad_scaler import GradScaler, refuse_plain_scalers
 from pipesight.distributed.initial_weights import Recipe, build_model
-from pipesight.distributed.loss_weights import LossFunction, LossWeight, Weighing
-from pipesight.distributed.mesh import Places
+from pipesight.distributed.loss_weights import LossFunction, LossWeight, LossWeights
+from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.replicas import KINDS
 from pipesight.distributed.shapes import Skeleton
 from pipesight.distributed.stage_building import learned_with, make_stages
-from pipesight.distributed.step_inputs import Planner
-from pipesight.distributed.step_runner import Execution, Runner
+from pipesight.distributed.step_inputs import StepInputs
+from pipesight.distributed.step_runner import ScheduleRunner, StepRunner
 from pipesight.pipeline.microbatch import TensorOrTensors
 from pipesight.pipeline.partition import Partition, verify_sequential
 from pipesight.pipeline.skip import verify_skippables
@@ -100,8 +100,8 @@ class DistributedPipeline:
         self._chunks = check_chunks(chunks)
         self._checkpoint = check_checkpoint(checkpoint)
         self._data_parallel = data_parallel
-        self._weighing = Weighing(loss_fn, loss_weight)
-        self.places = Places(mesh, timeout)
+        loss_weights = LossWeights(loss_fn, loss_weight)
+        self._mesh = PipelineMesh(mesh, timeout)
         sizes = list(balance)
         recipe: Recipe | None = None
         if not isinstance(module, nn.Module):
@@ -110,17 +110,19 @@ class DistributedPipeline:
         assert isinstance(module, nn.Sequential)
         verify_skippables(module)
         self._balance = check_balance(sizes, len(module))
-        self._kind.check(self._chunks, self.places.ranks, len(self._balance))
+        self._kind.check(self._chunks, self._mesh.length, len(self._balance))
         self._where = Where()
-        self._watch = Watch([self.places.control, self.places.pipeline, self.places.replicas], self._where, timeout)
-        self._skeleton = Skeleton(module, self._balance, self.places.device)
-        with self._watch.explaining("other replicas to start"):
+        self._monitor = RankMonitor(
+            [self._mesh.control_group, self._mesh.pipeline_group, self._mesh.replica_group], self._where, timeout
+        )
+        self._skeleton = Skeleton(module, self._balance, self._mesh.device)
+        with self._monitor.explaining("other replicas to start"):
             self._stages = make_stages(
                 module,
                 recipe,
                 self._skeleton,
                 self._kind,
-                self.places,
+                self._mesh,
                 deferred_batch_norm=deferred_batch_norm,
                 data_parallel=data_parallel,
             )
@@ -129,33 +131,30 @@ class DistributedPipeline:
         )
         """The layers of this rank, under the names that they have in the plain model."""
         self.module.training = module.training
-        self._learned = learned_with(self.module, loss_fn, self._stages[-1], self.places, data_parallel)
-        self._agreement = Agreement(self.places.control, self._watch)
-        self._runner = Runner(
+        self._learned = learned_with(self.module, loss_fn, self._stages[-1], self._mesh, data_parallel)
+        self._agreement = Agreement(self._mesh.control_group, self._monitor)
+        self._runner = StepRunner(
             self.module,
-            self._skeleton,
-            self.places,
-            Planner(self._skeleton, self.places, self._kind, self._chunks, self._weighing),
-            self._weighing,
-            Execution(self._kind, self._stages, self.places.ranks),
+            StepInputs(self._skeleton, self._mesh, self._kind, self._chunks, loss_weights),
+            ScheduleRunner(self._kind, self._stages, self._mesh.length),
             self._agreement,
-            self._watch,
+            self._monitor,
             self._where,
             self._checkpoint,
         )
         arguments: Message = {"chunks": self._chunks, "schedule": self._kind.name, "checkpoint": checkpoint}
         arguments["loss_weight"] = "a function" if callable(loss_weight) else loss_weight
         arguments |= {"data_parallel": data_parallel, "balance": self._balance, LAYERS: self._skeleton.fingerprint()}
-        message: Message = {"call": type(self).__name__, "arguments": arguments, "device": str(self.places.device)}
+        message: Message = {"call": type(self).__name__, "arguments": arguments, "device": str(self._mesh.device)}
         messages = self._agreement.settle({**message, "pipe": secrets.randbelow(2**53 - 1) + 1})
         self._devices = {rank: str(answer["device"]) for rank, answer in messages.items()}
         refuse_plain_scalers(self.parameters())
-        self._where.pipe = messages[self.places.line[0]]["pipe"]
+        self._where.pipe = messages[self._mesh.members[0]]["pipe"]
 
     def _layers_of(self, balance: list[int], count: int) -> set[int]:
         """Return which of so many layers this rank has."""
         sizes = check_balance(balance, count)
-        mine = self._kind.partitions_of(self.places.rank, self.places.ranks, len(sizes))
+        mine = self._kind.partitions_of(self._mesh.position, self._mesh.length, len(sizes))
         return {k for j in mine for k in range(sum(sizes[:j]), sum(sizes[: j + 1]))}
 
     @property
@@ -191,13 +190,13 @@ class DistributedPipeline:
     @property
     def ranks(self) -> list[list[int]]:
         """The ranks that have each partition, one in each pipeline of the mesh."""
-        place = [self._kind.rank_of(j, self.places.ranks) for j in range(len(self._balance))]
-        return [[line[k] for line in self.places.lines] for k in place]
+        place = [self._kind.rank_of(j, self._mesh.length) for j in range(len(self._balance))]
+        return [[pipeline[k] for pipeline in self._mesh.pipelines] for k in place]
 
     @property
     def devices(self) -> list[str]:
         """The device of each partition, on the rank that has it in the pipeline of this one."""
-        return [self._devices[ranks[self.places.replica]] for ranks in self.ranks]
+        return [self._devices[ranks[self._mesh.replica]] for ranks in self.ranks]
 
     @property
     def is_first(self) -> bool:
@@ -217,7 +216,7 @@ class DistributedPipeline:
     @property
     def data_parallel_group(self) -> ProcessGroup:
         """The ranks with the same partitions as this one; alone, without data parallelism."""
-        return self.places.replicas
+        return self._mesh.replica_group
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank, for an optimizer; on the last rank also those of ``loss_fn``."""
@@ -290,8 +289,8 @@ class DistributedPipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all ranks so that their common norm is at most ``max_norm``; return the norm."""
         parameters = [p for p in self.parameters() if p.grad is not None]
-        with self._watch.explaining("the norms of other ranks"):
-            total = self.places.total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        with self._monitor.explaining("the norms of other ranks"):
+            total = self._mesh.total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
@@ -320,8 +319,8 @@ class DistributedPipeline:
             raise ValueError(f"keep must be a positive integer (keep: {keep})")
         number = self._runner.steps if step is None else step
         call: Message = {"call": f"save {folder}", "arguments": {"step": number, "keep": keep}}
-        content, group = {"steps": self._runner.steps, "extra": extra}, self.places.control
-        with self._watch.explaining("all ranks to save"):
+        content, group = {"steps": self._runner.steps, "extra": extra}, self._mesh.control_group
+        with self._monitor.explaining("all ranks to save"):
             saving.agree_on_extra(self._agreement, call, extra)
             return saving.save(folder, self._learned, optimizer, content, step=number, keep=keep, group=group)
 
@@ -353,8 +352,8 @@ class DistributedPipeline:
         latest = self._agreement.settle(message, error)[first]["latest"]
         if latest is None:
             return None
-        with self._watch.explaining("all ranks to load"):
-            content = saving.load(Path(folder) / latest, self._learned, optimizer, group=self.places.control)
+        with self._monitor.explaining("all ranks to load"):
+            content = saving.load(Path(folder) / latest, self._learned, optimizer, group=self._mesh.control_group)
         self._runner.steps = content["steps"]
         context.catch_up(self._runner.steps)
         return content["extra"]
@@ -371,4 +370,6 @@ class DistributedPipeline:
             optimizer: As for :meth:`save`.
             extra: Returns what :meth:`save` takes as ``extra``.
         """
-        self._runner.farewell.on_sigterm(lambda: self.save(folder, optimizer, extra=None if extra is None else extra()))
+        self._runner.preemption.on_sigterm(
+            lambda: self.save(folder, optimizer, extra=None if extra is None else extra())
+        )

@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-__all__ = ["Recomputations"]
+__all__ = ["RecomputingLayers"]
 
 
-class Recomputations:
+class RecomputingLayers:
     """Finds out, in the first backward that is split, whether a partition recomputes."""
 
     def __init__(self, partition: nn.Module) -> None:

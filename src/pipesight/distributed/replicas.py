@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from pipesight.distributed.mesh import Places
+from pipesight.distributed.mesh import PipelineMesh
 
 __all__ = ["KINDS", "Averaging", "make_alike", "make_replicas"]
 
@@ -25,34 +25,34 @@ KINDS = ("ddp", "fsdp")
 _BUCKET = 25 * 2**20  # bytes, as DDP's
 
 
-def make_replicas(partition: nn.Module, places: Places, kind: str) -> Averaging | None:
+def make_replicas(partition: nn.Module, mesh: PipelineMesh, kind: str) -> Averaging | None:
     """Let the replicas of a partition start alike; return what averages their gradients, unless FSDP does."""
-    if len(places.lines) == 1:
+    if len(mesh.pipelines) == 1:
         return None
-    make_alike(partition, places)
+    make_alike(partition, mesh)
     if kind == "ddp":
-        return Averaging(partition, places)
-    mesh = DeviceMesh.from_group(places.replicas, places.device.type)
+        return Averaging(partition, mesh)
+    replicas = DeviceMesh.from_group(mesh.replica_group, mesh.device.type)
     # Micro-batches follow each other at once, so what they all need stays.
     for layer in partition.children():
         if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-    fully_shard(partition, mesh=mesh, reshard_after_forward=False)
+            fully_shard(layer, mesh=replicas, reshard_after_forward=False)
+    fully_shard(partition, mesh=replicas, reshard_after_forward=False)
     return None
 
 
-def make_alike(module: nn.Module, places: Places) -> None:
+def make_alike(module: nn.Module, mesh: PipelineMesh) -> None:
     """Give the replicas of a module what the first of them has."""
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor, places.lines[0][places.rank], group=places.replicas)
+            dist.broadcast(tensor, mesh.pipelines[0][mesh.position], group=mesh.replica_group)
 
 
 class Averaging:
     """Averages the gradients of a partition over its replicas, in the background while other stages still compute."""
 
-    def __init__(self, partition: nn.Module, places: Places) -> None:
-        self._partition, self._group, self._count = partition, places.replicas, len(places.lines)
+    def __init__(self, partition: nn.Module, mesh: PipelineMesh) -> None:
+        self._partition, self._group, self._count = partition, mesh.replica_group, len(mesh.pipelines)
         self._pending: list[tuple[Any, Tensor, list[nn.Parameter]]] | None = None
 
     def start(self) -> None:

@@ -20,10 +20,10 @@ from pipesight.distributed.shapes import Cut, meta_of
 from pipesight.pipeline.partition import SkipRoutes
 from pipesight.pipeline.skip import SkipKey
 
-__all__ = ["Wiring"]
+__all__ = ["SkipForwarding"]
 
 
-class Wiring:
+class SkipForwarding:
     """The skips of one partition.
 
     Args:

@@ -24,18 +24,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from pipesight._torch.pipelining import stage_backward_input, stage_backward_weight
 from pipesight._torch.tensors import is_view
-from pipesight.context import Observers, Phase, Unrepeatable
-from pipesight.distributed.minibatch import Checkpoint, Task
-from pipesight.distributed.recomputing_layers import Recomputations
+from pipesight.context import Observers, Phase
+from pipesight.distributed.minibatch import LocalGraph
+from pipesight.distributed.recomputing_layers import RecomputingLayers
 from pipesight.distributed.replicas import Averaging
-from pipesight.distributed.skip_forwarding import Wiring
+from pipesight.distributed.skip_forwarding import SkipForwarding
 from pipesight.distributed.transfers import TransferringStage
 from pipesight.pipeline.aliasing import Changes, region_of
-from pipesight.pipeline.checkpoint import Buffers
+from pipesight.pipeline.checkpoint import Checkpoint, Checkpointer, run_layers
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of
 from pipesight.pipeline.partition import Partition, SkipRoutes
-from pipesight.pipeline.randomness import SavedGenerators, begin_task, end_task
-from pipesight.pipeline.skip import SkipKey, SkipTracker, skip_keys, use_tracker
+from pipesight.pipeline.randomness import begin_task, end_task
+from pipesight.pipeline.skip import SkipKey, SkipTracker, skip_keys
 from pipesight.pipeline.workers import annotate
 
 __all__ = ["Stage"]
@@ -64,19 +64,18 @@ class Stage(TransferringStage):
         group: dist.ProcessGroup,
     ) -> None:
         super().__init__(partition, j, partitions, device=device, group=group)
-        self._wiring = Wiring(j, routes)
+        self._skips = SkipForwarding(j, routes)
         self.averaging: Averaging | None = None
         """Of the gradients of its replicas, unless FSDP does it."""
-        self._skips = any(skip_keys(partition))
-        self._buffers = Buffers(partition)
-        self._recomputations = Recomputations(partition)
-        self._repeatable = True  # no layer has asked for `current_microbatch`
-        self._tasks: dict[int, Task] = {}
+        self._has_skips = any(skip_keys(partition))
+        self._checkpointer = Checkpointer(partition)
+        self._recomputing_layers = RecomputingLayers(partition)
+        self._graphs: dict[int, LocalGraph] = {}
 
     def clear_runtime_states(self) -> None:
         """Forget what an earlier step, which may have failed, has left."""
         super().clear_runtime_states()
-        self._tasks.clear()
+        self._graphs.clear()
 
     # Tasks.
 
@@ -88,26 +87,26 @@ class Stage(TransferringStage):
         came = list(batch.inputs[i]) if self.is_first else self._received.pop(i)
         if self.has_backward and not self.is_first:
             came = _made_leaves(came)
-        own, passing = self._wiring.sort(came, self._cut(i, before=True))
-        checkpointed = self.has_backward and i < batch.where.checkpoint_stop and self._repeatable
+        own, passing = self._skips.sort(came, self._cut(i, before=True))
+        checkpointed = self.has_backward and i < batch.where.checkpoint_stop and self._checkpointer.allowed
         self._start("forward", i, checkpointing=checkpointed)
         try:
             if self.is_first:  # only here it is known whether the caller gave one tensor twice
                 Changes().note(self.j, [region_of(t) for t in own], batch.flows[i].changed[self.j])
             outputs, form, leaving, checkpoint = self._forward(i, own, checkpointed)
-            going = self._wiring.merge(outputs, leaving, passing, self._cut(i))
-            task = Task(own, [*outputs, *(t for t in leaving.values() if t is not None)], checkpoint)
+            going = self._skips.merge(outputs, leaving, passing, self._cut(i))
+            graph = LocalGraph(own, [*outputs, *(t for t in leaving.values() if t is not None)], checkpoint)
             if self.is_last:
-                self._finish(i, task, form)
+                self._finish(i, graph, form)
         except BaseException as error:
             self._fail(error)
             raise
         self._end()
         if self.has_backward:
-            task.marks = batch.where.marks
+            graph.marks = batch.where.marks
             if checkpoint is not None:
-                task.outputs = []
-            self._tasks[i] = task
+                graph.outputs = []
+            self._graphs[i] = graph
         self._sent[i] = [t.detach() for t in going]
         if self.is_last and save_forward_output:  # before torch 2.9, schedules put these together
             self.output_chunks.append(torch.empty(1))
@@ -116,86 +115,67 @@ class Stage(TransferringStage):
     def _forward(
         self, i: int, own: list[Tensor], checkpointed: bool
     ) -> tuple[list[Tensor], Form, dict[SkipKey, Tensor | None], Checkpoint | None]:
+        def run(checkpoint: Checkpoint) -> tuple[list[Tensor], Form, dict[SkipKey, Tensor | None]]:
+            with torch.no_grad():
+                return self._call(i, own, checkpoint)
+
         if checkpointed:
-            checkpoint = Checkpoint(self._buffers.save(), {})
-            versions = _versions(own)
-            try:
-                with torch.no_grad():
-                    outputs, form, leaving, checkpoint.generators = self._call(i, own)
-                if _versions(own) != versions:  # a hook did: shapes, and what changes, are found out without any
-                    raise RuntimeError(
-                        "the input of a checkpointed partition was changed in place by a hook, so that it cannot be "
-                        "recomputed; return a new tensor from the hook, or use checkpoint='never'"
-                    )
-                self._buffers.learn(checkpoint.buffers)
+            result = self._checkpointer.forward(
+                run,
+                own,
+                self.batch.where,
+                # Layers that do are found out without hooks, when shapes are.
+                changed="the input of a checkpointed partition was changed in place by a hook, so that it cannot be "
+                "recomputed; return a new tensor from the hook, or use checkpoint='never'",
+            )
+            if result is not None:
+                (outputs, form, leaving), checkpoint = result
                 return outputs, form, leaving, checkpoint
-            except Unrepeatable:
-                where = self.batch.where
-                self._buffers.restore(checkpoint.buffers)
-                self._repeatable = where.checkpointing = False
-                where.phase, where.repeating = "recompute", True  # up to the call that could not be repeated
-                where.marks = []
-        outputs, form, leaving, _ = self._call(i, own)
+        outputs, form, leaving = self._call(i, own)
         return outputs, form, leaving, None
 
     def _call(
-        self, i: int, own: list[Tensor], replay: SavedGenerators | None = None
-    ) -> tuple[list[Tensor], Form, dict[SkipKey, Tensor | None], SavedGenerators]:
-        """Call the partition; return the tensors of its output, their form, the skips that leave, and generators."""
+        self, i: int, own: list[Tensor], checkpoint: Checkpoint | None = None
+    ) -> tuple[list[Tensor], Form, dict[SkipKey, Tensor | None]]:
+        """Run the layers; return the tensors of their output, its form, and the skips that leave."""
         cut = self._cut(i, before=True)
         # Of a received tensor there is no other use, but autograd lets nobody change what it is a leaf for. And a
         # recomputation begins with it again.
         tensors = [t.clone() for t in own] if self.batch.flows[i].changed[self.j] else own
-        count = len(cut.output)
-        value = cut.form(tensors[:count])
-        leaving: dict[SkipKey, Tensor | None] = {}
-        begin_task(self.batch.randomness, (i, self.j, "forward"), replay)
-        try:
-            if self._skips:
-                arriving = self._wiring.arriving(tensors, cut)
-                tracker = SkipTracker(dict[Hashable, Tensor | None](arriving.items()))
-                with use_tracker(tracker):
-                    output = self.submod(value)
-                leaving = {key: tracker.pop(key) for key in self._wiring.leaving}
-            else:
-                output = self.submod(value)
-        finally:
-            generators = end_task()
-        return list(as_tuple(output, "the output of a partition")), form_of(output), leaving, generators
+        tracker = None
+        if self._has_skips:
+            tracker = SkipTracker(dict[Hashable, Tensor | None](self._skips.arriving(tensors, cut).items()))
+        output = run_layers(
+            self.submod,
+            cut.form(tensors[: len(cut.output)]),
+            self.batch.randomness,
+            (i, self.j, "forward"),
+            tracker=tracker,
+            checkpoint=checkpoint,
+        )
+        leaving = {} if tracker is None else {key: tracker.pop(key) for key in self._skips.leaving}
+        return list(as_tuple(output, "the output of a partition")), form_of(output), leaving
 
-    def _finish(self, i: int, task: Task, form: Form) -> None:
+    def _finish(self, i: int, graph: LocalGraph, form: Form) -> None:
         """Compute the loss, in the last partition, or keep the output if none is wanted."""
-        batch = self.batch
-        if not batch.targets:
-            batch.outputs[i] = form, [t.detach() for t in task.outputs]
+        batch, loss = self.batch, self.batch.loss
+        if not loss.targets:
+            batch.outputs[i] = form, [t.detach() for t in graph.outputs]
             return
         layer, batch.where.layer = batch.where.layer, "loss_fn"
-        task.ends = [t.detach() for t in task.outputs]
+        graph.ends = [t.detach() for t in graph.outputs]
         if self.has_backward:
-            task.ends = _made_leaves(task.ends)
+            graph.ends = _made_leaves(graph.ends)
         begin_task(batch.randomness, (i, self.j, "loss"))
         try:
-            loss = batch.loss_fn(form(task.ends), batch.targets[i])
+            value = loss.loss_fn(form(graph.ends), loss.targets[i])
         finally:
             end_task()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"loss_fn must return one number, as a tensor, but returned {what}")
-        self._count(i, task, loss, form)
+        graph.loss = loss.add(i, value, (form, graph.outputs))
         batch.where.layer = layer
-
-    def _count(self, i: int, task: Task, loss: Tensor, form: Form) -> None:
-        """Weigh a loss. One of no weight may be NaN, as a mean of nothing is, and counts nothing."""
-        batch, own = self.batch, loss.detach()
-        weight = batch.weights[i] * batch.share
-        if batch.share:
-            batch.losses[i] = own * weight if weight else torch.zeros_like(own)
-        else:  # nothing in the whole batch counts: the loss is what the plain model's is
-            batch.losses[i] = own / len(batch.flows)
-        task.loss = loss * (weight * batch.scale) if weight else None
-        if batch.evidence is not None and i < batch.evidence.count:
-            batch.evidence.outputs[i] = form, [t.detach() for t in task.outputs]
-            batch.evidence.losses[i] = own
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -204,53 +184,53 @@ class Stage(TransferringStage):
         if not self.has_backward:
             return
         i = bwd_chunk_id
-        task = self._tasks.pop(i)
-        if task.checkpoint is not None:
-            self._recompute(i, task, task.checkpoint)
-        self._start("backward", i, marks=task.marks)
+        graph = self._graphs.pop(i)
+        if graph.checkpoint is not None:
+            self._recompute(i, graph, graph.checkpoint)
+        self._start("backward", i, marks=graph.marks)
         try:
-            ends, gradients, passed = self._gradients(i, task)
+            ends, gradients, passed = self._gradients(i, graph)
             self._prepare_sharded()
             with self._running_backward(i):
-                whole = full_backward or self._recomputations.in_graph(ends)
-                if whole or not any(leaf.requires_grad for leaf in task.leaves):
+                whole = full_backward or self._recomputing_layers.in_graph(ends)
+                if whole or not any(leaf.requires_grad for leaf in graph.leaves):
                     if whole:
                         _backward(ends, gradients)
                     else:  # all of it is about weights
-                        task.outputs, task.gradients = ends, gradients
+                        graph.outputs, graph.gradients = ends, gradients
                 elif ends:
                     # It detaches its arguments in place, which views do not let it.
                     ends = [t.clone() if is_view(t) else t for t in ends]
                     parameters = self.submod.parameters()
-                    with self._recomputations.noticed(self.j):
-                        _, task.groups = _call_torch(stage_backward_input, ends, gradients, task.leaves, parameters)
+                    with self._recomputing_layers.noticed(self.j):
+                        _, graph.groups = _call_torch(stage_backward_input, ends, gradients, graph.leaves, parameters)
             self.batch.where.end_layer()  # what is left to do is no layer's
-            own = [leaf.grad for leaf in task.leaves]
-            for leaf in task.leaves:
+            own = [leaf.grad for leaf in graph.leaves]
+            for leaf in graph.leaves:
                 leaf.grad = None
         except BaseException as error:
             self._fail(error)
             raise
         self._end()
         if not full_backward:
-            self._tasks[i] = task
-        self._gradients_sent[i] = self._wiring.merge_gradients(own, passed, self._cut(i, before=True))
+            self._graphs[i] = graph
+        self._gradients_sent[i] = self._skips.merge_gradients(own, passed, self._cut(i, before=True))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the rest of a backward: the gradients of the weights."""
         if not self.has_backward:
             return
-        task, where = self._tasks.pop(bwd_chunk_id), self.batch.where
-        self._start("weight", bwd_chunk_id, marks=task.marks)
+        graph, where = self._graphs.pop(bwd_chunk_id), self.batch.where
+        self._start("weight", bwd_chunk_id, marks=graph.marks)
         try:
             self._prepare_sharded()
-            with self._running_backward(bwd_chunk_id, "backward" if task.groups is None else "weight"):
-                if task.groups is not None:
+            with self._running_backward(bwd_chunk_id, "backward" if graph.groups is None else "weight"):
+                if graph.groups is not None:
                     # Weights come one after the other, in no order of layers.
                     where.observers = Observers(())
-                    _call_torch(stage_backward_weight, self.submod.parameters(), task.groups)
-                elif task.gradients:
-                    _backward(task.outputs, task.gradients)
+                    _call_torch(stage_backward_weight, self.submod.parameters(), graph.groups)
+                elif graph.gradients:
+                    _backward(graph.outputs, graph.gradients)
                     self.batch.where.end_layer()
         except BaseException as error:
             self._fail(error)
@@ -269,44 +249,42 @@ class Stage(TransferringStage):
         finally:
             end_task()
 
-    def _recompute(self, i: int, task: Task, checkpoint: Checkpoint) -> None:
+    def _recompute(self, i: int, graph: LocalGraph, checkpoint: Checkpoint) -> None:
         self._start("recompute", i)
-        resume = self._buffers.replay(checkpoint.buffers)
         try:
-            with torch.enable_grad():
-                outputs, _, leaving, _ = self._call(i, task.leaves, checkpoint.generators)
+            outputs, _, leaving = self._checkpointer.recompute(
+                lambda checkpoint: self._call(i, graph.leaves, checkpoint), checkpoint
+            )
         except BaseException as error:
             self._fail(error)
             raise
-        finally:
-            resume()
         self._end()
-        task.outputs = [*outputs, *(t for t in leaving.values() if t is not None)]
-        task.marks = self.batch.where.marks
-        task.checkpoint = None
+        graph.outputs = [*outputs, *(t for t in leaving.values() if t is not None)]
+        graph.marks = self.batch.where.marks
+        graph.checkpoint = None
 
-    def _gradients(self, i: int, task: Task) -> tuple[list[Tensor], list[Tensor], dict[SkipKey, Tensor | None]]:
+    def _gradients(self, i: int, graph: LocalGraph) -> tuple[list[Tensor], list[Tensor], dict[SkipKey, Tensor | None]]:
         """Return the outputs that have a graph, their gradients, and the gradients of skips that only pass."""
         passed: dict[SkipKey, Tensor | None] = {}
         if self.is_last:
-            if task.loss is not None and task.loss.requires_grad:
+            if graph.loss is not None and graph.loss.requires_grad:
                 begin_task(self.batch.randomness, (i, self.j, "backward"))
                 try:
-                    task.loss.backward()
+                    graph.loss.backward()
                 finally:
                     end_task()
-            elif task.loss is None:
-                for end in task.ends:
+            elif graph.loss is None:
+                for end in graph.ends:
                     end.grad = torch.zeros_like(end) if end.requires_grad else None
-            received = [t.grad for t in task.ends]
-            if self.batch.evidence is not None and i < self.batch.evidence.count:
-                self.batch.evidence.gradients[i] = received
-            task.loss, task.ends = None, []
+            received = [t.grad for t in graph.ends]
+            if self.batch.loss.evidence is not None and i < self.batch.loss.evidence.count:
+                self.batch.loss.evidence.gradients[i] = received
+            graph.loss, graph.ends = None, []
         else:
-            received, passed = self._wiring.sort_gradients(self._gradients_received.pop(i), self._cut(i))
-        pairs = zip(task.outputs, received, strict=True)
+            received, passed = self._skips.sort_gradients(self._gradients_received.pop(i), self._cut(i))
+        pairs = zip(graph.outputs, received, strict=True)
         chosen = [(output, g) for output, g in pairs if g is not None and output.requires_grad]
-        task.outputs = []
+        graph.outputs = []
         return [output for output, _ in chosen], [gradient for _, gradient in chosen], passed
 
     # Data parallelism.
@@ -355,11 +333,6 @@ class Stage(TransferringStage):
 def _made_leaves(tensors: list[Tensor]) -> list[Tensor]:
     """Let the tensors that can have a gradient get one."""
     return [t.requires_grad_() if t.is_floating_point() or t.is_complex() else t for t in tensors]
-
-
-def _versions(tensors: list[Tensor]) -> list[int | None]:
-    """Return a number for each tensor that changes when it is changed in place."""
-    return [None if t.is_inference() else t._version for t in tensors]
 
 
 def _backward(ends: list[Tensor], gradients: list[Tensor]) -> None:

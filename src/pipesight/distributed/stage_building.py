@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from pipesight.distributed.initial_weights import Recipe
-from pipesight.distributed.mesh import Places
+from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.replicas import Averaging, make_alike, make_replicas
 from pipesight.distributed.shapes import Skeleton
 from pipesight.distributed.stage import Stage
@@ -24,7 +24,7 @@ def make_stages(
     recipe: Recipe | None,
     skeleton: Skeleton,
     kind: RankSchedule,
-    places: Places,
+    mesh: PipelineMesh,
     *,
     deferred_batch_norm: bool,
     data_parallel: str,
@@ -36,53 +36,53 @@ def make_stages(
         recipe: Gives weights to layers that have none yet.
         skeleton: The model without its memory, cut into partitions.
         kind: The schedule, which says where partitions are.
-        places: The ranks.
+        mesh: The ranks.
         deferred_batch_norm: As for the pipeline.
         data_parallel: As for the pipeline.
     """
     sizes = [len(outline) for outline in skeleton.partitions]
     layers = list(module.named_children())
     stages = []
-    for j in kind.partitions_of(places.rank, places.ranks, len(sizes)):
+    for j in kind.partitions_of(mesh.position, mesh.length, len(sizes)):
         start = sum(sizes[:j])
         mine = layers[start : start + sizes[j]]
         if recipe is not None:
-            recipe.materialise(mine, places.device)
+            recipe.materialise(mine, mesh.device)
         partition = Partition(OrderedDict(mine))
         if deferred_batch_norm:
             DeferredBatchNorm.convert(partition)
-        partition.to(places.device)
+        partition.to(mesh.device)
         partition.training = module.training
-        averaging = make_replicas(partition, places, data_parallel)
-        stage = Stage(partition, j, len(sizes), routes=skeleton.routes, device=places.device, group=places.pipeline)
+        averaging = make_replicas(partition, mesh, data_parallel)
+        stage = Stage(partition, j, len(sizes), routes=skeleton.routes, device=mesh.device, group=mesh.pipeline_group)
         stage.averaging = averaging
         stages.append(stage)
     return stages
 
 
-def learned_with(module: nn.Sequential, loss_fn: Any, last: Stage, places: Places, data_parallel: str) -> nn.Module:
+def learned_with(module: nn.Sequential, loss_fn: Any, last: Stage, mesh: PipelineMesh, data_parallel: str) -> nn.Module:
     """Return what this rank trains and saves: its layers, and in the last stage the loss, if it has parameters.
 
     Args:
         module: The layers of this rank.
         loss_fn: That of the user.
         last: The last stage of this rank.
-        places: The ranks.
+        mesh: The ranks.
         data_parallel: As for the pipeline.
     """
     if not isinstance(loss_fn, nn.Module) or not any(p.requires_grad for p in loss_fn.parameters()):
         return module
     if "loss_fn" in dict(module.named_children()):
         raise ValueError("loss_fn has parameters, which are saved as 'loss_fn.*', but so is the layer of that name")
-    if data_parallel == "fsdp" and len(places.lines) > 1:
+    if data_parallel == "fsdp" and len(mesh.pipelines) > 1:
         raise ValueError(
             "loss_fn has parameters, which data_parallel='fsdp' does not shard, and optimizers do not take sharded and "
             "whole ones together; use data_parallel='ddp', or let a layer have them"
         )
     if not last.is_last:
         return module
-    loss_fn.to(places.device)
-    if len(places.lines) > 1:
-        make_alike(loss_fn, places)
-        last.averaging = Averaging(nn.ModuleList([last.submod, loss_fn]), places)
+    loss_fn.to(mesh.device)
+    if len(mesh.pipelines) > 1:
+        make_alike(loss_fn, mesh)
+        last.averaging = Averaging(nn.ModuleList([last.submod, loss_fn]), mesh)
     return nn.Sequential(OrderedDict([*module.named_children(), ("loss_fn", loss_fn)]))

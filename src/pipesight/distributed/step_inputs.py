@@ -1,4 +1,4 @@
-"""What a step is about, the same on all ranks: its micro-batches, what they send, and what each of them counts."""
+"""What is in the batch of a step, agreed on by all ranks: micro-batches, what they send, their weights, the seed."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ import torch
 from torch import Tensor
 
 from pipesight.distributed.agreement import Message
-from pipesight.distributed.loss_weights import Weighing
-from pipesight.distributed.mesh import Places
+from pipesight.distributed.loss_weights import LossWeights
+from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone, scatter
 from pipesight.pipeline.randomness import draw_seed, next_seed, seed_of
 from pipesight.schedule.rank_schedules import RankSchedule
 
-__all__ = ["Planner"]
+__all__ = ["StepInputs"]
 
 
-class Planner:
-    """Makes a plan of what the ranks tell each other.
+class StepInputs:
+    """Reads the batch of this rank, and finds out from the messages of all what is in theirs.
 
     Args:
         skeleton: The model without its memory.
-        places: The ranks.
+        mesh: The ranks.
         kind: The schedule.
         chunks: How many micro-batches a mini-batch is cut into.
-        weighing: Says what micro-batches count.
+        loss_weights: How much micro-batches count.
     """
 
-    def __init__(self, skeleton: Skeleton, places: Places, kind: RankSchedule, chunks: int, weighing: Weighing) -> None:
-        self._skeleton, self._places, self._kind = skeleton, places, kind
-        self._chunks, self._weighing = chunks, weighing
+    def __init__(
+        self, skeleton: Skeleton, mesh: PipelineMesh, kind: RankSchedule, chunks: int, loss_weights: LossWeights
+    ) -> None:
+        self.skeleton, self.mesh, self._kind = skeleton, mesh, kind
+        self._chunks, self.loss_weights = chunks, loss_weights
         self._partitions = len(skeleton.partitions)
 
     def read_input(self, input: Any, call: str, message: Message) -> list[tuple[Tensor, ...]]:
         """Return the micro-batches of the input, and put into ``message`` what the other ranks must know."""
         if input is None:
             raise ValueError(f"the first rank needs the input: {call}(input, ...)")
-        tensors = tuple(t.detach().to(self._places.device) for t in as_tuple(input, "input"))
+        tensors = tuple(t.detach().to(self.mesh.device) for t in as_tuple(input, "input"))
         microbatches = scatter(tensors, self._chunks)
         flows = self._flows([[meta_of(t) for t in microbatch] for microbatch in microbatches], form_of(input))
         message["input"] = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
@@ -53,37 +55,37 @@ class Planner:
         """
         if target is None:
             raise ValueError(f"the last rank needs the target: {call}(..., target)")
-        tensors = tuple(t.detach().to(self._places.device) for t in as_tuple(target, "target"))
+        tensors = tuple(t.detach().to(self.mesh.device) for t in as_tuple(target, "target"))
         message["target"] = tensors[0].size(0) if tensors and tensors[0].dim() else None
         form, pieces = form_of(target), scatter(tensors, self._chunks)
         targets = [form(piece) for piece in pieces]
-        weights = self._weighing.by_target(targets, [piece[0].size(0) for piece in pieces])
+        weights = self.loss_weights.by_target(targets, [piece[0].size(0) for piece in pieces])
         message["weight"] = sum(weights)
         return targets, weights
 
     def weigh(self, targets: list[Any], flows: list[Flow], message: Message) -> list[float]:
         """Return what micro-batches count by the user's function, and put into ``message`` what others must know."""
-        weights = self._weighing.by_function(targets, [flow.cuts[-1] for flow in flows])
+        weights = self.loss_weights.by_function(targets, [flow.cuts[-1] for flow in flows])
         message["weight"] = sum(weights)
         return weights
 
     def share(self, messages: dict[int, Message]) -> float:
         """Return what a weight of 1 makes of the loss of a micro-batch; 0 if the whole batch weighs nothing."""
         # Replicas are averaged by those who merge their gradients, so what they weigh makes up for that.
-        replicas, everything = len(self._places.lines), sum(m.get("weight", 0.0) for m in messages.values())
-        if self._weighing.sums:
+        replicas, everything = len(self.mesh.pipelines), sum(m.get("weight", 0.0) for m in messages.values())
+        if self.loss_weights.sums:
             return float(replicas)
         return replicas / everything if everything else 0.0
 
-    def plan(self, messages: dict[int, Message], with_target: bool, turn: tuple[int, int]) -> tuple[list[Flow], int]:
-        """Make of all messages what this rank has to do; on all ranks alike.
+    def agree(self, messages: dict[int, Message], with_target: bool, turn: tuple[int, int]) -> tuple[list[Flow], int]:
+        """Return the micro-batches and the seed that follow from the messages of all ranks, the same on each.
 
         Args:
             messages: Of all ranks.
             with_target: Whether there is a loss.
             turn: How many training steps there were, and other passes since the last of them.
         """
-        places = self._places
+        mesh = self.mesh
         modes = {rank: message["mode"] for rank, message in messages.items()}
         if len(set(modes.values())) > 1:
             raise ValueError(
@@ -91,15 +93,16 @@ class Planner:
             )
         n = self._partitions
         sizes = {}
-        for line in places.lines:
-            first, last = line[self._kind.rank_of(0, len(line))], line[self._kind.rank_of(n - 1, len(line))]
+        for pipeline in mesh.pipelines:
+            first = pipeline[self._kind.rank_of(0, len(pipeline))]
+            last = pipeline[self._kind.rank_of(n - 1, len(pipeline))]
             sizes[first] = messages[first]["input"][0][0][0]
             if with_target and messages[last]["target"] != sizes[first]:
                 raise ValueError(
                     "input and target must have the same batch size "
                     f"(input on rank {first}: {sizes[first]}, target on rank {last}: {messages[last]['target']})"
                 )
-        first = places.line[self._kind.rank_of(0, places.ranks)]
+        first = mesh.members[self._kind.rank_of(0, mesh.length)]
         head = messages[first]
         metas = [Meta(tuple(shape), getattr(torch, dtype)) for shape, dtype in head["input"]]
         parts = _chunk_sizes(sizes[first], self._chunks)
@@ -123,7 +126,7 @@ class Planner:
 
     def _flows(self, microbatches: list[list[Meta]], form: Form) -> list[Flow]:
         form = lone if form is lone else tuple
-        return [self._skeleton.flow(metas, form) for metas in microbatches]
+        return [self.skeleton.flow(metas, form) for metas in microbatches]
 
 
 def _chunk_sizes(size: int, chunks: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""One call of a pipeline on this rank: the ranks agree on it, run it, and check its loss where that is due."""
+"""One call of a pipeline on this rank: the ranks agree on it, torch's schedule runs it, its loss is checked if due."""
 
 from __future__ import annotations
 
@@ -14,57 +14,49 @@ from pipesight import context
 from pipesight.context import Where
 from pipesight.distributed import schedules
 from pipesight.distributed.agreement import Agreement, Message
-from pipesight.distributed.failures import RankFailedError, Watch
+from pipesight.distributed.failures import RankFailedError, RankMonitor
 from pipesight.distributed.loss_check import LossCheck, collect
-from pipesight.distributed.loss_weights import Weighing
-from pipesight.distributed.mesh import Places
-from pipesight.distributed.minibatch import Minibatch
+from pipesight.distributed.minibatch import BatchLoss, MiniBatch
 from pipesight.distributed.saving import Preemption
-from pipesight.distributed.shapes import Flow, Skeleton
+from pipesight.distributed.shapes import Flow
 from pipesight.distributed.stage import Stage
-from pipesight.distributed.step_inputs import Planner
+from pipesight.distributed.step_inputs import StepInputs
 from pipesight.distributed.symptoms import is_symptom
 from pipesight.pipeline.minibatch import next_serial
 from pipesight.pipeline.randomness import PassRandomness, begin_task, end_task, isolated
+from pipesight.schedule.argument_checks import CheckpointMode, checkpoint_stop
 from pipesight.schedule.rank_schedules import RankSchedule
 
-__all__ = ["Execution", "Runner"]
+__all__ = ["ScheduleRunner", "StepRunner"]
 
 
-class Runner:
+class StepRunner:
     """Makes the calls of a pipeline, and counts them.
 
     Args:
         module: The layers of this rank.
-        skeleton: The whole model without its memory.
-        places: The ranks.
-        planner: Makes a plan of what the ranks tell each other.
-        weighing: The loss, and what its micro-batches count.
-        execution: Runs the stages of this rank.
+        inputs: Reads batches, and agrees with other ranks on what is in them.
+        schedule_runner: Runs the stages of this rank.
         agreement: Exchanges messages.
-        watch: Knows of the other ranks.
-        where: The place of this rank.
+        monitor: That of the other ranks.
+        where: The context of this rank.
         checkpoint: As for the pipeline.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        skeleton: Skeleton,
-        places: Places,
-        planner: Planner,
-        weighing: Weighing,
-        execution: Execution,
+        inputs: StepInputs,
+        schedule_runner: ScheduleRunner,
         agreement: Agreement,
-        watch: Watch,
+        monitor: RankMonitor,
         where: Where,
-        checkpoint: str,
+        checkpoint: CheckpointMode,
     ) -> None:
-        self._module, self._skeleton, self._places, self._planner = module, skeleton, places, planner
-        self._weighing, self._execution, self._agreement, self._watch = weighing, execution, agreement, watch
-        self._where, self._checkpoint = where, checkpoint
-        self._check = LossCheck(weighing, len(places.lines))
-        self.farewell = Preemption()
+        self._module, self._inputs, self._schedule_runner = module, inputs, schedule_runner
+        self._agreement, self._monitor, self._where, self._checkpoint = agreement, monitor, where, checkpoint
+        self._check = LossCheck(inputs.loss_weights, len(inputs.mesh.pipelines))
+        self.preemption = Preemption()
         self.steps = 0
         """How many training steps there were, those before a restart included."""
         self._calls = self._since = 0  # all calls; those since the last training step
@@ -78,80 +70,96 @@ class Runner:
         learns: bool,
         with_target: bool = True,
         scale: float | None = None,
-    ) -> Minibatch:
-        """Run one call; ``batch`` is input and target, ``scale`` what the loss is multiplied with."""
-        with self._watch.calls.running(call, self._calls + 1):
+    ) -> MiniBatch:
+        """Run one call; ``batch`` is input and target, ``scale`` what the loss is multiplied by."""
+        with self._monitor.calls.running(call, self._calls + 1):
             return self._run(pipeline, call, batch, learns, with_target, scale)
 
     def _run(
         self, pipeline: Any, call: str, batch: tuple[Any, Any], learns: bool, with_target: bool, scale: float | None
-    ) -> Minibatch:
+    ) -> MiniBatch:
         step = context.step_of_call(pipeline, self.steps)
-        message: Message = {"call": f"{call} {self._calls}", "mode": self._skeleton.mode, "arguments": {"scale": scale}}
-        message |= {"leaves": self.farewell.asked, "step": context.counted_step()}
+        message: Message = {"call": f"{call} {self._calls}", "arguments": {"scale": scale}}
+        message["mode"] = self._inputs.skeleton.mode
+        message |= {"leaves": self.preemption.asked, "step": context.counted_step()}
         error: Exception | None = None
         inputs: list[tuple[Tensor, ...]] = []
         targets: list[Any] = []
         weights: list[float] = []
         try:
-            if self._execution.is_first:
-                inputs = self._planner.read_input(batch[0], call, message)
-            if self._execution.is_last and with_target:
-                targets, weights = self._planner.read_target(batch[1], call, message)
+            if self._schedule_runner.is_first:
+                inputs = self._inputs.read_input(batch[0], call, message)
+            if self._schedule_runner.is_last and with_target:
+                targets, weights = self._inputs.read_target(batch[1], call, message)
                 message["check"] = self._check.due(call, len(targets))
         except Exception as found:
             error = found
         messages = self._agreement.settle(message, error)
         if any(answer["leaves"] for answer in messages.values()):
-            self.farewell.leave()
+            self.preemption.leave()
         self._calls += 1
-        flows, seed = self._planner.plan(messages, with_target, (self.steps, self._since))
+        flows, seed = self._inputs.agree(messages, with_target, (self.steps, self._since))
         checks = any(answer.get("check") for answer in messages.values())
-        if with_target and self._weighing.takes_output:
+        self._enter_step(step, [answer["step"] for answer in messages.values() if answer["step"] is not None])
+        if with_target and self._inputs.loss_weights.takes_output:
             weights, messages = self._weigh(targets, flows)
-        share = self._planner.share(messages)
-        self._enter_step(step, [answer["step"] for answer in messages.values() if answer.get("step") is not None])
-        minibatch = self._minibatch(flows, inputs, targets, seed, learns)
-        minibatch.weights, minibatch.share, minibatch.scale = weights, share, 1.0 if scale is None else scale
-        if checks and targets:
-            minibatch.evidence = collect(flows)
+        share, factor = self._inputs.share(messages), 1.0 if scale is None else scale
+        loss = BatchLoss(self._inputs.loss_weights.loss_fn, targets, weights, share, factor)
+        loss.evidence = collect(flows) if checks and targets else None
+        minibatch = self._minibatch(flows, inputs, loss, seed, learns)
         self.steps, self._since = self.steps + learns, 0 if learns else self._since + 1
-        self._execution.run(minibatch)
+        self._schedule_runner.run(minibatch)
         if checks:
             self._verify(minibatch, call)
         elif targets:
             self._check.passed(call)
         return minibatch
 
-    def loss(self, batch: Minibatch, *, everywhere: bool) -> Tensor | None:
-        """Return the loss of the whole batch, on the last rank or everywhere."""
-        loss = torch.stack(list(batch.losses.values())).sum() if self._execution.is_last else None
-        with self._watch.explaining("the loss"):
-            return self._places.share_loss(loss, everywhere=everywhere)
+    def _enter_step(self, step: int, counted: list[int]) -> None:
+        """Set the step of the context to that of the ranks that count: one without parameters has no optimizer."""
+        self._where.step = step
+        if counted and context.counted_step() is not None:
+            self._where.step = max(counted)
+            context.catch_up(max(counted))
 
     def _weigh(self, targets: list[Any], flows: list[Flow]) -> tuple[list[float], dict[int, Message]]:
-        """Weigh micro-batches by a function of the user's, now that shapes are known; let the ranks agree again."""
+        """Weigh micro-batches by the user's function, now that shapes are known; let the ranks agree again."""
         message: Message = {"call": f"loss_weight {self._calls}"}
         weights: list[float] = []
         error: Exception | None = None
         try:
             if targets:
-                weights = self._planner.weigh(targets, flows, message)
+                weights = self._inputs.weigh(targets, flows, message)
         except Exception as found:
             error = found
         return weights, self._agreement.settle(message, error)
 
-    def _verify(self, batch: Minibatch, call: str) -> None:
+    def _minibatch(
+        self, flows: list[Flow], inputs: list[tuple[Tensor, ...]], loss: BatchLoss, seed: int, learns: bool
+    ) -> MiniBatch:
+        mesh, where = self._inputs.mesh, self._where
+        where.observers = context.observers()
+        where.serial = next_serial()
+        where.samples = sum(flow.cuts[0].output[0].shape[0] for flow in flows)
+        where.microbatches, where.partitions = len(flows), len(self._inputs.skeleton.partitions)
+        where.stream = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else None
+        stop = checkpoint_stop(self._checkpoint, len(flows))
+        where.checkpoint_stop = stop if learns and self._module.training else 0
+        random = PassRandomness(dict.fromkeys((torch.device("cpu"), mesh.device), seed + mesh.replica))
+        return MiniBatch(flows, inputs, loss, learns, random, where, where.observers, self._monitor)
+
+    def _verify(self, batch: MiniBatch, call: str) -> None:
         """Raise on every rank if the losses of micro-batches do not add up to that of the batch."""
         error: Exception | None = None
-        if batch.evidence is not None:
+        loss = batch.loss
+        if loss.evidence is not None:
             inside = Where()
-            inside.phase = "forward"  # so that hooks on all modules, those of tracing among them, let these alone
+            inside.phase = "forward"  # so that hooks on all modules, those of tracing among them, ignore these
             context.enter_thread(inside)
-            begin_task(batch.randomness, (0, len(self._skeleton.partitions), "check"))
+            begin_task(batch.randomness, (0, len(self._inputs.skeleton.partitions), "check"))
             try:
                 with isolated():
-                    if self._check.verify(batch.evidence, batch.targets, batch.weights, batch.share * batch.scale):
+                    if self._check.verify(loss.evidence, loss.targets, loss.weights, loss.share * loss.scale):
                         self._check.passed(call)
             except ValueError as found:
                 error = found
@@ -161,32 +169,15 @@ class Runner:
                 context.enter_thread(self._where)
         self._agreement.settle({"call": f"check of {call} {self._calls}"}, error)
 
-    def _enter_step(self, step: int, counted: list[int]) -> None:
-        """Be at the step that the ranks are at which count them: one without parameters has no optimizer to count."""
-        self._where.step = step
-        if counted and context.counted_step() is not None:
-            self._where.step = max(counted)
-            context.catch_up(max(counted))
-
-    def _minibatch(
-        self, flows: list[Flow], inputs: list[tuple[Tensor, ...]], targets: list[Any], seed: int, learns: bool
-    ) -> Minibatch:
-        m, device = len(flows), self._places.device
-        stop = {"always": m, "except_last": m - 1, "never": 0}[self._checkpoint]
-        where = self._where
-        where.observers = context.observers()
-        where.serial = next_serial()
-        where.samples = sum(flow.cuts[0].output[0].shape[0] for flow in flows)
-        where.microbatches, where.partitions = m, len(self._skeleton.partitions)
-        where.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        where.checkpoint_stop = stop if learns and self._module.training else 0
-        random = PassRandomness(dict.fromkeys((torch.device("cpu"), device), seed + self._places.replica))
-        loss_fn = self._weighing.loss_fn
-        return Minibatch(flows, inputs, targets, loss_fn, learns, random, where, where.observers, self._watch)
+    def loss(self, batch: MiniBatch, *, everywhere: bool) -> Tensor | None:
+        """Return the loss of the whole batch, on the last rank or everywhere."""
+        loss = torch.stack(list(batch.loss.values.values())).sum() if self._schedule_runner.is_last else None
+        with self._monitor.explaining("the loss"):
+            return self._inputs.mesh.share_loss(loss, everywhere=everywhere)
 
 
-class Execution:
-    """Runs mini-batches, of any number of micro-batches.
+class ScheduleRunner:
+    """Runs torch's schedules over the stages of this rank, for any number of micro-batches.
 
     Args:
         kind: The schedule.
@@ -208,7 +199,7 @@ class Execution:
         """Whether this rank has the last partition."""
         return bool(self._stages[-1].is_last)
 
-    def run(self, batch: Minibatch) -> None:
+    def run(self, batch: MiniBatch) -> None:
         """Run all tasks of this rank, and merge the gradients of replicas."""
         m = len(batch.flows)
         schedule, settings = self._schedule(m)
@@ -222,7 +213,7 @@ class Execution:
             with isolated():
                 # As workers of GPipe do, tasks leave context variables, such as the open span, as they found them.
                 contextvars.copy_context().run(run, target=numbers, **settings)
-            with batch.watch.explaining("other replicas"):
+            with batch.monitor.explaining("other replicas"):
                 for stage in self._stages:
                     if stage.averaging is not None and batch.learns:
                         stage.averaging.finish()
@@ -231,8 +222,8 @@ class Execution:
             if isinstance(error, RankFailedError):
                 raise
             if is_symptom(error):  # of a collective in a layer, a hook or the loss
-                raise batch.watch.explain(error) from None
-            batch.watch.fail(error)
+                raise batch.monitor.explain(error) from None
+            batch.monitor.fail(error)
             raise
         finally:
             batch.where.phase = None

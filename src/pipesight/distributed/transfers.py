@@ -21,7 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from pipesight._torch.pipelining import PipelineStageBase
-from pipesight.distributed.minibatch import Minibatch
+from pipesight.distributed.minibatch import MiniBatch
 from pipesight.distributed.shapes import Cut
 from pipesight.pipeline.partition import Partition
 
@@ -39,7 +39,7 @@ class TransferringStage(PipelineStageBase):
         group: The ranks of this pipeline.
     """
 
-    batch: Minibatch
+    batch: MiniBatch
 
     def __init__(
         self, partition: Partition, j: int, partitions: int, *, device: torch.device, group: dist.ProcessGroup
@@ -52,7 +52,7 @@ class TransferringStage(PipelineStageBase):
         self._sent: dict[int, list[Tensor]] = {}
         self._gradients_sent: dict[int, list[Tensor | None]] = {}
 
-    def begin(self, batch: Minibatch) -> None:
+    def begin(self, batch: MiniBatch) -> None:
         """Get ready for a step."""
         self.batch = batch
         self.clear_runtime_states()
@@ -185,7 +185,7 @@ class _Posting:
             else:
                 work = dist.irecv(tensor, group=stage.group, group_src=peer)
         except RuntimeError as error:
-            raise stage.batch.watch.explain(error, f"rank {self._peer}") from None
+            raise stage.batch.monitor.explain(error, f"rank {self._peer}") from None
         finally:
             stage.batch.where.peer = None
         return _Waiting(work, tensor, self._sends, stage, self._i, self._peer)
@@ -203,7 +203,7 @@ class _Waiting:
     def wait(self, *_: Any) -> bool:
         stage = self._stage
         batch = stage.batch
-        batch.watch.waits_for = f"rank {self._peer}"
+        batch.monitor.waits_for = f"rank {self._peer}"
         _enter(stage, self._i, self._peer)
         observed = batch.observers.members and not self._sends
         if observed:
@@ -212,10 +212,10 @@ class _Waiting:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise batch.watch.explain(error, f"rank {self._peer}") from None
+            raise batch.monitor.explain(error, f"rank {self._peer}") from None
         finally:
             batch.where.peer = None
             if observed:
                 batch.observers.transfer_ended(batch.where, *details)
-        batch.watch.waits_for = None
+        batch.monitor.waits_for = None
         return True

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipesight._torch.autograd import keeps_graph
 from pipesight.context import Where
 from pipesight.pipeline.gradients import GradientSum, OutputGradients, expect_no_gradient, silence_hooks
-from pipesight.pipeline.local_graph import Graph
+from pipesight.pipeline.local_graph import LocalGraph
 from pipesight.pipeline.mailbox import Packet, ready
 from pipesight.pipeline.minibatch import Pass, Tape
 from pipesight.pipeline.partition import PlacedPartition
@@ -105,7 +105,7 @@ class BackwardPass(Pass):
                     self._step(self.partitions[j], i, graph, where)
                 del graph  # hold nothing while waiting
 
-    def _step(self, partition: PlacedPartition, i: int, graph: Graph, where: Where) -> None:
+    def _step(self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where) -> None:
         """Recompute if need be, while the gradients may still be on their way, wait for them, and run backward."""
         if graph.checkpoint is not None:
             self._recompute(partition, i, graph, where)
@@ -118,7 +118,7 @@ class BackwardPass(Pass):
             end_task()
             self.end(where)
 
-    def _recompute(self, partition: PlacedPartition, i: int, graph: Graph, where: Where) -> None:
+    def _recompute(self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where) -> None:
         checkpoint, inputs = graph.checkpoint, graph.inputs
         assert checkpoint is not None
         assert inputs is not None
@@ -138,7 +138,9 @@ class BackwardPass(Pass):
         if not self._keep:
             graph.checkpoint = graph.inputs = None
 
-    def _receive_gradients(self, partition: PlacedPartition, i: int, graph: Graph, where: Where) -> list[Tensor | None]:
+    def _receive_gradients(
+        self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where
+    ) -> list[Tensor | None]:
         """Wait for the gradients of the outputs and of the skips that left."""
         mailboxes, j = self.mailboxes, partition.j
         count = len(graph.outs) - len(partition.leaving)
@@ -150,7 +152,7 @@ class BackwardPass(Pass):
         return gradients
 
     def _run_task(
-        self, partition: PlacedPartition, i: int, graph: Graph, gradients: list[Tensor | None], where: Where
+        self, partition: PlacedPartition, i: int, graph: LocalGraph, gradients: list[Tensor | None], where: Where
     ) -> None:
         """Run the local graph; send the gradients of its inputs back, and add those of its parameters up."""
         j, first = partition.j, graph.first

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipesight.pipeline.local_graph import Graph, edge_of
+from pipesight.pipeline.local_graph import LocalGraph, edge_of
 from pipesight.pipeline.partition import PlacedPartition, SkipRoutes
 
 __all__ = ["Dependencies"]
@@ -41,7 +41,7 @@ class Dependencies:
         self._notes: dict[tuple[int, int], Notes] = {}
         self._known: dict[int, int] = {}  # for a partition, a micro-batch in which every output led to everything
 
-    def note(self, i: int, partition: PlacedPartition, graph: Graph) -> list[Tensor]:
+    def note(self, i: int, partition: PlacedPartition, graph: LocalGraph) -> list[Tensor]:
         """Note what the outputs of a task lead to; return leaves that are new to its partition.
 
         Graphs look alike: once a mini-batch has shown that every output leads to everything there is, the rest of it is

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipesight.context import Where
 from pipesight.pipeline.aliasing import Changes, region_of
 from pipesight.pipeline.checkpoint import Checkpoint, changes_input, versions_of
-from pipesight.pipeline.local_graph import Graph, Inputs
+from pipesight.pipeline.local_graph import Inputs, LocalGraph
 from pipesight.pipeline.mailbox import Packet, ready
 from pipesight.pipeline.microbatch import Form, lone
 from pipesight.pipeline.minibatch import Pass, Tape
@@ -76,7 +76,7 @@ class ForwardPass(Pass):
         packet = mailboxes.get((i, j), j)
         regions = [region_of(t) for t in packet.tensors] if self._grad and packet.graph is None else []
         tensors = self.receive(packet, partition, i, where)
-        graph: Graph | None = packet.graph
+        graph: LocalGraph | None = packet.graph
         # What comes as part of a graph is no root of it.
         needed = packet.needed if graph is None else [False] * len(packet.needed)
         inputs = Inputs(tensors, needed, len(tensors), packet.form, regions)
@@ -94,7 +94,7 @@ class ForwardPass(Pass):
         mailboxes.put((i, j + 1), output, j)
 
     def _run_task(
-        self, partition: PlacedPartition, i: int, inputs: Inputs, graph: Graph | None, where: Where
+        self, partition: PlacedPartition, i: int, inputs: Inputs, graph: LocalGraph | None, where: Where
     ) -> list[Packet]:
         learns = graph is not None or True in inputs.needed or bool(self.tape.parameters[partition.j])
         checkpointed = learns and graph is None and i < self.minibatch.checkpoint_stop
@@ -106,7 +106,7 @@ class ForwardPass(Pass):
                 if packets is not None:
                     return packets
             if self._grad and graph is None:
-                graph = Graph(partition.j, marks=where.marks)
+                graph = LocalGraph(partition.j, marks=where.marks)
             return self._run_kept(partition, i, inputs, graph)
         finally:
             self.end(where)
@@ -119,7 +119,7 @@ class ForwardPass(Pass):
         It has a graph like any other, which tells what leads where, and goes when the task ends. No more memory is
         needed for it than backward needs: then, too, one micro-batch has its activations and all have their inputs.
         """
-        graph = Graph(partition.j)
+        graph = LocalGraph(partition.j)
         given = inputs.safe_from(partition)
         versions = versions_of(given.tensors)
         result = partition.checkpointer.forward(
@@ -136,7 +136,7 @@ class ForwardPass(Pass):
         self._note_changes(partition, i, inputs, given, versions)
         return self._hand_on(partition, i, outputs, form, graph, inputs, checkpoint)
 
-    def _run_kept(self, partition: PlacedPartition, i: int, inputs: Inputs, graph: Graph | None) -> list[Packet]:
+    def _run_kept(self, partition: PlacedPartition, i: int, inputs: Inputs, graph: LocalGraph | None) -> list[Packet]:
         """Run a task and keep its graph, if it has one."""
         given = inputs
         if graph is not None:
@@ -169,7 +169,7 @@ class ForwardPass(Pass):
         i: int,
         outputs: list[Tensor | None],
         form: Form,
-        graph: Graph | None,
+        graph: LocalGraph | None,
         inputs: Inputs | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> list[Packet]:
@@ -178,7 +178,7 @@ class ForwardPass(Pass):
         if graph is not None:
             self.tape.parameters[partition.j] += self.tape.dependencies.note(i, partition, graph)
             if checkpoint is not None and True in wanted:
-                graph = Graph(partition.j, checkpoint=checkpoint, inputs=inputs)
+                graph = LocalGraph(partition.j, checkpoint=checkpoint, inputs=inputs)
             graph.promised = wanted
             self.tape.graphs[i, partition.j] = graph
         return self._pack(partition, [None if t is None else t.detach() for t in outputs], wanted, form)
@@ -189,7 +189,7 @@ class ForwardPass(Pass):
         outputs: list[Tensor | None],
         wanted: list[bool],
         form: Form,
-        graph: Graph | None = None,
+        graph: LocalGraph | None = None,
     ) -> list[Packet]:
         """Pack the outputs of a task for the next partition, and each skip for the one that pops it."""
         count = len(outputs) - len(partition.leaving)

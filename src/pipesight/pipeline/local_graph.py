@@ -5,7 +5,7 @@ only where gradients go in and come out (`edge_of`), so the tensors themselves c
 
     inputs ──> enter ──> roots ──> layers ──> outputs ──> detach
                  │                                │
-                ins  <── gradients ── Graph ── outs
+                ins  <── gradients ── LocalGraph ── outs
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipesight.pipeline.microbatch import Form
 from pipesight.pipeline.partition import PlacedPartition
 from pipesight.pipeline.skip import SkipKey
 
-__all__ = ["Graph", "Inputs", "edge_of"]
+__all__ = ["Inputs", "LocalGraph", "edge_of"]
 
 Edges: TypeAlias = list[GradientEdge | None]
 
@@ -56,7 +56,7 @@ class Inputs:
 
 
 @dataclass(slots=True)
-class Graph:
+class LocalGraph:
     """The local graph of a task: its two ends, and what it takes to build it again if it is checkpointed.
 
     Usually it spans one partition. Once a layer has called `current_microbatch`, tensors may bypass the engine; then

@@ -30,7 +30,7 @@ from pipesight.context import MicrobatchToken, Phase, Where
 from pipesight.pipeline.caller_state import CallerState
 from pipesight.pipeline.checkpoint import Checkpoint, run_layers
 from pipesight.pipeline.dependencies import Dependencies
-from pipesight.pipeline.local_graph import Graph, Inputs
+from pipesight.pipeline.local_graph import Inputs, LocalGraph
 from pipesight.pipeline.mailbox import AbortedError, Mailboxes, Packet, Streams, receive
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of
 from pipesight.pipeline.partition import PlacedPartition, SkipRoutes
@@ -82,7 +82,7 @@ class Tape:
     def __init__(self, minibatch: MiniBatch, inputs_needed: Sequence[bool]) -> None:
         self.minibatch = minibatch
         self.inputs_needed = [minibatch.grad and need for need in inputs_needed]
-        self.graphs: dict[tuple[int, int], Graph] = {}
+        self.graphs: dict[tuple[int, int], LocalGraph] = {}
         self.dependencies = Dependencies(minibatch.engine.routes, len(inputs_needed))
         self.parameters: list[list[Tensor]] = [[] for _ in minibatch.engine.partitions]
         """The tensors of each partition that get gradients."""
@@ -226,7 +226,7 @@ class Pass:
         partition: PlacedPartition,
         i: int,
         inputs: Inputs,
-        graph: Graph | None,
+        graph: LocalGraph | None,
         checkpoint: Checkpoint | None = None,
     ) -> tuple[list[Tensor | None], Form]:
         """Run the layers of a partition, for the first time or again, and extend ``graph`` by them.
