@@ -72,7 +72,8 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "cd pipesight && pip install . && cd ..": NETWORK,
     },
     "docs/tutorials/several-processes.md": {
-        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint first-host:29500 train.py": MACHINES,
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint first-host:29500 "
+        "train.py": MACHINES,
     },
     "docs/tutorials/your-own-model.md": {
         "pip install transformers": NETWORK,

@@ -68,7 +68,7 @@ class DistributedPipeline:
             torch what their mean is over. ``"sum"`` sums losses; ``"samples"`` averages them by samples, and does not
             check whether that gives the loss of the whole batch.
         mesh: The ranks to use: one dimension, or two, named ``pp`` and ``dp``. All ranks by default. With ``dp``,
-            each replica of the pipeline takes its own part of the batch.
+            give each replica of the pipeline its own part of the batch: it is not split for you.
         checkpoint: Which micro-batches are run again before their backward instead of keeping activations:
             ``"always"`` all of them, ``"except_last"``, or ``"never"``.
         deferred_batch_norm: Let ``nn.BatchNorm*`` track the statistics of the whole mini-batch instead of those of

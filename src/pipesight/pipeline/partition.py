@@ -99,7 +99,7 @@ def non_sequential(module: object) -> TypeError:
     error = TypeError("non-sequential module cannot be partitioned")
     error.add_note(
         f"{type(module).__name__} is no nn.Sequential; write it as one, nn.Sequential(layer, layer, ...), in which "
-        "each layer takes the output of the layer before; see 'Make it sequential' in docs/reference/pipelines.md"
+        "each layer takes the output of the layer before; see docs/how-to/sequential.md"
     )
     return error
 
