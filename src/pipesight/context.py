@@ -8,6 +8,7 @@ spans, statistics) reads it. Nothing else carries such state.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -360,8 +361,15 @@ class Observers:
         _give_up(observer, event)
 
 
+DEFAULT_OBSERVERS = (("pipesight.logs", "TaskLog"),)
+"""What observes every process without anybody asking: :func:`observers` attaches it before the first pass.
+
+By name, because this module stands below those that observe. Everything else is attached by who wants it.
+"""
+
 _attached: tuple[Observer, ...] = ()
 _attaching = threading.Lock()
+_defaults_attached = False
 
 
 def attach(observer: Observer) -> None:
@@ -386,8 +394,18 @@ def _give_up(observer: Observer, event: str) -> None:
         logger.exception("observer %r failed in %s and was detached; training goes on", observer, event)
 
 
+def _attach_defaults() -> None:
+    global _attached, _defaults_attached
+    defaults: list[Observer] = [getattr(importlib.import_module(module), name)() for module, name in DEFAULT_OBSERVERS]
+    with _attaching:
+        if not _defaults_attached:
+            _attached, _defaults_attached = (*defaults, *_attached), True
+
+
 def observers() -> Observers:
-    """Return the attached observers that want to see the next pass."""
+    """Return the attached observers that want to see the next pass. For engines."""
+    if not _defaults_attached:
+        _attach_defaults()
     wanted = []
     for observer in _attached:
         try:

@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
 from pipesight import context
 from pipesight.context import Where
 from pipesight.distributed import saving, schedules

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from pipesight import context
 from pipesight.context import Observer, Where
 from pipesight.logs.records import attributes, lines
 
@@ -14,7 +13,10 @@ MESSAGE = "Micro-batch %d (partition %d): checkpoint_stop=%d, using_checkpointin
 
 
 class TaskLog(Observer):
-    """Logs each forward task at INFO. It is attached on import; the logger's level, read once a pass, turns it on."""
+    """Logs each forward task at INFO. It is one of `context.DEFAULT_OBSERVERS`; the logger's level turns it on.
+
+    The level is read once a pass.
+    """
 
     def wanted(self) -> bool:
         """Tell whether anyone would see the lines."""
@@ -31,6 +33,3 @@ class TaskLog(Observer):
                 where.checkpointing,
                 extra=attributes(where),
             )
-
-
-context.attach(TaskLog())

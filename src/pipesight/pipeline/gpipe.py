@@ -9,7 +9,6 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 
-import pipesight.logs  # noqa: F401 (attaches the observer that logs tasks)
 from pipesight import context
 from pipesight._torch.modules import not_compiled, set_state_metadata, state_metadata, target_device
 from pipesight._torch.tensors import in_transform
