@@ -125,6 +125,6 @@ def describe_versions(peers: Path | None) -> dict[str, str]:
     found = json.loads(subprocess.run([peers, "-c", program], capture_output=True, text=True, check=True).stdout)
     theirs = {name.lower().replace("_", "-"): version for name, version in found.items()}
     for name in PEERS:
-        if name in theirs and theirs[name] != versions.get(name, "").partition("+")[0]:
-            versions[f"{name} of the peers" if name in versions else name] = theirs[name].partition("+")[0]
+        if name in theirs and theirs[name] != versions.get(name):
+            versions[f"{name} of the peers" if name in versions else name] = theirs[name]
     return versions
