@@ -136,14 +136,14 @@ def test_layers_come_in_the_order_they_run(tmp_path):
     found = measured(run)
     assert [layer.name for layer in found.costs.layers] == ["embed", "block"]
     assert found.balance == (2,)
-    assert any("memory is not known" in note for note in found.costs.notes)
+    assert any("memory is unknown" in note for note in found.costs.notes)
 
 
 def test_layers_that_were_not_recorded(tmp_path):
     """Where there are tasks alone, layers share them evenly, and a note says so."""
     found = measured(made(tmp_path / "run", layers=False))
     assert whole(found.costs, chunks=4)[0][:2] == pytest.approx([200e-6, 200e-6])
-    assert any("even share" in note for note in found.costs.notes)
+    assert any("equal share" in note for note in found.costs.notes)
     assert found.predicted_seconds == pytest.approx(found.step_seconds)
 
 
@@ -225,11 +225,11 @@ def test_nothing_to_plan_by(tmp_path):
     """A run without tasks, and one without backwards, say so."""
     run = Made(tmp_path / "empty")
     run.span("dataloader", "fetch", begin=0, dur=10)
-    with pytest.raises(NoTasksError, match="has no tasks of a pipeline"):
+    with pytest.raises(NoTasksError, match="has no pipeline tasks"):
         measured(run)
     run = Made(tmp_path / "forwards", balance=[1], chunks=1)
     run.task(0, partition=0, microbatch=0, phase="forward", begin=0, dur=10)
-    with pytest.raises(NoTasksError, match="no mini-batch with the forwards and backwards"):
+    with pytest.raises(NoTasksError, match="no mini-batch with all its forwards and backwards"):
         measured(run)
 
 

@@ -103,12 +103,12 @@ def test_the_slow_link_is_named(tmp_path):
         "  rank 2 on far -> rank 1 on near: 800 µs for 64.0 KiB, others 10.0 µs; costs 25.6% of the step",
     ]
     change = report.verdict.changes[0]
-    assert change.what == "look at the network between far and near; larger micro-batches, fewer cuts there"
+    assert change.what == "check the network between far and near; use larger micro-batches or fewer cuts there"
     assert change.why == "a message from rank 1 to rank 2 takes 1 ms, and 0.01 ms on other links"
     assert change.gain == pytest.approx(1800 / 3120)
     assert change.promise == AT_MOST
-    assert not [other for other in report.verdict.changes if other.what.startswith("move less")]
-    assert re.search(r"  at most +\N{MINUS SIGN}58%  look at the network between far and near;", text)
+    assert not [other for other in report.verdict.changes if other.what.startswith("send less")]
+    assert re.search(r"  at most +\N{MINUS SIGN}58%  check the network between far and near;", text)
 
 
 @pytest.mark.parametrize("clock", [clocks(2000, 1_100_000), clocks(600_000, 500_000), {"error_ns": None, "ranks": {}}])
@@ -117,7 +117,7 @@ def test_clocks_that_are_not_good_enough(tmp_path, clock):
     report = analysed(made(tmp_path / "run", SLOW, clock=clock))
     assert not named(report)
     assert "\nLinks\n" not in render(report)
-    assert report.verdict.changes[0].what.startswith("move less between partitions")
+    assert report.verdict.changes[0].what.startswith("send less data between partitions")
 
 
 def test_links_that_are_alike(tmp_path):
@@ -133,8 +133,8 @@ def test_links_that_all_cost_much(tmp_path):
     report = analysed(made(tmp_path / "run", slow, hosts=["a", "b", "c"], clock=clocks(1000, 1000)))
     assert sorted(named(report)) == sorted(SLOW)
     assert [change.what[:31] for change in report.verdict.changes[:2]] == [
-        "look at the network between a a",
-        "look at the network between b a",
+        "check the network between a and",
+        "check the network between b and",
     ]
 
 
@@ -144,7 +144,7 @@ def test_one_host_has_no_network(tmp_path):
     report = analysed(made(tmp_path / "run", slow, hosts=["here"] * 3, clock=clocks(1000, 1000)))
     assert not named(report)
     change = report.verdict.changes[0]
-    assert change.what.startswith("move less between partitions")
+    assert change.what.startswith("send less data between partitions")
     assert report.overall is not None
     assert change.gain == pytest.approx(report.overall.parts["transfers"] / report.overall.time.mean)
 
@@ -153,7 +153,7 @@ def test_a_slow_link_on_one_host(tmp_path):
     """Ranks of one host have no network between them that could be named, so they are named themselves."""
     report = analysed(made(tmp_path / "run", SLOW, hosts=["near"] * 3, clock=clocks(1000, 1000)))
     assert named(report) == [(1, 2), (2, 1)]
-    what = "look at the connection between rank 1 and rank 2 on near; larger micro-batches, fewer cuts there"
+    what = "check the connection between rank 1 and rank 2 on near; use larger micro-batches or fewer cuts there"
     assert report.verdict.changes[0].what == what
 
 
@@ -163,7 +163,7 @@ def test_two_ranks_of_unknown_hosts(tmp_path):
     run.ranks = {}
     report = analysed(run)
     assert named(report) == [(1, 0), (0, 1)]
-    assert report.verdict.changes[0].what.startswith("look at the connection between rank 0 and rank 1;")
+    assert report.verdict.changes[0].what.startswith("check the connection between rank 0 and rank 1;")
     assert "  rank 1 -> rank 0: 400 µs for 64.0 KiB; costs" in render(report)
 
 

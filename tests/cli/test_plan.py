@@ -89,7 +89,7 @@ def test_what_is_recorded_is_kept_if_nothing_is_faster(recorded):
     common = [recorded, "--schedule", "gpipe", "--checkpoint", "always", "--chunks"]
     ended = plan(*common, "1")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == "no plan gains more than 1%: keep what you have"
+    assert ended.stdout.splitlines()[-1] == "no plan saves more than 1%: keep the current settings"
     assert "GPipe(" not in ended.stdout
     assert plan(*common, "1", "--partitions", "1").stdout.splitlines()[-1].startswith("GPipe(")
     assert plan(*common, "4").stdout.splitlines()[-1].startswith("GPipe(model, balance=[3, 3]")
@@ -194,7 +194,7 @@ def test_processors_that_partitions_share(recorded):
     least = sum(2 * (100e-3 + 200e-3) * (1 + j) for j in range(2))
     assert min(p["step_seconds"] for p in found["plans"]) >= least
     ended = plan(recorded, "--partitions", "3")
-    assert "plans promise too much where 3 partitions are to share 1 processor, as the run had fewer" in ended.stdout
+    assert "plans with 3 partitions on 1 processor are optimistic: the run had fewer" in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_runs_that_cannot_be_planned(tmp_path):
     """What is no run, and a run without tasks, end with code 2 and a line that says why."""
     empty = Made(tmp_path / "empty")
     empty.span("dataloader", "fetch", begin=0, dur=10)
-    for path, words in ((empty.write(), "no tasks of a pipeline"), (tmp_path / "nothing", "nothing")):
+    for path, words in ((empty.write(), "no pipeline tasks"), (tmp_path / "nothing", "nothing")):
         ended = plan(path)
         assert ended.returncode == 2
         assert words in ended.stderr

@@ -81,7 +81,7 @@ def test_two_runs(run, tmp_path):
     ended = report(run, other)
     assert ended.returncode == 0, ended.stderr
     assert "The second run takes" in ended.stdout
-    assert "% more time a step" in ended.stdout
+    assert "% more time per step" in ended.stdout
     value = json.loads(report(run, other, "--json").stdout)
     assert value["quantities"]["step_time"]["change"] > 0
 
@@ -112,10 +112,10 @@ def test_reader_that_goes_away(run):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--steps", "9:20"], "no step of these was recorded (asked for: 9:20, recorded: 0 to 3)"),
+        (["--steps", "9:20"], "none of these steps was recorded (requested: 9:20, recorded: 0 to 3)"),
         (["--steps", "5:2"], "steps must be A:B with A <= B"),
         (["--partition", "2"], "there is no partition 2 (partitions: 0 to 1)"),
-        (["--layer", "x"], "no layer is called 'x' (layers: l0, l1)"),
+        (["--layer", "x"], "no layer is named 'x' (layers: l0, l1)"),
         (["--step", "12"], "no tasks of step 12 were recorded"),
         (["--width", "10"], "the width must be at least 60"),
         (["--fail-over", "2"], "a share must lie between 0 and 1"),
@@ -207,7 +207,7 @@ def test_foreign_trace(tmp_path):
     ended = report(path)
     assert ended.returncode == 0, ended.stderr
     assert "aten::mm" in ended.stdout
-    assert "no bubble" in ended.stdout
+    assert "bubble cannot be computed" in ended.stdout
 
 
 def test_no_torch():

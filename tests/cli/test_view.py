@@ -203,7 +203,7 @@ def test_no_other_paths(view, name):
     """There are four places, and no path leads anywhere else."""
     status, _, body = view.ask(view.path + name)
     assert status == 404
-    assert body == b"there is no such thing here\n"
+    assert body == b"not found\n"
 
 
 def test_nonsense(view):

@@ -133,7 +133,7 @@ def test_terminal(run):
         run.end()
         stays = seen.end()
     assert "has ended: ok" in stays
-    assert re.search(r"Step 1, .* the last with another after it, 2", stays)
+    assert re.search(r"Step 1, .* the latest complete one, 2", stays)
     assert "F0" in stays
     assert stays.endswith("\r\n")
     for frame in seen.frames:
@@ -163,7 +163,7 @@ def test_nonfinite_in_terminal(run):
     run.end()
     with terminal(run.folder) as seen:
         stays = seen.end()
-    assert "Not finite: output of l0, first in iteration 0 (3 NaN)" in stays
+    assert "First non-finite tensor: output of l0, in iteration 0 (3 NaN)" in stays
     assert "\x1b[1;31m" in seen.text
 
 
@@ -351,10 +351,10 @@ def test_a_pause_after_each_step(paused):
     assert figures.last.time == figures.usual.time == 16_000
     assert figures.last.parts == figures.usual.parts
     drawn = "\n".join(draw_frame(Frame("RUN", "has ended", paused, figures), width=80, height=30))
-    assert "Step 3, 6.00 ms   the last with another after it, 4" in drawn
+    assert "Step 3, window 6.00 ms   the latest complete one, 4" in drawn
     assert "Step time            16.0 ms   usually 16.0 ms, the median of 4 steps" in drawn
-    assert "1,000 samples/s   1,000 over all of them, pauses included" in drawn
-    assert line_of(steps[-1]).startswith("step 4   6.50 ms without what follows a step   bubble ")
+    assert "1,000 samples/s   1,000 over all steps including pauses" in drawn
+    assert line_of(steps[-1]).startswith("step 4   6.50 ms so far   bubble ")
     assert figures_of(paused).last.step == 4  # while it goes on, the steps that are shown end where the next begins
 
 
@@ -389,8 +389,8 @@ def test_what_matters_most_is_not_cut_off(report, width):
     lines = draw_frame(Frame("RUN", state, report, figures_of(report)), width=width, height=40)
     assert max(map(len, lines)) <= width
     said = " ".join(" ".join(lines).split())
-    place = "first in iteration 5, partition 1, micro-batch 3, forward (1 Inf)"
-    assert f"RUN {state} Not finite: activation of {layer}, {place}" in said
+    place = "in iteration 5, partition 1, micro-batch 3, forward (1 Inf)"
+    assert f"RUN {state} First non-finite tensor: activation of {layer}, {place}" in said
 
 
 def test_parts_that_take_no_time(report):
@@ -433,7 +433,7 @@ def test_engine_log(report):
 def test_line(report):
     """The line of a step has its time, its throughput and its bubble beside the schedule's own."""
     step = steps_of(report)[1]
-    text = "step 1   9.00 ms   1,778 samples/s   bubble 50.0%, the schedule's own is 50.0%"
+    text = "step 1   9.00 ms   1,778 samples/s   bubble 50.0%, schedule alone 50.0%"
     assert line_of(step) == text
 
 

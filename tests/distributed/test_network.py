@@ -122,7 +122,7 @@ def test_the_bad_link_in_the_terminal(recorded):
     command = [*STRICT_PYTHON, "-m", "pipesight", "report", str(recorded), "--width", "120"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "look at the network between far and near;" in done.stdout
+    assert "check the network between far and near;" in done.stdout
     section = done.stdout[done.stdout.index("\nLinks\n") :].split("\n\n")[0].splitlines()[2:]
     assert len(section) == 2
     for line in section:

@@ -155,7 +155,7 @@ def test_rank_with_a_nan(recorded):
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert re.search(
-        r"Not finite: gradient of layer 3(\.2)? is the first, in iteration 3, partition 1, micro-batch 3, backward "
+        r"First non-finite tensor: gradient of layer 3(\.2)?, in iteration 3, partition 1, micro-batch 3, backward "
         r"\(1 NaN\), on rank 3",
         said,
     ), said

@@ -22,7 +22,7 @@ from pipesight.runs.reading.run import open_run
 from pipesight.view.plan_table import Outcome
 from support.synthetic import Made
 
-PARTS = {"num_workers": "data_loading", "fused": "optimizer", "between steps": "between_steps", "disturbs": "jitter"}
+PARTS = {"num_workers": "data_loading", "fused": "optimizer", "between steps": "between_steps", "slows some": "jitter"}
 TIMES = st.sampled_from([0, 1, 7, 100, 5000])
 
 

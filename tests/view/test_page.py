@@ -502,7 +502,7 @@ def test_a_trace_without_a_pipeline_has_a_page_too(window, tmp_path):
     window.driver.get(write_page(made.write()).as_uri())
     window.wait("window.pipesight?.inspect().revision === 0")
     assert not window.seen("#timeline")
-    assert "no tasks of a pipeline" in window.text("#notice")
+    assert "no pipeline tasks" in window.text("#notice")
     assert f"compute\t{EVIL}\t1\t70.0 µs" in window.text("#names")
     assert window.complaints() == []
 

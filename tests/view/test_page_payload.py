@@ -140,7 +140,9 @@ def test_how_it_ended_and_what_one_step_is(tmp_path):
     payload = payload_of(run.write())
     assert payload["verdict"]["text"].endswith("The run ended with SIGTERM.")
     (left_out,) = payload["findings"]
-    assert [text for text, _ in left_out["entries"] if text.startswith("no optimizer stepped, so all 2 mini-batches")]
+    assert [
+        text for text, _ in left_out["entries"] if text.startswith("no optimizer step was seen, so all 2 mini-batches")
+    ]
 
 
 GONE = {"pid": 2**30, "host": os.uname().nodename, "ended": None, "outcome": None}

@@ -176,8 +176,8 @@ def _chunks(measured: Measured) -> Change | None:
     chunks, gain = best.setting.chunks, _gain(measured, best)
     what = f"chunks={chunks} instead of {m}"
     if chunks > m:
-        return Change(what, "fill and drain shrink, if tasks of fewer samples take less time", gain, AT_MOST)
-    why = "each task has a fixed cost, whatever its number of samples"
+        return Change(what, "fill and drain shrink, provided that smaller tasks take less time", gain, AT_MOST)
+    why = "each task has a fixed cost, however few samples it has"
     if chunks == 1 and setting.partitions > 1:
         why = f"{UNPIPELINED}; {why}"
     return Change(f"larger micro-batches: {what}", why, gain, AT_LEAST)
@@ -190,7 +190,7 @@ def _checkpoint(measured: Measured) -> Change | None:
     if setting.checkpoint == "never" or (setting.checkpoint == "except_last" and setting.chunks == 1):
         return None
     plan = predict(measured.costs, replace(setting, checkpoint="never"), measured.balance)
-    why = "nothing is recomputed; activations of all micro-batches must fit into memory"
+    why = "nothing is recomputed; activations of all micro-batches must fit in memory"
     what = f'checkpoint="never" instead of "{setting.checkpoint}"'
     return Change(what, why, _gain(measured, plan), SIMULATED)
 
@@ -208,7 +208,7 @@ def _schedule(measured: Measured) -> Change | None:
         gain = _gain(measured, predict(measured.costs, other, measured.balance))
         what = f'schedule="{DISTRIBUTED_NAMES[name]}" instead of "{measured.schedule_name}"'
         if name == "zero-bubble":  # what it costs to compute gradients in two parts is not known
-            found.append(Change(what, "gradients of weights fill what ranks wait", gain, AT_MOST))
+            found.append(Change(what, "weight gradients fill the time that ranks would wait", gain, AT_MOST))
         else:
             found.append(Change(what, "ranks wait less for each other", gain, SIMULATED))
     return max(found, key=_weight, default=None)
@@ -236,7 +236,7 @@ def _together(measured: Measured) -> Change | None:
     best = plans[0].setting
     what = f'balance={list(plans[0].balance)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
     what += f', schedule="{DISTRIBUTED_NAMES[best.schedule]}"' if over_ranks else ""
-    why = "together; each of these alone gains less"
+    why = "all of these together; each alone saves less"
     if best.chunks == 1 and best.partitions > 1:
         why = f"{why}; {UNPIPELINED}"
     return Change(what, why, gain, AT_MOST)
@@ -245,9 +245,9 @@ def _together(measured: Measured) -> Change | None:
 # What can only be limited.
 
 _ADVICE = {
-    "sharing": ("give each partition a device of its own", "partitions on one device take turns"),
-    "transfers": ("move less between partitions, or faster", "partitions wait for tensors that are on their way"),
-    "jitter": ("look for what disturbs some tasks", "tasks of one kind take different times"),
+    "sharing": ("give each partition its own device", "partitions on one device take turns"),
+    "transfers": ("send less data between partitions, or use faster links", "partitions wait for tensors in transit"),
+    "jitter": ("find what slows some tasks", "tasks of the same kind vary in time"),
     "data_loading": (
         "load data in the background: DataLoader(num_workers=..., prefetch_factor=...)",
         "the pipeline waits for the next batch",
@@ -256,15 +256,15 @@ _ADVICE = {
     "checkpoints": ("save checkpoints in the background, or less often", "the pipeline waits for the disk"),
     "communication": ("overlap communication with computing", "the main thread waits for other ranks"),
     "between_steps": (
-        "look at what the program does between steps: .item(), printing, logging",
-        "the pipeline waits for the program",
+        "check what the program does between steps: .item(), printing, logging",
+        "the pipeline waits for the program's own code",
     ),
 }
 
 
 def _limits(situation: Situation) -> Iterator[Change]:
     for place in places_to_look_at(situation.links):
-        what = f"look at {place.what}; larger micro-batches, fewer cuts there"
+        what = f"check {place.what}; use larger micro-batches or fewer cuts there"
         # Between hosts, collectives go the same way.
         apart = place.slowest.source_host != place.slowest.target_host
         also = situation.share(situation.parts.get("communication", 0.0)) if apart else 0.0
@@ -294,9 +294,11 @@ def _larger_tasks(situation: Situation) -> Change:
     gaps = situation.share(situation.parts.get("host_gaps", 0.0) - situation.turnaround)
     if small is not None and moved > gaps:
         what = "larger micro-batches: more samples each"
-        why = f"messages of {small:,.0f} bytes take as long as larger ones would, and tasks wait for them"
+        why = f"messages of {small:,.0f} bytes take as long as larger ones, and tasks wait for them"
         return Change(what, why, gaps + moved, AT_MOST)
-    what = "larger tasks, or torch.compile, so that launching keeps up" if gpu else "larger tasks: more samples each"
+    what = (
+        "larger tasks or torch.compile, so that kernel launches keep up" if gpu else "larger tasks: more samples each"
+    )
     mean = _mean_task(situation.measured) if situation.measured is not None else None
     long = f" of {mean * 1e3:.3g} ms on average" if mean is not None else ""
     why = f"workers wait for Python, or for a processor, between tasks{long}"
@@ -311,7 +313,7 @@ def _mean_task(measured: Measured) -> float:
 def _loss_inside(situation: Situation) -> Change:
     """Let the last partition compute the loss of each micro-batch, while others compute as well."""
     gain = situation.share(situation.turnaround)
-    what = "shorten what happens between forward and backward, such as the loss"
+    what = "shorten the work between forward and backward, such as the loss"
     why = "all partitions wait for it; the last one can compute the loss as its last layer"
     measured = situation.measured
     if measured is not None and measured.setting is not None:

@@ -24,13 +24,13 @@ def doubts_about_clocks(description: Mapping[str, Any], tasks: Tasks) -> str | N
         return None
     error = clock.get("error_ns")
     if not isinstance(error, int):
-        return "the clocks of ranks were not all compared, so waits of one rank for another may be wrong"
+        return "not all ranks' clocks were compared, so waits between ranks may be wrong"
     usual = float(np.median(tasks.end - tasks.begin))
     if error / 1000 < NOTABLE * usual:
         return None
     return (
-        f"the clocks of ranks agree to {error / 1000:,.0f} µs, and the median task takes {usual:,.0f} µs, so short "
-        "waits of one rank for another may be wrong"
+        f"the ranks' clocks agree to within {error / 1000:,.0f} µs and the median task takes {usual:,.0f} µs, so short "
+        "waits between ranks may be wrong"
     )
 
 

@@ -61,7 +61,7 @@ def layers_of(run: Run, facts: PipelineFacts, times: LayerTimes, tasks: Times, u
     names = _names(run, facts, n)
     means = _mean_times(times, names)
     if not (known := means is not None):
-        notes.append("layers were not recorded, so each is taken to need an even share of its partition's time")
+        notes.append("layers were not recorded; each is assumed to take an equal share of its partition's time")
         means = [np.broadcast_to(tasks[:, j, None] / len(own), (4, len(own))) for j, own in enumerate(names)]
     scale = np.divide(usual, tasks, out=np.ones_like(tasks), where=tasks > 0)
     rest = np.array([tasks[:, j] - means[j].sum(axis=1) for j in range(n)]).T * scale
@@ -69,9 +69,9 @@ def layers_of(run: Run, facts: PipelineFacts, times: LayerTimes, tasks: Times, u
     kind = "cuda" if any(name.startswith("cuda") for name in facts.devices or ()) else "cpu"
     sizes = {(fact.partition, fact.name): fact for fact in facts.layers}
     if not any(fact.parameter_bytes for fact in facts.layers):
-        notes.append("the run does not say how large its layers are, so memory is not known")
+        notes.append("the run does not record layer sizes, so memory is unknown")
     elif any(fact.output_bytes for fact in facts.layers):
-        notes.append("activations are taken to be the outputs of layers; --model counts all that is kept")
+        notes.append("activations are estimated from layer outputs; --model counts everything that is kept")
     layers = []
     for j, own in enumerate(names):
         for k, name in enumerate(own):

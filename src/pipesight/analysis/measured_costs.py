@@ -111,12 +111,12 @@ def measure(run: Run, *, link: Link | None = None) -> Measured:
     report = analyse(run)
     found = report.measured
     if found is None:
-        what = "no order of tasks that can be simulated" if report.overall is not None else "no whole training step"
+        what = "no task order that can be simulated" if report.overall is not None else "no complete training step"
         if not len(report.tasks):
-            what = "no tasks of a pipeline"
+            what = "no pipeline tasks"
         elif not report.trained:
-            what = "no mini-batch with the forwards and backwards of all tasks"
-        raise NoTasksError(f"the run has {what} ({run.path}); record one or more whole steps that train a pipeline")
+            what = "no mini-batch with all its forwards and backwards"
+        raise NoTasksError(f"the run has {what} ({run.path}); record at least one complete training step of a pipeline")
     return found if link is None else replace(found, costs=replace(found.costs, link=link))
 
 

@@ -51,7 +51,7 @@ def with_ending(verdict: Verdict, run: Run) -> Verdict:
         if run.was_killed():
             text = f"The run has ended: {KILLED}. This is as far as it got."
         else:
-            text = "The run has not ended, or was killed: this is as far as it got."
+            text = "The run has not ended or was killed; this is as far as it got."
     else:
         return verdict
     return replace(verdict, text=f"{verdict.text} {text}")
@@ -87,15 +87,15 @@ def remarks_on(run: Run, minibatches: MiniBatches | None = None, spans: Spans | 
         if isinstance(count, int) and count > 0:
             names = str(what).replace("_", " ")
             were = f"{names.removesuffix('s')} was" if count == 1 else f"{names} were"
-            found.append(Remark(None, f"{count:,} {were} left out when this was recorded"))
+            found.append(Remark(None, f"{count:,} {were} not recorded"))
     if minibatches is None:
         return found
     if spans is not None and (count := _never_stepped(minibatches, spans)):
-        text = f"no optimizer stepped, so all {count:,} mini-batches are one step; if they are several, say so:"
-        found.append(Remark(None, f"{text} run.step(number), in 'with pipesight.observe(...) as run:'"))
+        text = f"no optimizer step was seen, so all {count:,} mini-batches count as one step; to separate them, call"
+        found.append(Remark(None, f"{text} run.step(number) inside 'with pipesight.observe(...) as run:'"))
     if broken := int((minibatches.kind == INCOMPLETE).sum()):
         text = "mini-batch is" if broken == 1 else "mini-batches are"
-        found.append(Remark(None, f"{broken:,} {text} incomplete, and left out with the step"))
+        found.append(Remark(None, f"{broken:,} {text} incomplete; their steps are excluded"))
     return found
 
 

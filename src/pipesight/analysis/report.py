@@ -300,8 +300,8 @@ def _without_tasks(run: Run) -> Report:
     nothing = np.zeros(0, np.int64)
     nonfinite = first_nonfinite(run.statistics(words=NONFINITE_KEYS))
     text = (
-        "There is no bubble to tell of: the trace has no tasks of a pipeline, that is, no spans of category compute "
-        "called forward or backward that name a partition and a micro-batch."
+        "The bubble cannot be computed: the trace has no pipeline tasks, which are spans of category compute, named "
+        "forward or backward, with a partition and a micro-batch."
     )
     return Report(
         path=str(run.path),
@@ -338,7 +338,7 @@ def _chosen(found: Steps, steps: range | None) -> Steps:
     rows = np.isin(found.step, np.array(steps)) if len(steps) else np.zeros(len(found), bool)
     if not rows.any():
         there = f"{found.step.min()} to {found.step.max()}" if len(found) else "none"
-        raise ValueError(f"no step of these was recorded (asked for: {_range(steps)}, recorded: {there})")
+        raise ValueError(f"none of these steps was recorded (requested: {_range(steps)}, recorded: {there})")
     return found.where(rows)
 
 
@@ -434,7 +434,7 @@ def _verdict(
     times: StepTimes,
 ) -> Verdict:
     if overall is None or not pipelines:
-        return Verdict("No step is complete, so there is nothing to tell of its bubble.", ())
+        return Verdict("No step is complete, so the bubble cannot be computed.", ())
     pipeline = pipelines[0]
     # The last step ends with what it did last, so that what comes before the next is missing.
     whole = times.where(times.follows.astype(bool)) if times.follows.any() else times
@@ -478,5 +478,5 @@ def _narrowed_layers(layers: Sequence[Layer], partition: int | None, name: str |
         chosen = [entry for entry in chosen if fnmatch.fnmatchcase(entry.name, name)]
         if not chosen:
             known = ", ".join(entry.name for entry in layers[:8]) + (", ..." if len(layers) > 8 else "")
-            raise ValueError(f"no layer is called {name!r} (layers: {known or 'none'})")
+            raise ValueError(f"no layer is named {name!r} (layers: {known or 'none'})")
     return tuple(chosen)

@@ -36,11 +36,11 @@ class SameLayers:
         change = self.second / self.first - 1
         if not self.agree or abs(change) < NOTICEABLE:
             return None
-        took, was = ("longer", "slower, or busier") if change > 0 else ("less", "faster, or less busy")
-        otherwise = "" if self.sizes_known else "; or micro-batches differ"
+        took, was = ("more time", "slower or busier") if change > 0 else ("less time", "faster or less busy")
+        otherwise = "" if self.sizes_known else ", or the micro-batches differ"
         return (
-            f"The same {len(self.names)} layers took {abs(change):.0%} {took} for a micro-batch in the second run: the "
-            f"machine itself was {was}, which is no effect of a balance or a schedule{otherwise}."
+            f"The same {len(self.names)} layers took {abs(change):.0%} {took} per micro-batch in the second run: the "
+            f"machine itself was {was}{otherwise}, so this is not due to the balance or the schedule."
         )
 
 

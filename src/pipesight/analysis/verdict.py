@@ -28,6 +28,8 @@ TITLES = {
 }
 """The parts of a step, as people call them."""
 
+WINDOW = "from the first forward of a mini-batch to its last backward"
+
 MUCH = 0.05
 """Of the step, what is worth a sentence."""
 
@@ -74,36 +76,38 @@ def verdict_on(
     period = max(sum(parts.values()), 1e-9)
     shares = {name: time / period for name, time in parts.items()}
     sentences = [_first(bubble, bound, partitions, chunks, workers)]
+    if workers > 1:
+        who = "partitions" if workers == partitions else "ranks"
+        sentences.append(f"It is the time that {who} are idle in the window, {WINDOW}.")
     if devices < workers:
         where = "one device, which computes" if devices == 1 else f"{devices} devices, which compute"
-        sentences.append(f"The partitions share {where} {_percent(1 - device_idle)} of that time.")
+        sentences.append(f"The partitions share {where} {_percent(1 - device_idle)} of the window.")
     if processors is not None and on_processors > processors:
         few = "1 processor" if processors == 1 else f"{processors} processors"
         who = "partitions" if workers == partitions else "ranks"
-        sentences.append(f"{on_processors} {who} compute on {few}, so they slow each other down.")
+        sentences.append(f"{on_processors} {who} share {few} and slow each other down.")
     inside = max((name for name in LOSSES if name != "fill_and_drain"), key=lambda name: shares.get(name, 0))
     if shares.get(inside, 0) >= MUCH:
         sentences.append(f"The largest other loss is {_noun(inside)}, {_percent(shares[inside])} of the mean step.")
     outside = sum(shares.get(name, 0) for name in OUTSIDE)
     if outside >= MUCH:
         worst = max(OUTSIDE, key=lambda name: shares.get(name, 0))
-        most = f", {_percent(shares[worst])} to {_noun(worst)}" if worst != "between_steps" else ""
-        sentences.append(f"{_percent(outside)} of the mean step goes by outside of the pipeline{most}.")
+        most = f", {_percent(shares[worst])} on {_noun(worst)}" if worst != "between_steps" else ""
+        sentences.append(f"{_percent(outside)} of the mean step is spent outside the pipeline{most}.")
     if not changes:
-        sentences.append("Nothing that can be told from the trace would gain more than 1%.")
+        sentences.append("The trace shows no change that would save more than 1%.")
     return Verdict(" ".join(sentences), tuple(changes))
 
 
 def _first(bubble: float, bound: float, partitions: int, chunks: int, workers: int) -> str:
     if workers == 1:
         one = "partition" if partitions == 1 else "rank"
-        return f"There is one {one}, so no bubble; it stands still {_percent(bubble)} of its time."
-    measured = f"The bubble is {_percent(bubble)} of the pipeline's window"
+        return f"There is one {one}, so there is no bubble; it is idle {_percent(bubble)} of the time."
     where = f" on {workers} ranks" if workers < partitions else ""
     shape = f"{partitions} partitions{where} and {chunks} micro-batch{'es' * (chunks != 1)}"
     if bubble - bound <= 0.02:
-        return f"{measured}, which is what the schedule has with {shape} ({_percent(bound)})."
-    return f"{measured}; the schedule alone would have {_percent(bound)} with {shape}."
+        return f"The bubble is {_percent(bubble)}, about what the schedule itself has with {shape} ({_percent(bound)})."
+    return f"The bubble is {_percent(bubble)}; the schedule alone would have {_percent(bound)} with {shape}."
 
 
 def _percent(share: float) -> str:

@@ -5,7 +5,7 @@ Schedules such as interleaved 1F1B give each rank several partitions, on purpose
     rank 0   F0 of partition 0   F1 of partition 0   F0 of partition 2   F1 of partition 2   ...
     rank 1                       F0 of partition 1   F1 of partition 1   F0 of partition 3   ...
 
-Partition 2 stands still while rank 0 computes for partition 0, but nothing is lost: the bubble is that of the ranks.
+Partition 2 is idle while rank 0 computes for partition 0, but nothing is lost: the bubble is that of the ranks.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def compare(first: Report, second: Report) -> Comparison:
     """
     for report in (first, second):
         if report.overall is None:
-            raise ValueError(f"there is no complete step to compare in {report.path!r}")
+            raise ValueError(f"{report.path!r} has no complete step to compare")
     one, other = first.overall, second.overall
     assert one is not None
     assert other is not None
@@ -121,7 +121,7 @@ def _settings_of(report: Report) -> dict[str, Any]:
 def settings_text(comparison: Comparison) -> str:
     """Say which settings differ."""
     differ = [f"{name} {_plain(one)} -> {_plain(other)}" for name, (one, other) in comparison.settings.items()]
-    return f"Settings that differ: {', '.join(differ)}" if differ else "The settings are the same, as far as both tell"
+    return f"Different settings: {', '.join(differ)}" if differ else "The recorded settings are the same"
 
 
 def _plain(value: Any) -> str:
@@ -132,12 +132,12 @@ def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> s
     change = after - before
     if abs(change) < ALIKE * before:
         largest = max(parts, key=lambda name: abs(parts[name].change))
-        text = f"Both take the same time for the median step, to within {ALIKE:.0%}"
+        text = f"The median step takes the same time in both, to within {ALIKE:.0%}"
         if abs(parts[largest].change) < ALIKE * before:
-            return f"{text}, and spend it alike."
+            return f"{text}, spent in the same way."
         differs = f"{TITLES[largest]} ({_signed(parts[largest].change)})"
-        return f"{text}; most of what differs in the mean step is {differs}."
-    text = f"The second run takes {abs(change) / before:.1%} {'more' if change > 0 else 'less'} time a step: "
+        return f"{text}; the largest difference in the mean step is {differs}."
+    text = f"The second run takes {abs(change) / before:.1%} {'more' if change > 0 else 'less'} time per step: "
     text += f"{_signed(change)} in the median step."
     # Parts are those of the mean step, in which a few steps that took long may weigh much.
     mean = sum(part.change for part in parts.values())
@@ -250,7 +250,7 @@ _QUANTITIES = (
     ("samples_per_second", "samples/s", _rate),
     ("microbatches_per_second", "micro-batches/s", _rate),
     ("bubble", "bubble", percent),
-    ("bound", "the schedule's own", percent),
+    ("bound", "schedule alone", percent),
     ("recompute", "recompute", percent),
     ("same_layers", "same layers, micro-batch", time),
 )

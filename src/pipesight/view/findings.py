@@ -44,11 +44,11 @@ def nonfinite_in(report: Report) -> Finding | None:
     if found is None:
         return None
     counts = [f"{count:,} {what}" for count, what in ((found.nans, "NaN"), (found.infs, "Inf")) if count]
-    text = f"Not finite: {found.tensor} of layer {found.layer} is the first, in {found.where}"
+    text = f"First non-finite tensor: {found.tensor} of layer {found.layer}, in {found.where}"
     text += f" ({', '.join(counts)})" if counts else ""
     text += f", on rank {found.rank}" if len(report.ranks) > 1 else ""
     if found.layers > 1 or found.iterations > 1:
-        text += f"; {_count(found.layers, 'layer')} then, {_count(found.iterations, 'iteration')} in all"
+        text += f"; {_count(found.layers, 'layer')} in that iteration, {_count(found.iterations, 'iteration')} in total"
     return Finding(f"{text}.", (found.iteration,))
 
 
@@ -77,7 +77,7 @@ def warm_up_in(report: Report) -> Finding | None:
     steps = report.left.warm_up
     if not steps:
         return None
-    return Finding(f"Left out: {numbers(steps)}, warm-up, which took much longer than the others.", steps)
+    return Finding(f"Excluded as warm-up: {numbers(steps)}, much slower than the rest.", steps)
 
 
 def remarks_in(report: Report) -> list[Finding]:
@@ -101,7 +101,7 @@ def _straggler(straggler: Straggler, *, ranks: bool) -> Finding:
     who = f"rank {straggler.rank}, {who}" if ranks else who
     words = []
     if straggler.slower is not None:
-        words.append(f"takes {straggler.slower:.2f} times as long as the same on other ranks, at the median")
+        words.append(f"takes {straggler.slower:.2f} times as long as on other ranks (median)")
     if straggler.bursts:
         words.append(f"takes {straggler.burst:.1f} times its own median in {numbers(straggler.bursts)}")
     return Finding(f"{who} {'; '.join(words)}", straggler.bursts)
@@ -128,7 +128,7 @@ def _collective(collective: Collective) -> Finding:
     text += f"{time(collective.time)} each"
     if collective.last is not None:
         share = f"{collective.last_share:.0%} of the time"
-        text += f", after {time(collective.wait)} of waiting; rank {collective.last} came last {share}"
+        text += f", after {time(collective.wait)} of waiting; rank {collective.last} arrived last {share}"
     return Finding(text)
 
 

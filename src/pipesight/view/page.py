@@ -91,7 +91,9 @@ def write_page(
     with open_run(run_path, attempt=attempt) as run:
         report = analyse(run, steps=steps, partition=partition, layer=layer)
         if first is not None and first not in run.steps():
-            raise ValueError(f"there is no step {first} to open the page at (steps: {_ends(run.steps())})")
+            raise ValueError(
+                f"step {first} was not recorded, so the page cannot open at it (steps: {_ends(run.steps())})"
+            )
         limits, page = LIMITS, page_html(page_payload(run, report, steps=steps, first=first))
         while len(page.encode()) > MOST_BYTES and limits.blocks > 1_000:
             limits = limits.halved()

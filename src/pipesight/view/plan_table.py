@@ -61,7 +61,7 @@ class Outcome:
         if best is not None and best.step_seconds < least:
             return None
         which = " that the run's engine can run" if self.plans[0].step_seconds < least else ""
-        return f"no plan{which} gains more than {WORTH:.0%}: keep what you have"
+        return f"no plan{which} saves more than {WORTH:.0%}: keep the current settings"
 
     def call(self, plan: Plan) -> str | None:
         """Return the code that runs a plan, where the engine of the run can."""
@@ -119,20 +119,20 @@ def notes(outcome: Outcome, plans: Sequence[Plan]) -> list[str]:
     found = []
     if (known := outcome.measured) is not None:
         if known.schedule.devices < known.devices:
-            found.append("partitions of the run share devices; in plans each has one of its own")
+            found.append("partitions of the run share devices; plans give each its own")
         crowd = max((plan.setting.partitions for plan in plans), default=0)
         if (processors := known.processors) is not None and crowd > max(processors, known.schedule.devices):
             what = "ranks" if known.facts.ranks is not None else "partitions"
             few = f"{processors} processor{'s' * (processors != 1)}"
-            found.append(f"plans promise too much where {crowd} {what} are to share {few}, as the run had fewer")
+            found.append(f"plans with {crowd} {what} on {few} are optimistic: the run had fewer")
         error = known.predicted_seconds / known.step_seconds - 1
         if abs(error) > FAR_OFF:
-            found.append(f"the recorded schedule is simulated {error:+.1%} off; plans may be off by as much")
+            found.append(f"the simulation of the recorded schedule is off by {error:+.1%}; plans may be off by as much")
         recorded = known.schedule.chunks
         if small := sorted({plan.setting.chunks for plan in plans if plan.setting.chunks * SMALL >= recorded}):
             found.append(
-                f"with {_listed(small)} chunks, micro-batches have at most half the recorded samples; how much of a "
-                "task's time stays the same is estimated, so these plans save at most what they say"
+                f"with {_listed(small)} chunks, micro-batches have at most half the recorded samples; the "
+                "fixed cost of a task is estimated, so their savings are upper limits"
             )
     if any(plan.setting.chunks == 1 and plan.setting.partitions > 1 for plan in plans):
         found.append(f"chunks=1 is {UNPIPELINED}, so partitions take turns")

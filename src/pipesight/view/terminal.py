@@ -125,7 +125,7 @@ def _verdict(report: Report, style: Style) -> list[str]:
     lines = [style.paint(line, "bold") for line in style.wrapped(report.verdict.text)]
     changes = report.verdict.changes
     if changes:
-        title = f"What would help{', each by itself' * (len(changes) > 1)}, and what it does to the step time:"
+        title = f"What would help{' (each on its own)' * (len(changes) > 1)}, and the effect on the step time:"
         lines += ["", *style.wrapped(title)]
     table = [[c.promise, f"{_minus(style)}{c.gain:.0%}"] for c in changes]
     gains = columns(table, align="lr") if table else []
@@ -143,15 +143,15 @@ def _minus(style: Style) -> str:
 
 def _speed(report: Report, overall: Overall, style: Style) -> list[str]:
     dash = "-" if style.ascii else "\N{EN DASH}"
-    spread = f", {time(overall.time.low)} {dash} {time(overall.time.high)} for 8 in 10" if overall.steps > 1 else ""
+    spread = f", p10{dash}p90 {time(overall.time.low)}{dash}{time(overall.time.high)}" if overall.steps > 1 else ""
     rows = [
         ["Step time", time(overall.time.median), f"median of {_count(overall.steps, 'step')}{spread}"],
         ["Throughput", *_throughput(overall)],
         ["Bubble", percent(overall.bubble), _bubble_note(overall, dash)],
-        ["Schedule", percent(overall.bound), "its own bubble, in a window without other losses"],
+        ["Schedule", percent(overall.bound), "bubble of the schedule alone, without other losses"],
     ]
     if overall.recompute > 0:
-        rows.append(["Recompute", percent(overall.recompute), "of the time computing"])
+        rows.append(["Recompute", percent(overall.recompute), "of computing time"])
     lines = _noted(rows, style)
     if overall.steps >= FEW:
         lines += _each_step(report, style)
@@ -190,15 +190,15 @@ def _each_step(report: Report, style: Style) -> list[str]:
 
 def _bubble_note(overall: Overall, dash: str) -> str:
     low, high = overall.bubbles.low, overall.bubbles.high
-    spread = f"; {low:.1%} {dash} {high:.1%} for 8 in 10" if overall.steps > 1 else ""
-    return f"of all windows together{spread}"
+    spread = f"; p10{dash}p90 {low:.1%}{dash}{high:.1%}" if overall.steps > 1 else ""
+    return f"idle share of all windows{spread}"
 
 
 def _throughput(overall: Overall) -> tuple[str, str]:
     rates = [f"{_rate(overall.steps_per_second)} steps/s", f"{_rate(overall.microbatches_per_second)} micro-batches/s"]
     if overall.samples_per_second is not None:
         rates.insert(0, f"{_rate(overall.samples_per_second)} samples/s")
-    return rates[0], f"over {time(overall.elapsed)}, pauses included; {rates[1]}"
+    return rates[0], f"over {time(overall.elapsed)} including pauses; {rates[1]}"
 
 
 def _rate(value: float) -> str:
@@ -223,13 +223,13 @@ def _where(overall: Overall, style: Style) -> list[str]:
     rows.append(["  mean step", time(total), "100%", ""])
     lines = columns(rows, align="lrrl")
     lines[-1] = style.paint(lines[-1], "dim")
-    return [style.paint("Where the time goes, in shares of the mean step", "bold"), *lines]
+    return [style.paint("Where the time goes (shares of the mean step)", "bold"), *lines]
 
 
 def _partitions(pipeline: PipelineReport, report: Report, style: Style) -> list[str]:
     window = max(pipeline.window.mean, 1e-9)
     rows, left = _worst(pipeline.rows)
-    title = f"Partitions, in shares of the mean window of {time(window)}"
+    title = f"Partitions (shares of the mean window, {time(window)})"
     if len(report.pipelines) > 1:
         batches = _count(pipeline.minibatches, "mini-batch", "es")
         title += f" of {batches} through {_count(pipeline.partitions, 'partition')}"
@@ -248,7 +248,7 @@ def _partitions(pipeline: PipelineReport, report: Report, style: Style) -> list[
         lines.append(style.paint(f"  and {left} more, with bubbles in between", "dim"))
     if pipeline.workers < pipeline.partitions:
         text = (
-            "Partitions of one rank take turns, so each stands still longer than its rank, whose bubble is that above."
+            "Partitions on one rank take turns, so each is idle longer than its rank; the bubble above is the rank's."
         )
         lines += [style.paint(line, "dim") for line in style.wrapped(text, indent="  ")]
     return lines
@@ -293,7 +293,7 @@ def _layers(report: Report, style: Style) -> list[str]:
         cells += [_time(layer.recompute)] if recomputed else []
         table.append([*cells, _time(layer.backward), percent(layer.share)])
     more = len(slowest) - len(shown)
-    title = "Slowest layers, of one micro-batch" if more else "Layers, of one micro-batch"
+    title = "Slowest layers (time per micro-batch)" if more else "Layers (time per micro-batch)"
     lines = [style.paint(title, "bold"), *(f"  {line}" for line in columns(table, align="l" + "r" * (len(head) - 1)))]
     if more:
         rest = percent(sum(layer.share for layer in slowest[LAYERS:]))
@@ -314,9 +314,9 @@ def _timeline(report: Report, step: int, style: Style) -> list[str]:
     recompute = "R recompute, " if RECOMPUTE in there else ""
     backward = "B and W backward" if WEIGHT in there else "B backward"
     whose = " of the rank" if report.taking_turns else ""
-    legend = f"F forward, {recompute}{backward}; right, the bubble{whose}"
+    legend = f"F forward, {recompute}{backward}; right: bubble{whose}"
     which = f" of replica {DRAWN}" if len({*report.replicas.values()}) > 1 else ""
-    title = f"Step {step}{which}, {time(timeline.end - timeline.begin)}"
+    title = f"Step {step}{which}, window {time(timeline.end - timeline.begin)}"
     head = [style.paint(title, "bold"), style.paint(legend, "dim")]
     lines = ["   ".join(head)] if len(title) + len(legend) + 3 <= style.width else head
     shown = list(zip(timeline.labels, timeline.lines, timeline.phases, timeline.bubbles, strict=True))[: 2 * PARTITIONS]
@@ -358,7 +358,7 @@ def _names(report: Report, style: Style) -> list[str]:
     for name in report.names[:20]:
         cells = [style.cut(name.category, 16), style.cut(name.name, max(20, style.width - 50))]
         table.append([*cells, f"{name.count:,}", time(name.total), percent(name.total / total)])
-    title = "Where the time went; spans inside of others count twice"
+    title = "Where the time went (nested spans count twice)"
     return [style.paint(title, "bold"), *(f"  {line}" for line in columns(table, align="llrrr"))]
 
 

@@ -1,4 +1,4 @@
-"""A step drawn in text: a row a partition, blocks with the number of their micro-batch, dots where it stands still.
+"""A step drawn in text: a row a partition, blocks with the number of their micro-batch, dots while idle.
 
 ::
 

@@ -92,7 +92,7 @@ function showLayers({ rows, changed, all }) {
   byId("layers-section").hidden = !all;
   const same = all - changed;
   byId("layers-facts").textContent =
-    `${changed} of ${all}, with what they take in the mean step` +
+    `${changed} of ${all}, with their time in the mean step` +
     (same ? `; ${same} ${same === 1 ? "takes" : "take"} the same time, to within 5%` : "") +
     (rows.length < changed ? `; the first ${rows.length} are shown` : "");
   if (rows.length) table("layers", "layer", rows);

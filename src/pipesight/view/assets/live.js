@@ -34,7 +34,7 @@ export function startLive(update) {
   source.addEventListener("ended", heard);
   source.addEventListener(
     "error",
-    () => source.readyState !== EventSource.CLOSED && say("connection lost, trying again"),
+    () => source.readyState !== EventSource.CLOSED && say("connection lost, retrying"),
   );
 }
 
@@ -50,7 +50,7 @@ async function refresh(update) {
     else if (response.status === 503) again = 1000 * (Number(response.headers.get("Retry-After")) || 1);
     else say(`no report: ${response.status}`);
   } catch {
-    say("connection lost, trying again");
+    say("connection lost, retrying");
     again = 2000;
   }
   fetching = false;

@@ -36,7 +36,7 @@ function showLosses() {
         make("p", { class: "soft" }, `and ${plural(chosen.lanes.length - MOST_BARS, "more partition")}`),
       lanes.length > 0 &&
         state.run.lanes.some(({ takes_turns }) => takes_turns) &&
-        make("p", { class: "soft" }, "Partitions of one rank take turns: each stands still longer than its rank."),
+        make("p", { class: "soft" }, "Partitions on one rank take turns: each is idle longer than its rank."),
     ),
     explanations(parts, chosen.all),
   );
@@ -88,7 +88,7 @@ function explanations(parts, all) {
   const groups = [
     ["busy", "Computing"],
     ["loss", "Lost inside the window"],
-    ["outside", "Outside of the window"],
+    ["outside", "Outside the window"],
   ];
   return make(
     "div",

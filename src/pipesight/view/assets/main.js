@@ -41,7 +41,7 @@ function update(payload) {
   const now = shownStep();
   state.selected = now?.blockOf(selected) ?? null;
   if (now && (whole || !step)) state.view = wholeView(now);
-  const nothing = payload.live ? "Waiting for the first step." : "This run has no tasks of a pipeline to draw.";
+  const nothing = payload.live ? "Waiting for the first step." : "This run has no pipeline tasks to draw.";
   notify(payload.shown.length ? "" : nothing);
   showLive(payload.live);
   tell("run");

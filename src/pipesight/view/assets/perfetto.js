@@ -70,7 +70,7 @@ function explain(problem = null) {
         {},
         "Serve this page with ",
         make("code", {}, `pipesight view ${state.run?.payload.path ?? "RUN"}`),
-        ": there, the button hands the trace over.",
+        ": there, the button opens the trace.",
       ),
     ),
     make("form", { method: "dialog" }, make("button", {}, "Close")),

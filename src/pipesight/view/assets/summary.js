@@ -56,11 +56,11 @@ function showFigures(known) {
   const { bubble, bound, recompute } = known;
   const figures = [
     [
-      "bubble of the window",
+      "bubble",
       formatShare(bubble),
       bound === null ? "" : `schedule alone ${formatShare(bound)}`,
-      "The share of the window, from the first forward to the last backward, in which partitions do not compute; over " +
-        "all windows together. The schedule alone: its own bubble, in a window without other losses.",
+      "The share of the window (from the first forward to the last backward) in which partitions are idle, over " +
+        "all windows. Schedule alone: the bubble that the schedule would have without other losses.",
     ],
     [
       "median step",
@@ -71,15 +71,15 @@ function showFigures(known) {
     [
       "throughput",
       ...(known.samples_per_second === null
-        ? [formatRate(known.steps_per_second), "steps/s with pauses"]
-        : [formatRate(known.samples_per_second), "samples/s with pauses"]),
-      `What ${plural(known.steps, "step")} did in ${formatTime(known.elapsed)}, all pauses between them included.`,
+        ? [formatRate(known.steps_per_second), "steps/s including pauses"]
+        : [formatRate(known.samples_per_second), "samples/s including pauses"]),
+      `What ${plural(known.steps, "step")} did in ${formatTime(known.elapsed)}, including pauses between them.`,
     ],
     recompute > 0 && [
       "recompute",
       formatShare(recompute),
       "of computing",
-      "What checkpointing pays in time for the memory that it saves.",
+      "The time that checkpointing costs to save memory.",
     ],
   ].filter(Boolean);
   put(

@@ -103,7 +103,7 @@ class Publisher:
         try:
             payload = self._draw(self._follower)
         except Exception as error:  # of one revision; the next may be another matter
-            self._complain("the run %s could not be drawn; it is tried again when there is more of it", error)
+            self._complain("cannot draw the run %s; will retry when it grows", error)
             return None
         if payload is None:
             return None
@@ -122,7 +122,7 @@ class Publisher:
             try:
                 changed = self._follower.look()
             except Exception as error:
-                self._complain("the run %s could not be read; it is tried again", error)
+                self._complain("cannot read the run %s; will retry", error)
                 return
             if changed:
                 state = self._follower.state

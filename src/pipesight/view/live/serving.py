@@ -178,19 +178,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         if not self._is_local():
-            self._refuse(HTTPStatus.FORBIDDEN, "this address is not known here; use the one that was printed")
+            self._refuse(HTTPStatus.FORBIDDEN, "unknown address; use the one that was printed")
             return
         token, slash, name = self.path.partition("?")[0].removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self.server.token):
-            self._refuse(HTTPStatus.FORBIDDEN, "the address is incomplete; use the whole one that was printed")
+            self._refuse(HTTPStatus.FORBIDDEN, "incomplete address; use the full one that was printed")
         elif self.command not in ("GET", "HEAD"):
-            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "nothing can be changed here", ALLOWED)
+            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "this server is read-only", ALLOWED)
         elif not slash:
-            self._refuse(HTTPStatus.PERMANENT_REDIRECT, "the page has a slash at the end", {"Location": f"/{token}/"})
+            self._refuse(
+                HTTPStatus.PERMANENT_REDIRECT, "the address of the page ends with a slash", {"Location": f"/{token}/"}
+            )
         elif name not in self._PLACES:
-            self._refuse(HTTPStatus.NOT_FOUND, "there is no such thing here")
+            self._refuse(HTTPStatus.NOT_FOUND, "not found")
         elif not self.server.let_in(self.connection):
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many look at this run", {"Retry-After": "5"})
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many viewers", {"Retry-After": "5"})
         else:
             self._PLACES[name](self)
 
@@ -211,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _payload(self) -> None:
         packed = self.server.publisher.payload()
         if packed is None:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "there is no whole step yet", {"Retry-After": "1"})
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "no complete step yet", {"Retry-After": "1"})
         elif "gzip" in (self.headers.get("Accept-Encoding") or ""):
             self._send(packed, "application/json", headers={"Content-Encoding": "gzip"})
         else:

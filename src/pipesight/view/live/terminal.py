@@ -6,7 +6,7 @@
 
     Step        129       42.1 ms   usually 41.8 ms
     Throughput            760 samples/s   usually 766
-    Bubble                31.2%   usually 30.9%, the schedule's own is 27.3%
+    Bubble                31.2%   usually 30.9%, schedule alone 27.3%
 
     Step 129, 38.0 ms                                            bubble  usually
       0 │F0F1F2F3·················B3═══R2B2══R1B1══R0B0══│       31.2%    30.9%
@@ -82,8 +82,8 @@ def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, a
 def line_of(step: StepFigures, *, ascii: bool = False) -> str:
     """Write a step on one line."""
     rate = "" if step.samples_per_second is None else f"   {_rate(step.samples_per_second)} samples/s"
-    took = f"{time(step.time)}{rate}" if step.whole else f"{time(step.time)} without what follows a step"
-    text = f"step {step.step}   {took}   bubble {step.bubble:.1%}, the schedule's own is {step.bound:.1%}"
+    took = f"{time(step.time)}{rate}" if step.whole else f"{time(step.time)} so far"
+    text = f"step {step.step}   {took}   bubble {step.bubble:.1%}, schedule alone {step.bound:.1%}"
     return text.replace("µs", "us") if ascii else text
 
 
@@ -103,7 +103,7 @@ def _warnings(frame: Frame, style: Style) -> list[str]:
     if found is None:
         return []
     counts = [f"{count:,} {what}" for count, what in ((found.nans, "NaN"), (found.infs, "Inf")) if count]
-    text = f"Not finite: {found.tensor} of {found.layer}, first in {found.where}"
+    text = f"First non-finite tensor: {found.tensor} of {found.layer}, in {found.where}"
     text += f" ({', '.join(counts)})" if counts else ""
     return [style.paint(line, "red", "bold") for line in style.wrapped(text)]
 
@@ -113,9 +113,9 @@ def _numbers(figures: LiveFigures, style: Style) -> list[str]:
     over = f", the median of {figures.steps} steps" if figures.steps > 1 else ""
     rows = [["Step time", time(last.time), f"usually {time(usual.time)}{over}"]]
     if last.samples_per_second is not None and usual.samples_per_second is not None:
-        over = f"{_rate(usual.samples_per_second)} over all of them, pauses included" if figures.steps > 1 else ""
+        over = f"{_rate(usual.samples_per_second)} over all steps including pauses" if figures.steps > 1 else ""
         rows.append(["Throughput", f"{_rate(last.samples_per_second)} samples/s", over])
-    bubble = f"usually {usual.bubble:.1%}, the schedule's own is {usual.bound:.1%}"
+    bubble = f"usually {usual.bubble:.1%}, schedule alone {usual.bound:.1%}"
     rows.append(["Bubble", f"{last.bubble:.1%}", bubble])
     # Of a width that does not change with every number.
     widths = [12, max(16, *(len(row[1]) for row in rows))]
@@ -140,10 +140,10 @@ def _timeline(report: Report, figures: LiveFigures, most: int, style: Style) -> 
     drawn = draw_step(report, step, width=style.width - 22, glyphs=glyphs)
     label, room = max(map(len, drawn.labels)), len(drawn.lines[0])
     which = f" of replica {DRAWN}" if len({*report.replicas.values()}) > 1 else ""
-    title = f"Step {step}{which}, {time(drawn.end - drawn.begin)}"
+    title = f"Step {step}{which}, window {time(drawn.end - drawn.begin)}"
     legend = f"{PHASES[0]} F, {PHASES[1]} R, {PHASES[2]} B"
     if figures.left_out is not None:
-        legend = f"the last with another after it, {figures.left_out}"
+        legend = f"the latest complete one, {figures.left_out}"
     head = style.cut(f"{title}   {legend}" if len(title) + len(legend) + 3 <= room else title, room + label + 5)
     space = " " * (room + label + 5 - len(head))
     lines = [

@@ -16,23 +16,23 @@ from pipesight.runs.reading.event_tables import PHASES
 __all__ = ["MEANINGS", "losses_of", "losses_of_step"]
 
 MEANINGS = {
-    "forward": "The partition computes.",
-    "recompute": "The partition computes activations again, which checkpointing did not keep.",
-    "backward": "The partition computes gradients.",
-    "weight": "The partition computes gradients of weights, in schedules that do it apart.",
+    "forward": "Computing the forward pass.",
+    "recompute": "Recomputing activations that checkpointing did not keep.",
+    "backward": "Computing gradients.",
+    "weight": "Computing weight gradients, in schedules that separate them.",
     "fill_and_drain": "The schedule's own: later partitions wait for the first micro-batch, earlier ones for the last. "
     "More micro-batches make it smaller.",
     "sharing": "Partitions on one device take turns.",
-    "imbalance": "Partitions do not take the same time, and the others wait for the slowest. Balance anew.",
-    "jitter": "Tasks of one kind do not always take the same time, and others wait for the late ones.",
-    "transfers": "Tensors are on their way from another device.",
-    "host_gaps": "None of the above: threads hand over, Python runs, kernels are launched.",
-    "evaluation": "Passes through the pipeline without a backward.",
+    "imbalance": "Partitions take unequal time, so the others wait for the slowest. Rebalance.",
+    "jitter": "Tasks of the same kind vary in time, and others wait for the slow ones.",
+    "transfers": "Tensors are in transit from another device.",
+    "host_gaps": "None of the above: thread handover, Python, kernel launches.",
+    "evaluation": "Forward passes without a backward.",
     "data_loading": "The main thread waits for the next batch.",
     "optimizer": "The optimizer's step.",
     "checkpoints": "Saving and loading checkpoints.",
     "communication": "The main thread waits for other ranks.",
-    "between_steps": "Whatever else the program does between steps.",
+    "between_steps": "Everything else the program does between steps.",
 }
 
 KEYS = (*PHASES, *LOSSES, *OUTSIDE)

@@ -266,7 +266,7 @@ def _notes(timelines: Timelines, shown: Sequence[Mapping[str, Any]], layered: in
 def _scope(steps: range, numbers: Sequence[int]) -> str:
     """Say which steps the page is of, as far as they are there."""
     first, last = (numbers[0], numbers[-1]) if numbers else (steps.start, steps.stop - 1)
-    return f"step {first} alone" if first == last else f"steps {first} to {last}"
+    return f"step {first} only" if first == last else f"steps {first} to {last}"
 
 
 def _alarm(report: Report, timelines: Timelines, shown: Sequence[int]) -> dict[str, Any] | None:
@@ -297,7 +297,7 @@ def findings_of(report: Report) -> list[dict[str, Any]]:
         ("Waits for one rank", held_in(report)),
         ("Links", links_in(report)),
         ("Collectives", collectives_in(report)),
-        ("Left out, and remarks", left_out),
+        ("Exclusions and remarks", left_out),
     )
     return [
         {
