@@ -6,6 +6,7 @@
 # make bench  the benchmarks, against peers in a virtual environment of their own; writes docs/benchmarks.md.
 #             Some of them, or fewer rounds: make bench BENCH="cpu_step spans --brief"
 # make docs   the documentation as a site, in build/site
+# make pictures  the pictures of the documents; those of the page need Chromium and chromedriver
 # make clean  remove everything these commands made
 #
 # Each of them installs what it needs into .venv, once. To use another build of torch:
@@ -26,7 +27,7 @@ BIOME  := node_modules/.bin/biome
 # Tests start many processes; none of them should have to compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint lint-js fuzz bench docs clean
+.PHONY: demo test lint lint-js fuzz bench docs pictures clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -57,6 +58,10 @@ bench: $(VENV)/.developed $(PEERS)/.installed
 docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
+
+pictures: $(VENV)/.developed
+	$(BIN)/python docs/pictures/draw.py
+	$(BIN)/python docs/pictures/take.py
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis node_modules

@@ -29,7 +29,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links to files outside of `docs/` lead to the repository."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    repository = project.get("urls", {}).get("Repository")
+    repository = project["urls"]["Source"]
     folder = posixpath.dirname(page.file.src_uri)
 
     def lead_out(link: re.Match[str]) -> str:
@@ -37,7 +37,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = posixpath.normpath(posixpath.join("docs", folder, target.partition("#")[0]))
         if "://" in target or path.startswith("docs/") or not (ROOT / path).exists():
             return link[0]
-        return f"[{text}]({repository}/blob/main/{path})" if repository else text
+        return f"[{text}]({repository}/blob/main/{path})"
 
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", lead_out, markdown)
 

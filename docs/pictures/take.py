@@ -1,7 +1,7 @@
-"""Take the pictures of the README and of these documents: the page of a run, in a real browser.
+"""Take the pictures of the README and of these documents: the page of a run, in a real browser, and `watch`.
 
-    python docs/take_pictures.py                 record the demo, then take them
-    python docs/take_pictures.py --run RUN       take them of a run that is there
+    python docs/pictures/take.py                 record the demo, then take them
+    python docs/pictures/take.py --run RUN       take them of a run that is there
 
 It needs Chromium and chromedriver, and what `make test` installs.
 """
@@ -9,12 +9,14 @@ It needs Chromium and chromedriver, and what `make test` installs.
 from __future__ import annotations
 
 import argparse
+import io
+import re
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
 STATISTICS = {
     "all layers": {
@@ -33,7 +35,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures", metavar="DIR", help="where they go")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT / "tests"))
-    import browser
+    from support import browser
 
     if not browser.is_there():
         print(f"no picture was taken: it {browser.MISSING}", file=sys.stderr)
@@ -47,6 +49,7 @@ def main(arguments: list[str]) -> int:
         with browser.open_browser(Path(scratch) / "profile", scale=2) as window:
             window.open(page)
             take(window, options.out)
+        draw_watch(folder, options.out / "watch.svg")
     return 0
 
 
@@ -81,6 +84,24 @@ def take(page: Any, out: Path) -> None:
     page.run("window.scrollTo(0, 0)")
     page.inspect()
     page.picture(out / "narrow.png")
+
+
+def draw_watch(folder: Path, path: Path) -> None:
+    """Draw what `pipesight watch` shows in a terminal of 80 columns while the run goes on."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from pipesight.report import analyse, open_run
+    from pipesight.view.live.figures import figures_of
+    from pipesight.view.live.terminal import Frame, draw_frame
+
+    with open_run(folder) as run:
+        report = analyse(run)
+    frame = Frame("RUN", "running for 0:12", report, figures_of(report))
+    console = Console(record=True, width=80, file=io.StringIO())
+    console.print(Text.from_ansi("\n".join(draw_frame(frame, width=80, height=24, colour=True))))
+    drawn = console.export_svg(title="pipesight watch RUN", unique_id="watch")
+    path.write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL), encoding="utf-8")  # those are remote
 
 
 def save(page: Any, path: Path, *, of: str | None = None, below: str | None = None) -> None:
