@@ -6,14 +6,14 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["launch", "launched_rank", "restarts", "with_attempt"]
+__all__ = ["environment_number", "launch", "launched_rank", "restarts", "with_attempt"]
 
 _NAMED = re.compile(r"-restart-\d+$")
 
 
 def launched_rank() -> int | None:
     """Return the rank in ``RANK``; ``None`` if there is none, or if it is not a number."""
-    return _number("RANK")
+    return environment_number("RANK")
 
 
 def restarts() -> int:
@@ -21,10 +21,11 @@ def restarts() -> int:
 
     torchrun counts per node, and only the restarts that its own ranks caused.
     """
-    return _number("TORCHELASTIC_RESTART_COUNT") or 0
+    return environment_number("TORCHELASTIC_RESTART_COUNT") or 0
 
 
-def _number(variable: str) -> int | None:
+def environment_number(variable: str) -> int | None:
+    """Return the number in an environment variable; ``None`` if there is none."""
     given = os.environ.get(variable, "")
     return int(given) if given.isdecimal() and given.isascii() and len(given) < 10 else None
 

@@ -98,7 +98,7 @@ def test_damaged_in_the_middle(tmp_path):
     trace.write_bytes(gzip.compress(b'[\n{"ph":"i"}\n') + b"damage" + gzip.compress(b'{"ph":"i"}\n]\n'))
     ended = convert(trace)
     assert ended.returncode == 0
-    assert "without an end" in ended.stderr
+    assert "incomplete" in ended.stderr
     assert len(events_of((tmp_path / "run.json").read_text())) == 1
 
 
@@ -115,7 +115,7 @@ def test_one_event(tmp_path):
     (tmp_path / "run.pfw").write_text('[\n{"ph":"i","n":1}\n7\n]\n')
     ended = convert(tmp_path / "run.pfw")
     assert ended.stdout.startswith("1 event of ")
-    assert "left out: 1 line that is no event, of " in ended.stderr
+    assert "skipped: 1 line that is no event, in " in ended.stderr
 
 
 def test_lines_that_are_no_events(tmp_path):
@@ -124,7 +124,7 @@ def test_lines_that_are_no_events(tmp_path):
     (tmp_path / "run.pfw").write_bytes("\n".join(lines).encode() + b"\n\xff\n]\n")
     ended = convert(tmp_path / "run.pfw")
     assert ended.returncode == 0
-    assert "left out: 5 lines that are no events" in ended.stderr
+    assert "skipped: 5 lines that are no events" in ended.stderr
     assert [event["n"] for event in events_of((tmp_path / "run.json").read_text())] == [1, 2]
 
 
@@ -148,7 +148,7 @@ def test_folder(tmp_path):
     (tmp_path / "empty.pfw.gz").touch()
     ended = convert(".", "--to", "chrome", cwd=tmp_path)
     assert ended.returncode == 0
-    assert ended.stderr.startswith("pipesight convert: left out: not a trace: 'empty.pfw.gz' (it is empty;")
+    assert ended.stderr.startswith("pipesight convert: skipped: not a trace: 'empty.pfw.gz' (it is empty;")
     assert ended.stderr.count("\n") == 1
     events = events_of((tmp_path / "trace.json").read_text())
     assert steps(events) == [0, 1] * 3
@@ -318,7 +318,7 @@ def test_dataset_is_a_run(tmp_path):
     ended = convert(run, "--to", "parquet")
     assert ended.returncode == 0
     assert ended.stdout == f"48 spans and 0 other events of 3 ranks, in {tmp_path / 'run.parquet'}\n"
-    assert ended.stderr == f"pipesight convert: {run / 'trace/rank-00007.pfw.gz'}: left out: it is empty\n"
+    assert ended.stderr == f"pipesight convert: {run / 'trace/rank-00007.pfw.gz'}: skipped: it is empty\n"
     files = ["rank-00000-0.parquet", "rank-00001-0.parquet", "rank-00002-0.parquet"]
     assert sorted(path.name for path in (tmp_path / "run.parquet/events").iterdir()) == files
     with open_run(run) as before, open_run(tmp_path / "run.parquet") as after:
@@ -338,10 +338,10 @@ def test_dataset_of_a_trace_that_was_cut_off(tmp_path):
     record(tmp_path / "run", how="killed")
     ended = convert("run.pfw.gz", "--to", "parquet", "-o", "set", cwd=tmp_path)
     assert ended.returncode == 0
-    assert "run.pfw.gz: without an end: its process was killed, or is still writing\n" in ended.stderr
+    assert "run.pfw.gz: incomplete: its process was killed, or is still writing\n" in ended.stderr
     with open_run(tmp_path / "set") as run:
         assert run.events == 10
-        assert run.notes[0].text.startswith("without an end")
+        assert run.notes[0].text.startswith("incomplete")
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.5}\n')
     assert convert("metrics.jsonl", "--to", "parquet", "-o", "numbers", cwd=tmp_path).returncode == 0
     with open_run(tmp_path / "numbers") as run:

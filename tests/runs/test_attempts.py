@@ -82,7 +82,7 @@ def test_the_note_says_how_to_see_another(restarted):
     """There is one remark, with the command; the attempt itself is told near the top."""
     report = analysed(restarted)
     (remark,) = report.remarks
-    assert remark.text == f"left out: attempt 0; to see it: pipesight report {restarted} --attempt 0"
+    assert remark.text == f"not in this report: attempt 0; to see 0: pipesight report {restarted} --attempt 0"
     shown = render(report, width=200)
     assert shown.index("this is attempt 1, the last") < shown.index("Step time")
 
@@ -99,7 +99,7 @@ def test_statistics_and_log_lines_of_the_attempt(restarted, asked, number):
 
 def test_an_attempt_that_is_not_there(restarted):
     """The error lists those that are."""
-    with pytest.raises(ValueError, match=r"there is no attempt 2 in .* \(attempts: 0, 1\)"):
+    with pytest.raises(ValueError, match=r"no attempt 2 in .* \(attempts: 0, 1\)"):
         open_run(restarted, attempt=2)
 
 
@@ -171,7 +171,7 @@ def test_from_the_command_line(restarted):
     assert (restarted / "report.html").is_file()
     wrong = report("--attempt", "7")
     assert wrong.returncode == 2
-    assert "there is no attempt 7" in wrong.stderr
+    assert "no attempt 7" in wrong.stderr
     assert "(attempts: 0, 1)" in wrong.stderr
 
 

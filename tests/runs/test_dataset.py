@@ -168,5 +168,5 @@ def test_half_characters_are_said(tmp_path):
         pass
     with open_run(session.path, whole=True) as run:
         run.write_dataset(tmp_path / "dataset")
-        assert [note.text for note in run.notes] == ["half characters, which are no Unicode, are replaced by \ufffd"]
+        assert [note.text for note in run.notes] == ["lone surrogates, not valid Unicode, are replaced by \ufffd"]
     assert any("a\ufffdb" in row["arguments"] for row in rows_of(tmp_path / "dataset"))

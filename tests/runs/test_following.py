@@ -289,6 +289,18 @@ def test_reads_only_what_is_new(run, follow, monkeypatch):
     assert sum(map(len, read)) == run.trace_of().stat().st_size - before
 
 
+def test_newer_format(run, follow):
+    """A run of a newer format is followed, with a warning."""
+    run.begin()
+    facts = json.loads((run.folder / "run.json").read_bytes())
+    (run.folder / "run.json").write_text(json.dumps(facts | {"format_version": 2}))
+    follower = follow(run.folder)
+    follower.look()
+    assert follower.state.phase == "running"
+    (note,) = follower.run.notes
+    assert "format version 2, but pipesight" in note.text
+
+
 def test_damage(run, follow):
     """A member that is damaged costs its own events, not those after it; zeros cost none."""
     run.begin()
@@ -309,7 +321,7 @@ def test_damage(run, follow):
     assert follower.run.events == len(run.events[0])
     (note,) = follower.run.notes
     assert note.path == run.trace_of()
-    assert "left out" in note.text
+    assert "skipped" in note.text
     assert len(good) < len(run.trace_of().read_bytes())
 
 
@@ -351,7 +363,7 @@ def test_too_much_at_once(run, follow, monkeypatch):
     steps = follower.run.steps()
     assert steps == list(range(steps[0], 400))
     assert 0 < steps[0] < 390
-    assert "were left out" in follower.run.notes[0].text
+    assert "to keep up" in follower.run.notes[0].text
 
 
 def test_bounded(run, follow):

@@ -82,7 +82,7 @@ def test_dftracer_that_was_killed(tmp_path):
     """Without its last event, a trace of DFTracer has no end either."""
     (tmp_path / "a.pfw").write_text("\n".join(dftracer_lines(version="2.2")[:-1]) + "\n")
     with open_run(tmp_path) as run:
-        assert texts(run) == ["without an end: its process was killed, or is still writing"]
+        assert texts(run) == ["incomplete: its process was killed, or is still writing"]
 
 
 def test_strings_that_dftracer_does_not_escape(tmp_path):
@@ -92,7 +92,7 @@ def test_strings_that_dftracer_does_not_escape(tmp_path):
     (tmp_path / "a.pfw").write_text("\n".join(lines) + "\n")
     with open_run(tmp_path) as run:
         assert run.events == 5
-        assert texts(run) == ["left out: 1 line that is no event"]
+        assert texts(run) == ["skipped: 1 line that is no event"]
 
 
 # PyTorch's profiler.
@@ -243,7 +243,7 @@ def test_chrome_trace_cut_anywhere(cut, tmp_path):
     with run:
         assert sorted(names(run)) == sorted(whole)
         if whole and cut < WHOLE.rindex(b"]"):
-            assert texts(run) == ["without an end: it was cut off"]
+            assert texts(run) == ["incomplete: it was cut off"]
 
 
 def ends(event: dict[str, Any]) -> int:
@@ -272,7 +272,7 @@ def test_damaged_events_of_a_chrome_trace(tmp_path):
     (tmp_path / "a.json").write_text(f'{{"traceEvents":[{events}]}}')
     with open_run(tmp_path) as run:
         assert names(run) == {"good": (3, 3)}
-        assert texts(run) == ["left out: 3 lines that are no events"]
+        assert texts(run) == ["skipped: 3 lines that are no events"]
 
 
 # torchtitan, and any JSON lines.
@@ -373,6 +373,6 @@ def test_folder_of_anything(tmp_path):
         assert names(run) == EXPECTED
         assert len(list(run.statistics())) == 1
         assert {note.path.name: note.text for note in run.notes} == {
-            "c.json": "left out: there are no events in it",
-            "d.json": "left out: it is empty",
+            "c.json": "skipped: it contains no events",
+            "d.json": "skipped: it is empty",
         }

@@ -248,7 +248,7 @@ def test_clock_of_a_rank(tmp_path):
 # Runs that are not whole.
 
 
-@pytest.mark.parametrize(("lost", "said"), [(0, []), (1, ["without 1 event that"]), (2345, ["without 2,345 events"])])
+@pytest.mark.parametrize(("lost", "said"), [(0, []), (1, ["1 event was lost whi"]), (2345, ["2,345 events were lo"])])
 def test_lost_events(lost, said, tmp_path):
     """Events that a file says could not be written are a note, of the file."""
     span = {"name": "step", "cat": "compute", "pid": 1, "tid": 1, "ts": 1, "dur": 1, "ph": "X", "args": {"size": 9}}
@@ -262,7 +262,7 @@ def test_missing_end(tmp_path):
     """A run whose process was killed is read, and told."""
     with open_run(small(tmp_path / "run").write(end=False)) as run:
         assert len(run.tasks()) == 20
-        assert texts(run) == ["without an end: its process was killed, or is still writing"]
+        assert texts(run) == ["incomplete: its process was killed, or is still writing"]
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -292,7 +292,7 @@ def test_lines_that_are_no_events(packed, tmp_path):
     path.write_bytes(gzip.compress(content) if packed else content)
     with open_run(path) as run:
         assert (run.events, run.tasks().step.tolist()) == (3, [-1])
-        assert texts(run) == ["left out: 9 lines that are no events"]
+        assert texts(run) == ["skipped: 9 lines that are no events"]
 
 
 @pytest.mark.parametrize("length", [2**20 - 200, 2**20 + 200, 2**21 - 100, 2**21 + 100, 2**22])
@@ -306,7 +306,7 @@ def test_lines_of_any_length(length, place, tmp_path):
     with open_run(tmp_path) as run:
         table = dict(zip(run.names().name.tolist(), run.names().count.tolist(), strict=True))
         assert table["short"] == 2
-        assert ("long" in table) != ("left out: 1 line that is no event" in texts(run))
+        assert ("long" in table) != ("skipped: 1 line that is no event" in texts(run))
         assert "long" in table or length > 2**20
     (tmp_path / "b.pfw").write_bytes(short)
     with open_run(tmp_path) as run:
@@ -341,7 +341,7 @@ def test_zeros_at_the_end(tmp_path):
     trace.write_bytes(whole[:-30] + bytes(100_000))
     with open_run(tmp_path / "run") as run:
         assert 0 < len(run.tasks()) <= 20
-        assert texts(run) == ["without an end: its process was killed, or is still writing"]
+        assert texts(run) == ["incomplete: its process was killed, or is still writing"]
 
 
 def test_run_json_that_is_damaged(tmp_path):
@@ -354,7 +354,32 @@ def test_run_json_that_is_damaged(tmp_path):
         with open_run(path) as run:
             assert run.description == {}
             assert len(run.tasks()) == 20
-            assert texts(run) == ["left out: it is not JSON", "left out: it is not a JSON object"]
+            assert texts(run) == ["skipped: it is not JSON", "skipped: it is not a JSON object"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({}, []),
+        ({"format_version": 0}, []),
+        ({"format_version": 2}, ["format version 2, but pipesight", "knows versions up to 1", "upgrade pipesight"]),
+        ({"format_version": "new"}, ["format version 'new'"]),
+        ({"format": "other-run"}, ["not written by pipesight (format: 'other-run')"]),
+    ],
+)
+@pytest.mark.parametrize("file", ["run.json", "ranks/rank-00001.json"])
+def test_versions_of_the_format(tmp_path, file, facts, said):
+    """A description of a newer format, or of another one, is read as far as it goes, with a warning."""
+    path = small(tmp_path / "run").write()
+    (path / "ranks").mkdir()
+    (path / "ranks/rank-00001.json").write_text(json.dumps({"rank": 1, "host": "b"}))
+    known = json.loads((path / file).read_bytes())
+    (path / file).write_text(json.dumps(known | facts))
+    with open_run(path) as run:
+        assert len(run.tasks()) == 20
+        found = [note.text for note in run.notes if note.path == path / file]
+        assert len(found) == bool(said)
+        assert all(words in found[0] for words in said)
 
 
 def test_run_that_has_just_begun(tmp_path):
@@ -365,7 +390,7 @@ def test_run_that_has_just_begun(tmp_path):
         with open_run(path) as run:
             assert (run.events, run.steps(), run.ranks(), len(run.tasks()), len(run.names())) == (0, [], [], 0, 0)
             assert run.description["format"] == "pipesight-run"
-            assert texts(run) == [*["left out: it is empty"] * step, "there is no trace in it"]
+            assert texts(run) == [*["skipped: it is empty"] * step, "it contains no trace"]
         (path / "trace").mkdir(exist_ok=True)
         (path / "trace/rank-00000.pfw.gz").touch()
 
@@ -375,10 +400,10 @@ def test_run_that_has_just_begun(tmp_path):
     [
         ({}, "no events in "),
         ({"notes.txt": b"x"}, "no events in "),
-        ({"a.pfw.gz": b""}, r"\(a.pfw.gz: left out: it is empty\)"),
-        ({"a.pfw": b"[\n]\n"}, r"\(a.pfw: there are no spans in it\)"),
-        ({"a.pfw.gz": b"\x1f\x8bxx"}, r"\(a.pfw.gz: damaged: 4 of its bytes fail their checksum; "),
-        ({"a.json": b"{}}"}, r"\(a.json: left out: there are no events in it\)"),
+        ({"a.pfw.gz": b""}, r"\(a.pfw.gz: skipped: it is empty\)"),
+        ({"a.pfw": b"[\n]\n"}, r"\(a.pfw: it contains no spans\)"),
+        ({"a.pfw.gz": b"\x1f\x8bxx"}, r"\(a.pfw.gz: damaged: the checksum fails for 4 bytes; "),
+        ({"a.json": b"{}}"}, r"\(a.json: skipped: it contains no events\)"),
         ({"a.json": b'{"traceEvents": []}', "b.json": b"nothing"}, r"\(.*; and 1 more\)"),
     ],
 )
@@ -421,7 +446,7 @@ def test_two_runs_in_a_folder(tmp_path):
         (note,) = run.notes
         assert note.path == tmp_path / "b/trace"
         assert note.text == (
-            f"left out: {str(tmp_path / 'a/trace')!r} has traces of the same ranks; name the folder that you mean"
+            f"skipped: {str(tmp_path / 'a/trace')!r} has traces of the same ranks; give the folder that you mean"
         )
 
 
@@ -437,7 +462,7 @@ def test_two_files_of_a_rank(tmp_path):
         with open_run(tmp_path / "run") as run:
             assert len(run.tasks()) == expected
             assert [text.partition(": ")[2].partition("'")[2] for text in texts(run)] == [
-                f"{'' if expected else 'old-'}rank-00000.pfw.gz' is of rank 0 too; name the file that you mean"
+                f"{'' if expected else 'old-'}rank-00000.pfw.gz' is of rank 0 too; give the file that you mean"
             ]
 
 
@@ -454,8 +479,8 @@ def test_files_of_an_older_run(tmp_path):
     with open_run(tmp_path / "run") as run:
         assert (len(run.tasks()), run.events) == (20, len(made.events[0]))
         assert {note.path.name: note.text for note in run.notes} == {
-            "rank-00000.part2.pfw.gz": "left out: it is of process 4001, and the first part of 4000",
-            "rank-00005.pfw.gz": "left out: of another run, as this one has ranks 0 to 0",
+            "rank-00000.part2.pfw.gz": "skipped: of process 4001, but the first part is of process 4000",
+            "rank-00005.pfw.gz": "skipped: of another run; this one has ranks 0 to 0",
         }
 
 
@@ -468,7 +493,7 @@ def test_copies_in_other_formats(tmp_path):
     with open_run(path.parent) as run:
         assert len(run.tasks()) == 20
         assert [(note.path.name, note.text) for note in run.notes] == [
-            ("trace.json", "left out: beside .pfw files, others are taken for copies")
+            ("trace.json", "skipped: taken for a copy of the .pfw files")
         ]
 
 
@@ -580,7 +605,7 @@ def test_statistics(tmp_path):
             (0, "mean", 1.5),
             (12, "max", None),
         ]
-        assert texts(run) == ["left out: 2 lines that are no JSON objects"]
+        assert texts(run) == ["skipped: 2 lines that are no JSON objects"]
         assert len(list(run.statistics())) == 2
         assert len(run.notes) == 1
 
@@ -651,7 +676,7 @@ def test_run_that_is_being_written_and_then_killed(tmp_path):
                 process.wait()
             with open_run(path) as run:
                 assert run.tasks().step.tolist() == list(range(100))
-                assert texts(run) == ["without an end: its process was killed, or is still writing"]
+                assert texts(run) == ["incomplete: its process was killed, or is still writing"]
 
 
 def test_nothing_is_printed():
@@ -710,4 +735,4 @@ def test_damage_in_a_large_file(tmp_path):
         assert run.events == 2000
         (text,) = texts(run)
         assert text.startswith("damaged: ")
-        assert text.endswith("; some of what it says may be wrong")
+        assert text.endswith("; some of its events may be wrong")

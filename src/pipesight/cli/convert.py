@@ -6,14 +6,14 @@ import argparse
 import contextlib
 import gzip
 import os
-import re
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from pipesight.runs.reading.clock_shift import ClockShift, read_shifts
+from pipesight._plurals import count, plural
+from pipesight.runs.chrome_trace import chrome_trace
 from pipesight.runs.reading.trace_reader import NotATraceError, TraceReader, find_traces
 
 __all__ = ["add_to", "run"]
@@ -22,7 +22,6 @@ WRONG, FAILED = 2, 1
 """Exit codes: what was asked cannot be; it could, but reading or writing failed."""
 LEVEL = 4  # of gzip: a seventh smaller than 3, and faster than 6
 STDOUT = Path("-")
-_RANK = re.compile(r"rank-(\d{5,})(?!\d)")
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,8 +76,8 @@ def _to_parquet(options: argparse.Namespace) -> int:
             others = run.write_dataset(output) - run.events
             for note in run.notes:
                 _note(str(note))
-            what = f"{_count(run.events, 'span')} and {_count(others, 'other event')}"
-            print(f"{what} of {_count(len(run.ranks()), 'rank')}, in {output}")
+            what = f"{count(run.events, 'span')} and {count(others, 'other event')}"
+            print(f"{what} of {count(len(run.ranks()), 'rank')}, in {output}")
     except (FileExistsError, FileNotFoundError, NotARunError) as error:
         return _fail(str(error), WRONG)
     except OSError as error:
@@ -117,7 +116,8 @@ def _to_chrome(options: argparse.Namespace) -> int:
         return _fail(f"{error.filename or options.trace}: {error.strerror or error}", FAILED)
     try:
         with _opened(output) as file:
-            _write_chrome(readers, file, read_shifts(options.trace))
+            for text in chrome_trace(readers, options.trace):
+                file.write(text)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -137,7 +137,7 @@ def _readers(trace: Path) -> list[TraceReader]:
             if path == trace:
                 raise
             refusal = error
-            _note(f"left out: {error}")
+            _note(f"skipped: {error}")
         else:
             readers.append(TraceReader(path))
     if not readers and refusal is not None:
@@ -194,30 +194,16 @@ def _opened(output: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
             partial.unlink(missing_ok=True)
 
 
-def _write_chrome(
-    readers: Sequence[TraceReader], file: IO[bytes] | gzip.GzipFile, shifts: Mapping[int, ClockShift]
-) -> None:
-    """Write the events of all files, those of ranks by the clock of rank 0."""
-    between = b'{"traceEvents":[\n'
-    for reader in readers:
-        rank = _RANK.match(reader.path.name)
-        shift = shifts.get(int(rank[1])) if rank else None
-        for line in reader:
-            file.write(between + (line if shift is None else shift.apply_to(line)))
-            between = b",\n"
-    file.write(b"\n]}\n" if between == b",\n" else between + b"]}\n")
-
-
 # What to say.
 
 
 def _report(readers: Sequence[TraceReader], output: Path) -> None:
     if skipped := sum(reader.skipped for reader in readers):
-        are = "line that is no event" if skipped == 1 else "lines that are no events"
-        _note(f"left out: {skipped:,} {are}, of {_files([r for r in readers if r.skipped])}")
+        are = plural(skipped, "is no event", "are no events")
+        _note(f"skipped: {count(skipped, 'line')} that {are}, in {_files([r for r in readers if r.skipped])}")
     if cut := [reader for reader in readers if not reader.whole]:
-        _note(f"without an end: {_files(cut)}; a process was killed, or is still writing")
-    events = _count(sum(reader.events for reader in readers), "event")
+        _note(f"incomplete: {_files(cut)}; a process was killed, or is still writing")
+    events = count(sum(reader.events for reader in readers), "event")
     if output == STDOUT:
         _note(f"{events} of {_files(readers)}")
     else:
@@ -226,10 +212,6 @@ def _report(readers: Sequence[TraceReader], output: Path) -> None:
 
 def _files(readers: Sequence[TraceReader]) -> str:
     return str(readers[0].path) if len(readers) == 1 else f"{len(readers)} files"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _note(message: str) -> None:

@@ -14,12 +14,11 @@ from typing import Any
 from pipesight._logger import own_logger
 from pipesight._version import __version__
 from pipesight.runs.directory import RunDirectory
+from pipesight.runs.format import FORMAT, FORMAT_VERSION
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Description", "outcome_of"]
+__all__ = ["Description", "outcome_of"]
 
 logger = own_logger(__name__)
-
-FORMAT, FORMAT_VERSION = "pipesight-run", 1
 
 
 class Description:

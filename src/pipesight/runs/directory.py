@@ -30,13 +30,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipesight._launcher import launch, restarts, with_attempt
+from pipesight._launcher import environment_number, launch, launched_rank, restarts, with_attempt
+from pipesight.runs.format import LOGS, RANKS, RUN_FILE, STATS, TRACE, rank_name
 
 __all__ = ["RunDirectory"]
 
 _RANK = re.compile(r"rank-(\d{5,})|globalrank-(\d+)")
-_FOLDERS = ("trace", "stats", "logs", "ranks", "nvdlfw_inspect_logs")
-_OF_THE_RUN = ("run.json", "report.html", "comparison.html")
+_FOLDERS = (TRACE, STATS, LOGS, RANKS, "nvdlfw_inspect_logs")
+_OF_THE_RUN = (RUN_FILE, "report.html", "comparison.html")
 
 
 class RunDirectory:
@@ -54,34 +55,34 @@ class RunDirectory:
         if not os.fspath(path):
             raise ValueError("the path of a run directory must not be empty; name one: observe('RUN')")
         self.path = Path(path).absolute()
-        self.rank, self.ranks = _number("RANK", 0), max(1, _number("WORLD_SIZE", 1))
+        self.rank, self.ranks = launched_rank() or 0, max(1, environment_number("WORLD_SIZE") or 1)
         self.restart, self.launch = restarts(), launch()
         self._made = False
 
     @property
     def name(self) -> str:
         """What the files of this rank are called."""
-        return f"rank-{self.rank:05}"
+        return rank_name(self.rank)
 
     @property
     def description(self) -> Path:
         """The file that describes the run, as this rank sees it."""
-        return self.path / "run.json" if self.rank == 0 else self.path / "ranks" / f"{self.name}.json"
+        return self.path / RUN_FILE if self.rank == 0 else self.path / RANKS / f"{self.name}.json"
 
     @property
     def trace(self) -> Path:
         """What the trace of this rank is called, but for its suffix."""
-        return self.path / "trace" / with_attempt(self.name, self.restart)
+        return self.path / TRACE / with_attempt(self.name, self.restart)
 
     @property
     def log(self) -> Path:
         """The file of log lines."""
-        return self.path / "logs" / f"{with_attempt(self.name, self.restart)}.log"
+        return self.path / LOGS / f"{with_attempt(self.name, self.restart)}.log"
 
     def traces(self) -> list[Path]:
         """Return the files that this process and those that it started have written so far."""
         with contextlib.suppress(OSError):
-            return [file for file in (self.path / "trace").iterdir() if file.name.startswith(self.name)]
+            return [file for file in (self.path / TRACE).iterdir() if file.name.startswith(self.name)]
         return []
 
     def claim(self, *, overwrite: bool = False) -> None:
@@ -147,12 +148,14 @@ class RunDirectory:
 
     def _is_of_another(self) -> bool:
         """Tell whether there is a recording, and not of this run; asked where all ranks get the same answer."""
-        if not (self.path / "run.json").is_file():
+        if not (self.path / RUN_FILE).is_file():
             return False
         if self.ranks > 1:
-            if self.launch is None or _number("LOCAL_WORLD_SIZE", 0) != self.ranks:  # some are on other machines
+            if (
+                self.launch is None or environment_number("LOCAL_WORLD_SIZE") != self.ranks
+            ):  # some are on other machines
                 return False
-            others = [_read(file) for file in (self.path / "run.json", *(self.path / "ranks").glob("*.json"))]
+            others = [_read(file) for file in (self.path / RUN_FILE, *(self.path / RANKS).glob("*.json"))]
             if any(facts.get("launch") != self.launch for facts in others):
                 return True
         left = _read(self.description)
@@ -164,12 +167,12 @@ class RunDirectory:
             return False
         if self.launch is None:
             return bool(self.restart > left["restart"])  # whoever says so
-        others = sorted((self.path / "ranks").glob("*.json"))
+        others = sorted((self.path / RANKS).glob("*.json"))
         return any(_read(file).get("launch") == self.launch for file in (self.description, *others))
 
     def _put_aside(self, before: int) -> None:
         """Give the statistics of the attempt before another name; the other files have the attempt in theirs."""
-        last = self.path / "stats" / f"{self.name}.jsonl"
+        last = self.path / STATS / f"{self.name}.jsonl"
         with contextlib.suppress(OSError):
             last.rename(last.with_name(f"{self.name}-attempt-{before}.jsonl"))
 
@@ -186,8 +189,3 @@ def _read(description: Path) -> dict[str, Any]:
 def _rank_of(file: Path) -> int:
     found = _RANK.search(file.name)
     return int(found[1] or found[2]) if found else 0
-
-
-def _number(variable: str, default: int) -> int:
-    given = os.environ.get(variable, "")
-    return int(given) if given.isdecimal() and given.isascii() else default

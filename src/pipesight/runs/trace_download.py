@@ -1,4 +1,4 @@
-"""The trace of a run in one piece, for viewers: a single file as it is, several as one JSON object, compressed."""
+"""The trace of a run as one download: a single file as it is, several joined into a compressed Chrome trace."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Self
 
+from pipesight.runs.chrome_trace import chrome_trace
 from pipesight.runs.reading.safe_open import RefusedError, open_plain
-from pipesight.runs.reading.trace_reader import NotATraceError, TraceReader, find_traces
+from pipesight.runs.reading.trace_reader import TraceReader, find_traces
 
 __all__ = ["TraceDownload"]
 
@@ -19,17 +20,17 @@ _GZIP = 31  # zlib's number for it
 
 
 class TraceDownload:
-    """The bytes of a trace, piece by piece.
+    """The bytes to send, piece by piece.
 
     Raises:
-        FileNotFoundError: There is no trace.
+        FileNotFoundError: The run has no trace.
     """
 
     def __init__(self, run: Path) -> None:
-        self._files = find_traces(run)
+        self._run, self._files = run, find_traces(run)
         self.name = f"{run.absolute().name}.json.gz"
         self.size: int | None = None
-        """In bytes, where it is known before all has been read."""
+        """In bytes; ``None`` if it is not known in advance."""
         self._file: BinaryIO | None = None
         if len(self._files) == 1:
             self._open(self._files[0])
@@ -53,7 +54,7 @@ class TraceDownload:
 
     def _joined(self) -> Iterator[bytes]:
         packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP)
-        for text in _chrome(self._files):
+        for text in chrome_trace(map(TraceReader, self._files), self._run, skip_unreadable=True):
             if packed := packer.compress(text):
                 yield packed
         yield packer.flush()
@@ -68,15 +69,3 @@ class TraceDownload:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _chrome(files: list[Path]) -> Iterator[bytes]:
-    between = b'{"traceEvents":[\n'
-    for path in files:
-        try:
-            for line in TraceReader(path):
-                yield between + line
-                between = b",\n"
-        except (NotATraceError, OSError):
-            continue
-    yield b"\n]}\n" if between == b",\n" else between + b"]}\n"

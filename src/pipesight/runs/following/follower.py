@@ -14,25 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipesight.runs.following.attempts import attempt_of_trace, choose_attempt, described, read_ranks
 from pipesight.runs.following.growing_file import GrowingFile
 from pipesight.runs.following.recent_events import TraceLines
 from pipesight.runs.following.recent_run import RecentRun
+from pipesight.runs.format import LOGS, RANKS, RUN_FILE, STATS, TRACE, TRACE_SUFFIXES, rank_in
+from pipesight.runs.reading.attempts import attempt_of_trace, choose_running
 from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
+from pipesight.runs.reading.descriptions import merged, read_description, read_ranks
 from pipesight.runs.reading.process_liveness import KILLED, ending_of, is_gone, may_restart
 from pipesight.runs.reading.run import NotARunError
-from pipesight.runs.reading.safe_open import check_plain, refusal, without_refused
-from pipesight.runs.reading.trace_files import read_object
+from pipesight.runs.reading.safe_open import refusal, without_refused
 from pipesight.runs.reading.trace_reader import find_traces
 
 __all__ = ["Follower", "State", "check_place"]
 
 Phase = Literal["waiting", "running", "ended"]
 
-_RANK = re.compile(r"rank[-_]?(\d{1,9})")
 _CHILD = re.compile(r"-\d+-\d+\.")  # of a process that a rank started: rank-00000-4711.pfw.gz
-_PARTS = ("trace", "stats", "logs", "ranks")
-_MOST = {"trace": 4 * 2**20, "stats": 8 * 2**20, "logs": 2**18}
+_MOST = {TRACE: 4 * 2**20, STATS: 8 * 2**20, LOGS: 2**18}
 """Bytes on disk that are read at a time, over all files of a kind."""
 _LEAST = 2**16  # bytes, of each file
 _LONGER = 12
@@ -55,18 +54,18 @@ def check_place(path: Path) -> None:
     Raises:
         NotARunError: There is something else.
     """
-    if path.is_dir() and (why := refusal(path / "run.json", path)) is not None:
-        raise NotARunError(f"{path / 'run.json'}: {why}")
+    if path.is_dir() and (why := refusal(path / RUN_FILE, path)) is not None:
+        raise NotARunError(f"{path / RUN_FILE}: {why}")
     if path.exists() and not path.is_dir() and not path.is_file():
         raise NotARunError(f"not a run: {str(path)!r} is neither a file nor a folder")
-    if not path.is_dir() or (path / "run.json").exists():
-        if path.is_file() and not path.name.endswith((".pfw.gz", ".pfw")):
+    if not path.is_dir() or (path / RUN_FILE).exists():
+        if path.is_file() and not path.name.endswith(TRACE_SUFFIXES):
             raise NotARunError(
                 f"not a run: {str(path)!r} is a file; give the folder of a run, or its trace: rank-00000.pfw.gz"
             )
         return
     names = {entry.name for entry in path.iterdir()}
-    if not names or names & set(_PARTS):
+    if not names or names & {TRACE, STATS, LOGS, RANKS}:
         return
     try:
         find_traces(path)
@@ -120,15 +119,15 @@ class Follower:
         before = self.state
         told = self._read_facts()
         self._choose_attempt()
-        events = list(self._new("trace"))
+        events = list(self._new(TRACE))
         if events:
             self._read_ranks()
             self.run.add_events([self._lines(path, lines) for path, lines in events])
         said = False
-        for path, lines in self._new("stats"):
+        for path, lines in self._new(STATS):
             self.run.add_statistics(_rank(path), lines)
             said = True
-        for path, lines in self._new("logs"):
+        for path, lines in self._new(LOGS):
             self.run.add_log_lines(_rank(path), lines)
             said = True
         self.state = self._judge()
@@ -143,11 +142,9 @@ class Follower:
 
     def _read_facts(self) -> bool:
         """Read run.json, if it has changed."""
-        path = self.path / "run.json"
         try:
-            check_plain(path, self.path)
-            facts = read_object(path)
-            changed_at = path.stat().st_mtime
+            facts = read_description(self.path, self.run.remark)
+            changed_at = (self.path / RUN_FILE).stat().st_mtime
         except (OSError, ValueError):  # it is replaced in one go, but not by everyone
             return False
         known = self._told
@@ -156,7 +153,7 @@ class Follower:
         if known and any(facts.get(name) != known.get(name) for name in ("started", "pid", "host")):
             self._begin_anew()  # another run, in the same place, or another attempt
         self._told = facts
-        self.run.description = described(facts, self._ranks)
+        self.run.description = merged(facts, self._ranks)
         self._note_growth(changed_at)
         return True
 
@@ -169,10 +166,10 @@ class Follower:
         told, found = self._told, self._find_traces()
         if told.get("restart") or any(attempt_of_trace(path) for path in found):
             self._read_ranks()
-        chosen = choose_attempt(self.path, [(_rank(path), path) for path in found], told, self._ranks)
+        chosen = choose_running(self.path, [(_rank(path), path) for path in found], told, self._ranks)
         if self._files and chosen.number != self.run.attempt.number:
             self._begin_anew()
-            self._told, self.run.description = told, described(told, {})
+            self._told, self.run.description = told, merged(told, {})
         self.run.attempt = chosen
         self._traces = [path for path in found if attempt_of_trace(path) == chosen.of_rank(_rank(path))]
 
@@ -181,7 +178,7 @@ class Follower:
         ranks = read_ranks(self.path)
         if ranks != self._ranks:
             self._ranks = ranks
-            self.run.description = described(self._told, ranks)
+            self.run.description = merged(self._told, ranks)
 
     def _note_growth(self, changed_at: float) -> None:
         """Take note of when a file was written last, which is long ago where a run ended long ago."""
@@ -204,7 +201,7 @@ class Follower:
                 continue
             if file.left_out > left_out:
                 size = f"{file.left_out / 2**20:,.1f} MiB"
-                self.run.remark(path, f"{size} were left out, to keep up with it; `pipesight report` reads all")
+                self.run.remark(path, f"skipped {size} to keep up; `pipesight report` reads all of it")
             if lines:
                 self._note_growth(changed_at)
                 yield path, lines
@@ -224,9 +221,9 @@ class Follower:
         """Return the files of the attempt that is read."""
         attempt = self.run.attempt
         try:
-            if kind == "stats":
+            if kind == STATS:
                 found = [path for path in (self.path / kind).glob("*.jsonl") if attempt.has_statistics(path)]
-            elif kind == "logs":
+            elif kind == LOGS:
                 found = [path for path in (self.path / kind).glob("*.log") if attempt.has_log(path, _rank(path))]
             else:
                 return self._traces
@@ -266,5 +263,4 @@ class Follower:
 
 
 def _rank(path: Path) -> int:
-    found = _RANK.search(path.name)
-    return int(found[1]) if found else 0
+    return rank_in(path.name) or 0

@@ -50,7 +50,7 @@ class GrowingFile:
         """Return the whole lines that were added since the last call, without their ends.
 
         Args:
-            most: bytes on disk to read; if there are more, the first of them are left out.
+            most: bytes on disk to read; if there are more, the first of them are skipped.
 
         Raises:
             OSError: the file cannot be read, or is gone.

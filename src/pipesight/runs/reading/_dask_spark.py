@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import narwhals
 import numpy as np
 
-from pipesight.runs.reading._parquet_dataset import EVENTS
+from pipesight.runs.format import EVENTS
 from pipesight.runs.reading.event_queries import of_dataset
 
 if TYPE_CHECKING:

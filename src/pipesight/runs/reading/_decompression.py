@@ -1,6 +1,6 @@
 """What is in a compressed file, piece by piece, however damaged: of each gzip member all that can be trusted.
 
-Traces are sequences of complete members, each with a checksum. A member that fails it is left out, and the next one is
+Traces are sequences of complete members, each with a checksum. A member that fails it is skipped, and the next one is
 looked for. The last one may have been cut off, or be in the making: it is taken as far as it goes.
 """
 

@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from pipesight.runs.format import TRACE_SUFFIXES
 from pipesight.runs.reading._decompression import is_packed
 from pipesight.runs.reading.safe_open import open_plain
 
-__all__ = ["TRACES", "FileType", "Sniffed", "sniff"]
+__all__ = ["FileType", "Sniffed", "sniff"]
 
 FileType: TypeAlias = Literal["lines", "chrome", "records", "empty", "other"]
 """What is in a file: an event a line; events in one JSON value; other objects, one a line; nothing; something else."""
 
-TRACES = (".pfw.gz", ".pfw")
-"""How the names of traces end."""
 _START = 2**16  # bytes that tell what a file is
 _LINES = 200  # and how many lines
 
@@ -51,7 +50,7 @@ def sniff(path: Path) -> Sniffed:
     event = next((value for value in objects if "ph" in value), None)
     pid = event.get("pid") if event is not None else None
     start_of = Sniffed(_form(first, lines, text, is_event=event is not None), packed, first == b"[")
-    if start_of.form == "other" and path.name.endswith(TRACES):
+    if start_of.form == "other" and path.name.endswith(TRACE_SUFFIXES):
         return replace(start_of, form="lines")
     return replace(start_of, pid=pid) if isinstance(pid, int) else start_of
 

@@ -2,7 +2,7 @@
 
     DATASET/events/rank-00000-0.parquet         every event with all that it says; nothing else is in this folder
     DATASET/run.json, ranks, stats, logs        as they were
-    DATASET/notes.json                          what was left out when the events were read
+    DATASET/notes.json                          notes on the files that the events were read from
 
 Such a folder is a run itself. Larger ones than a machine can take are read by a cluster: see `_clusters`.
 """
@@ -17,18 +17,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipesight.runs.format import EVENTS, LOGS, NOTES, RANKS, RUN_FILE, STATS, rank_name
+from pipesight.runs.reading.notes import NotARunError, Note
 from pipesight.runs.reading.safe_open import check_plain, open_plain, refusal
 from pipesight.runs.reading.stats_and_logs import foreign_statistics
-from pipesight.runs.reading.trace_files import NotARunError, Note
 
 if TYPE_CHECKING:
     from pipesight.runs.reading.duckdb_events import DuckEvents
 
-__all__ = ["EVENTS", "NOTES", "check_schema", "is_dataset", "read_notes", "write_dataset"]
+__all__ = ["check_schema", "is_dataset", "read_notes", "write_dataset"]
 
-EVENTS = "events"
-NOTES = "notes.json"
-_BESIDE = ("run.json", "ranks", "stats", "logs")
+_BESIDE = (RUN_FILE, RANKS, STATS, LOGS)
 
 
 def is_dataset(path: Path) -> bool:
@@ -67,7 +66,7 @@ def write_dataset(
 
     Args:
         events: the events.
-        notes: what was left out.
+        notes: what is noted about the run's files.
         source: the run directory that they are of, or a file.
         target: the folder.
         records: files of others with statistics, and their ranks.
@@ -85,8 +84,8 @@ def write_dataset(
             elif (source / name).is_file():
                 shutil.copy2(source / name, partial / name)
         for path, rank in records:
-            (partial / "stats").mkdir(exist_ok=True)
-            with (partial / "stats" / f"{path.name.partition('.')[0]}-rank-{rank:05}.jsonl").open("a") as file:
+            (partial / STATS).mkdir(exist_ok=True)
+            with (partial / STATS / f"{path.name.partition('.')[0]}-{rank_name(rank)}.jsonl").open("a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in foreign_statistics(path, rank))
         told = [{"path": str(note.path), "text": note.text} for note in notes]
         (partial / NOTES).write_text(json.dumps(told, indent=1) + "\n")
@@ -107,7 +106,7 @@ def read_notes(path: Path) -> list[Note]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
-        return [Note(path / NOTES, f"left out: {error}")]
+        return [Note(path / NOTES, f"skipped: {error}")]
     entries = told if isinstance(told, list) else []
     return [Note(Path(str(entry["path"])), str(entry["text"])) for entry in entries if _is_note(entry)]
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
-from pipesight.runs.reading.safe_open import without_refused
-from pipesight.runs.reading.trace_files import read_object
-
-__all__ = ["NO_SHIFT", "ClockShift", "read_shifts"]
+__all__ = ["NO_SHIFT", "ClockShift"]
 
 _TIME = re.compile(rb'"ts":(\d+)')
 
@@ -24,7 +21,7 @@ class ClockShift:
     since: int = 0
 
     @classmethod
-    def of(cls, facts: dict[str, Any]) -> Self | None:
+    def of(cls, facts: Mapping[str, Any]) -> Self | None:
         """Read what the description of a rank says of its clock; ``None`` if it says nothing of use."""
         clock = facts.get("clock")
         if not isinstance(clock, dict) or not isinstance(offset := clock.get("offset_correction_ns"), int):
@@ -48,17 +45,3 @@ class ClockShift:
 
 
 NO_SHIFT = ClockShift()
-
-
-def read_shifts(run: Path) -> dict[int, ClockShift]:
-    """Return what to add to the times of the ranks of a run whose clocks were compared with that of rank 0."""
-    shifts = {}
-    for path in without_refused((run / "ranks").glob("*.json"), run):
-        try:
-            facts = read_object(path)
-            rank, shift = int(facts["rank"]), ClockShift.of(facts)
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
-        if shift is not None:
-            shifts[rank] = shift
-    return shifts

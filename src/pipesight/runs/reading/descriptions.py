@@ -1,18 +1,89 @@
-"""The description of a run, put together from those of its ranks."""
+"""What a run says of itself: ``run.json`` of rank 0, and a file of each other rank in ``ranks``.
+
+own, ranks = read_description(run), read_ranks(run)
+description = merged(own, ranks)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["complete"]
+from pipesight.runs.format import RANKS, RUN_FILE, version_note
+from pipesight.runs.reading.clock_shift import ClockShift
+from pipesight.runs.reading.safe_open import check_plain, read_json_object, without_refused
+
+__all__ = ["merged", "processes_of", "read_description", "read_ranks", "shifts_of"]
 
 _ATTEMPT = ("launch", "restart")
 """What the ranks of a node have in common, unless the file of one is of an earlier attempt."""
 _END = ("host", "pid", "ended", "outcome")
 
 
-def complete(description: dict[str, Any], other: dict[str, Any]) -> None:
+def read_description(run: Path, note: Callable[[Path, str], None] | None = None) -> dict[str, Any]:
+    """Return what ``run.json`` says; ``note`` takes a warning about its version.
+
+    Raises:
+        RefusedError: It is not a plain file of this run.
+        OSError: It is not there, or cannot be read.
+        ValueError: It is not a JSON object.
+    """
+    path = run / RUN_FILE
+    check_plain(path, run)
+    facts = read_json_object(path)
+    if note is not None and (warning := version_note(facts)) is not None:
+        note(path, warning)
+    return facts
+
+
+def read_ranks(run: Path, note: Callable[[Path, str], None] | None = None) -> dict[int, dict[str, Any]]:
+    """Return what the other ranks say of themselves, by rank; ``note`` takes warnings about their files."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def warn(path: Path, text: str) -> None:
+        if note is not None:
+            note(path, text)
+
+    for path in without_refused(sorted((run / RANKS).glob("*.json")), run, warn):
+        try:
+            facts = read_json_object(path)
+            rank = facts.get("rank")
+            if type(rank) is not int:
+                raise ValueError("it does not say which rank it is of")
+        except (OSError, ValueError) as error:
+            warn(path, f"skipped: {error}")
+            continue
+        if (warning := version_note(facts)) is not None:
+            warn(path, warning)
+        found[rank] = facts
+    return dict(sorted(found.items()))
+
+
+def processes_of(own: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]]) -> dict[int, int]:
+    """Return the rank of each process, as far as the descriptions say."""
+    everyone = [own, *ranks.values()]
+    pairs = [(facts.get("pid"), facts.get("rank")) for facts in everyone]
+    return {pid: rank for pid, rank in pairs if isinstance(pid, int) and isinstance(rank, int)}
+
+
+def shifts_of(own: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]]) -> dict[int, ClockShift]:
+    """Return what to add to the times of ranks whose clocks were compared with that of rank 0."""
+    everyone = [(own.get("rank"), own), *ranks.items()]
+    found = [(rank, ClockShift.of(facts)) for rank, facts in everyone]
+    return {rank: shift for rank, shift in found if isinstance(rank, int) and shift is not None}
+
+
+def merged(own: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what ``run.json`` says, completed by what other ranks know."""
+    description = copy.deepcopy(dict(own))
+    for _, other in sorted(ranks.items()):
+        _complete(description, other)
+    return description
+
+
+def _complete(description: dict[str, Any], other: Mapping[str, Any]) -> None:
     """Add what another rank knows: its host, how it ended, and of a pipeline over several ranks, its own layers."""
     hosts, by_rank = description.get("hosts"), description.get("host_of_rank")
     if not isinstance(hosts, list):
@@ -25,7 +96,9 @@ def complete(description: dict[str, Any], other: dict[str, Any]) -> None:
     if type(rank := other.get("rank")) is int:
         by_rank[rank] = other.get("host")
         if other.get("host") != description.get("host") or all(other.get(k) == description.get(k) for k in _ATTEMPT):
-            description.setdefault("ends", {})[rank] = {key: other.get(key) for key in _END}
+            if not isinstance(description.get("ends"), dict):
+                description["ends"] = {}
+            description["ends"][rank] = {key: other.get(key) for key in _END}
     for ours, theirs in zip(_dicts(description, "pipelines"), _dicts(other, "pipelines"), strict=False):
         if "ranks" not in ours:
             continue  # a pipeline of one rank: the other has one of its own
@@ -34,6 +107,6 @@ def complete(description: dict[str, Any], other: dict[str, Any]) -> None:
                 layer["output_bytes"] = same.get("output_bytes")
 
 
-def _dicts(facts: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
+def _dicts(facts: Mapping[str, Any], key: str) -> Iterator[dict[str, Any]]:
     entries = facts.get(key)
     return (entry for entry in entries if isinstance(entry, dict)) if isinstance(entries, list) else iter(())

@@ -1,27 +1,29 @@
-"""From files to a table of events: what DuckDB can read as it is, it reads; the rest goes through a sieve first."""
+"""From files to a table of events: what DuckDB can read as it is, it reads; the rest goes through a one first."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import shlex
-import textwrap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipesight.runs.format import EVENTS, LOGS, RUN_FILE, STATS
 from pipesight.runs.reading._decompression import Decompressor
+from pipesight.runs.reading._file_notes import file_notes, missing_ranks, nothing_found
 from pipesight.runs.reading._integrity import IntegrityChecks
 from pipesight.runs.reading._normalizing import Normalizer
-from pipesight.runs.reading._parquet_dataset import EVENTS, check_schema, is_dataset, read_notes
+from pipesight.runs.reading._parquet_dataset import check_schema, is_dataset, read_notes
 from pipesight.runs.reading.attempts import Attempt, choose, own_restarts
 from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
-from pipesight.runs.reading.descriptions import complete
+from pipesight.runs.reading.descriptions import merged, processes_of, read_description, read_ranks, shifts_of
 from pipesight.runs.reading.duckdb_events import DuckEvents, FileFacts, Source, UnreadableError
+from pipesight.runs.reading.notes import NotARunError, Note
 from pipesight.runs.reading.safe_open import refusal, without_refused
-from pipesight.runs.reading.trace_files import NotARunError, Note, TraceFile, find_files, read_object
+from pipesight.runs.reading.trace_files import TraceFile, find_files
 
 if TYPE_CHECKING:
     from pipesight.runs.reading.event_queries import Frame
@@ -31,9 +33,6 @@ __all__ = ["Events", "Loaded", "load"]
 
 _BATCH = 2**27  # bytes of files that are read together
 _FILES = 128  # and how many, as DuckDB keeps something of each
-FORMAT_VERSION = 1
-"""The newest format of ``run.json`` that is known."""
-MOST_RANKS = 1_000_000
 _BAD_LINES = 3  # that a whole file may have: brackets, and one that is being written
 
 
@@ -122,137 +121,97 @@ def _open_dataset(path: Path, engine: object, asked: int | None) -> Loaded:
             raise NotARunError(f"{file}: {why}")
     check_schema(path)
     notes = read_notes(path)
-    description, _, _, apart = _describe(path, notes)
-    attempt = choose(path, (), asked=asked, description=description, apart=apart)
+    own, ranks = _describe(path, notes)
+    attempt = choose(path, (), asked=asked, description=own, apart=own_restarts(own, ranks))
     events: Events = DuckEvents.of_parquet(path / EVENTS) if engine == "duckdb" else events_in(engine, path)
     try:
         count = event_queries.count(events.frame, events.fetch)
     except BaseException:
         events.close()
         raise
-    return Loaded(events, description, count, notes, attempt=attempt)
+    return Loaded(events, merged(own, ranks), count, notes, attempt=attempt)
 
 
 def _load(path: Path, loaded: Loaded, events: DuckEvents, asked: int | None) -> None:
-    description, processes, shifts, apart = _describe(path, loaded.notes)
-    size = description.get("world_size")
+    own, ranks = _describe(path, loaded.notes)
+    shifts, apart = shifts_of(own, ranks), own_restarts(own, ranks)
+    size = own.get("world_size")
     found, notes, loaded.attempt = find_files(
         path,
-        processes,
+        processes_of(own, ranks),
         size if isinstance(size, int) and size > 0 else None,
-        choose=lambda there: choose(path, there, asked=asked, description=description, apart=apart),
+        choose=lambda there: choose(path, there, asked=asked, description=own, apart=apart),
     )
     loaded.notes += notes
-    if description and (missing := _missing(found, size)) is not None:
+    if (own or ranks) and (missing := missing_ranks({file.rank for file in found}, size)) is not None:
         loaded.notes.append(Note(path, missing))
-    loaded.description = loaded.attempt.about(description)
+    loaded.description = loaded.attempt.about(merged(own, ranks))
     if shifts and not loaded.attempt.described:
-        loaded.notes.append(Note(path / "run.json", "clocks of ranks were compared in another attempt than this one"))
+        loaded.notes.append(Note(path / RUN_FILE, "the clocks of the ranks were compared in another attempt"))
     loaded.records += [(file.path, file.rank) for file in found if file.form == "records"]
     direct: list[tuple[int, TraceFile]] = []
-    sieved: dict[int, Normalizer] = {}
+    slow: dict[int, Normalizer] = {}
     for number, file in enumerate(found):
         if file.form == "lines":
             direct.append((number, file))
         else:
-            sieved[number] = Normalizer(file)
+            slow[number] = Normalizer(file)
     loaded.checks.check_small([file.path for _, file in direct])
     for batch in _batches(direct):
         kept = []
         for number, file in batch:
             if loaded.checks.has_found_damage(file.path):
-                sieved[number] = Normalizer(file)
+                slow[number] = Normalizer(file)
             else:
                 kept.append((number, file))
-        sieved |= {number: Normalizer(file) for number, file in _unread(events, kept, shifts)}
-    for number, sieve in sorted(sieved.items()):
-        sieve.read_into(events, number, shifts.get(sieve.file.rank, NO_SHIFT))
-    if foreign := [number for number, sieve in sieved.items() if sieve.file.form != "lines"]:
+        slow |= {number: Normalizer(file) for number, file in _unread(events, kept, shifts)}
+    for number, one in sorted(slow.items()):
+        one.read_into(events, number, shifts.get(one.file.rank, NO_SHIFT))
+    if foreign := [number for number, one in slow.items() if one.file.form != "lines"]:
         events.adopt(foreign)
     facts = events.settle()
     again = {
         number: Normalizer(file)
         for number, file in direct
-        if number not in sieved
+        if number not in slow
         and number in facts
         and facts[number].damaged > _BAD_LINES
         and loaded.checks.has_found_damage(file.path, check=True)
     }
-    for number, sieve in again.items():
+    for number, one in again.items():
         events.remove(number)
-        sieve.read_into(events, number, shifts.get(sieve.file.rank, NO_SHIFT))
+        one.read_into(events, number, shifts.get(one.file.rank, NO_SHIFT))
     if again:
         facts |= {number: fact for number, fact in events.settle().items() if number in again}
-        sieved |= again
+        slow |= again
     loaded.count = sum(fact.spans for fact in facts.values())
     for number, file in enumerate(found):
-        _tell(loaded, file, facts.get(number, FileFacts(0, 0, False)), sieved.get(number))
+        _note(loaded, file, facts.get(number, FileFacts(0, 0, False)), slow.get(number))
     loaded.checks.begin()
     if not loaded.count and not loaded.description and not loaded.records and not _has_lines(path):
-        raise NotARunError(_nothing(path, loaded.notes))
+        raise NotARunError(nothing_found(path, loaded.notes))
 
 
-def _describe(
-    path: Path, notes: list[Note]
-) -> tuple[dict[str, Any], dict[int, int], dict[int, ClockShift], dict[int, int]]:
-    """Return what ``run.json`` says, the ranks of processes, what to add to the times of ranks, and `own_restarts`."""
-    description: dict[str, Any] = {}
-    processes: dict[int, int] = {}
-    shifts: dict[int, ClockShift] = {}
-    by_rank: dict[int, dict[str, Any]] = {}
+def _describe(path: Path, notes: list[Note]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """Return what ``run.json`` says, and what the other ranks say."""
     if not path.is_dir():
-        return description, processes, shifts, {}
-    if (why := refusal(path / "run.json", path)) is not None:
-        raise NotARunError(f"{path / 'run.json'}: {why}")
+        return {}, {}
+    if (why := refusal(path / RUN_FILE, path)) is not None:
+        raise NotARunError(f"{path / RUN_FILE}: {why}")
 
-    def refuse(file: Path, why: str) -> None:
-        notes.append(Note(file, why))
+    def note(file: Path, text: str) -> None:
+        notes.append(Note(file, text))
 
-    for pattern in ("stats/*.jsonl", "logs/*.log"):  # which are read later, or not at all
-        without_refused(sorted(path.glob(pattern)), path, refuse)
-    for file in [path / "run.json", *without_refused(sorted(path.glob("ranks/*.json")), path, refuse)]:
-        try:
-            facts = read_object(file)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            notes.append(Note(file, f"left out: {error}"))
-            continue
-        if (news := _unknown(facts)) is not None:
-            notes.append(Note(file, news))
-        if file.name == "run.json":
-            description = facts
-        else:
-            complete(description, facts)
-        rank, pid = facts.get("rank"), facts.get("pid")
-        if isinstance(rank, int) and isinstance(pid, int):
-            processes[pid] = rank
-        if isinstance(rank, int) and (shift := ClockShift.of(facts)) is not None:
-            shifts[rank] = shift
-        if isinstance(rank, int):
-            by_rank[rank] = facts
-    return description, processes, shifts, own_restarts(description, by_rank)
-
-
-def _unknown(facts: Mapping[str, Any]) -> str | None:
-    """Say that a description is of another format than the one that is known here, if it is."""
-    version = facts.get("format_version", FORMAT_VERSION)
-    if type(version) is int and version <= FORMAT_VERSION:
-        return None
-    told = textwrap.shorten(repr(version), 40, placeholder="..")
-    return f"of format version {told}, and {FORMAT_VERSION} is known here: some of it may be misread"
-
-
-def _missing(found: Sequence[TraceFile], size: object) -> str | None:
-    """Say of which ranks there is no trace, if there should be one."""
-    there = {file.rank for file in found}
-    if not there:
-        return "there is no trace in it"
-    if type(size) is not int or len(there) >= size:
-        return None
-    missing = [rank for rank in range(min(size, MOST_RANKS)) if rank not in there]
-    shown = ", ".join(map(str, missing[:8])) + (", .." if len(missing) > 8 else "")
-    return f"there is no trace of rank{'s' * (len(missing) != 1)} {shown} of {size:,}"
+    for folder, suffix in ((STATS, "*.jsonl"), (LOGS, "*.log")):  # they are read later, or not at all
+        without_refused(sorted((path / folder).glob(suffix)), path, note)
+    own: dict[str, Any] = {}
+    try:
+        own = read_description(path, note)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        note(path / RUN_FILE, f"skipped: {error}")
+    return own, read_ranks(path, note)
 
 
 def _batches(files: Sequence[tuple[int, TraceFile]]) -> Iterator[list[tuple[int, TraceFile]]]:
@@ -289,62 +248,17 @@ def _unread(
                 yield from _unread(events, [one], shifts)
 
 
-# What to say.
+def _note(loaded: Loaded, file: TraceFile, facts: FileFacts, normalized: Normalizer | None) -> None:
+    """Note what is wrong with a file: now, or once its checksums have been verified."""
 
+    def add(text: Decompressor) -> None:
+        loaded.notes.extend(file_notes(file, facts, normalized, text, whole=loaded.whole))
 
-def _tell(loaded: Loaded, file: TraceFile, facts: FileFacts, sieve: Normalizer | None) -> None:
-    """Note what is wrong with a file, now, or once it has been checked."""
-
-    def look(text: Decompressor) -> Iterator[Note]:
-        yield from _notes(file, facts, sieve, text, whole=loaded.whole)
-
-    if sieve is not None:
-        loaded.notes.extend(look(sieve.unpacker))
+    if normalized is not None:
+        add(normalized.unpacker)
     else:
-        loaded.checks.when_done(file.path, lambda text: loaded.notes.extend(look(text)))
-
-
-def _notes(
-    file: TraceFile, facts: FileFacts, sieve: Normalizer | None, text: Decompressor, *, whole: bool
-) -> Iterator[Note]:
-    def note(words: str) -> Note:
-        return Note(file.path, words)
-
-    if sieve is not None and sieve.failure is not None:
-        yield note(f"cannot be read on: {sieve.failure}")
-    if text.damaged:
-        wrong = text.unchecked or sieve is None
-        yield note(
-            f"damaged: {text.damaged:,} of its bytes fail their checksum; "
-            + ("some of what it says may be wrong" if wrong else "what they held is left out")
-        )
-    if facts.lost:
-        yield note(f"without {facts.lost:,} {'event' if facts.lost == 1 else 'events'} that were lost while recording")
-    if file.form == "lines":
-        last = text.tail.rstrip(b"\0 \t\r\n")
-        is_broken_off = not text.tail.endswith((b"\n", b"]", b"}")) and sieve is None
-        if not facts.ended and not last.endswith(b"]") and not text.damaged:
-            yield note("without an end: its process was killed, or is still writing")
-        # Brackets, a last line that was cut off, and where bytes are missing, the lines on both sides.
-        expected = file.bracketed + last.endswith(b"]") + is_broken_off + (2 if text.damaged else 0)
-    else:
-        expected = 0
-        if text.cut or (sieve is not None and sieve.is_broken_off and facts.spans):
-            yield note("without an end: it was cut off")
-    skipped = facts.damaged + (sieve.skipped if sieve is not None else 0) - expected
-    if skipped > 0:
-        yield note(f"left out: {skipped:,} {'line that is no event' if skipped == 1 else 'lines that are no events'}")
-    if not facts.spans and file.form != "records":
-        yield note("there are no spans in it")
-    if whole and text.has_surrogates:
-        yield note("half characters, which are no Unicode, are replaced by \ufffd")
+        loaded.checks.when_done(file.path, add)
 
 
 def _has_lines(path: Path) -> bool:
-    return any(next((path / name).glob("*"), None) is not None for name in ("stats", "logs") if (path / name).is_dir())
-
-
-def _nothing(path: Path, notes: Sequence[Note]) -> str:
-    more = f"; and {len(notes) - 1} more" if len(notes) > 1 else ""
-    why = f" ({notes[0].path.name}: {notes[0].text}{more})" if notes else ""
-    return f"no events in {str(path)!r}{why}; give a run directory, or a trace such as trace.pfw.gz"
+    return any(next((path / name).glob("*"), None) is not None for name in (STATS, LOGS) if (path / name).is_dir())

@@ -4,7 +4,7 @@
         tasks = run.tasks()
         for note in run.notes: ...
 
-The files are read once. What cannot be read is left out, and a note says so.
+The files are read once. What cannot be read is skipped, and a note says so.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from pipesight.runs.format import LOGS, RUN_FILE, STATS, TRACE
 from pipesight.runs.reading._parquet_dataset import is_dataset
+from pipesight.runs.reading.descriptions import read_description
+from pipesight.runs.reading.notes import NotARunError, Note
 from pipesight.runs.reading.process_liveness import is_gone, may_restart
 from pipesight.runs.reading.stats_and_logs import LogLine, foreign_statistics, log_lines, statistics
-from pipesight.runs.reading.trace_files import NotARunError, Note
 
 if TYPE_CHECKING:
     from pipesight.runs.reading.event_tables import (
@@ -74,12 +76,10 @@ class Run:
 
     def was_killed(self) -> bool:
         """Tell whether the run's process is gone from this machine, and nobody wrote how it ended."""
-        from pipesight.runs.reading.trace_files import read_object
-
         if not is_gone(self.description.get("pid"), self.description) or may_restart(self.description):
             return False
         try:  # it may have ended just now, in the usual way
-            return read_object(self.path / "run.json").get("outcome") is None
+            return read_description(self.path).get("outcome") is None
         except (OSError, ValueError):
             return False
 
@@ -147,13 +147,13 @@ class Run:
 
     def statistics(self, *, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
         """Yield the statistics, each as its line says, with ``rank``; given ``words``, those with one of them."""
-        yield from statistics(self.path / "stats", self._note, words=words, attempt=self.attempt)
+        yield from statistics(self.path / STATS, self._note, words=words, attempt=self.attempt)
         for path, rank in self._loaded.records:
             yield from foreign_statistics(path, rank)
 
     def log_lines(self) -> Iterator[LogLine]:
         """Yield the log lines, rank by rank."""
-        return log_lines(self.path / "logs", self._note, attempt=self.attempt)
+        return log_lines(self.path / LOGS, self._note, attempt=self.attempt)
 
     def write_dataset(self, folder: str | os.PathLike[str]) -> int:
         """Write the run as a dataset, as ``pipesight convert --to parquet`` does: events in Parquet, and all the rest.
@@ -207,6 +207,6 @@ def open_run(
     from pipesight.runs.reading.loading import load
 
     folder = Path(path)
-    if folder.name == "trace" and (folder.parent / "run.json").is_file():
+    if folder.name == TRACE and (folder.parent / RUN_FILE).is_file():
         folder = folder.parent
     return Run(folder, load(folder, engine=engine, attempt=attempt, whole=whole))

@@ -10,13 +10,14 @@ link can lead to any file of whoever reads the run::
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-__all__ = ["RefusedError", "check_plain", "open_plain", "refusal", "without_refused"]
+__all__ = ["RefusedError", "check_plain", "open_plain", "read_json_object", "refusal", "without_refused"]
 
 _KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -88,6 +89,23 @@ def open_plain(path: Path) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ValueError: there is none.
+        OSError: the file is not there, or is none.
+    """
+    try:
+        with open_plain(path) as file:
+            value = json.loads(file.read())
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    return value
 
 
 def _check_mode(mode: int, path: Path) -> None:

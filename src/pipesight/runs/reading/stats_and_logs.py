@@ -11,18 +11,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pipesight._plurals import count, plural
+from pipesight.runs.format import rank_in
 from pipesight.runs.reading._decompression import Decompressor
 from pipesight.runs.reading._foreign_formats import records, statistics_of
 from pipesight.runs.reading.attempts import Attempt
+from pipesight.runs.reading.notes import Note
 from pipesight.runs.reading.safe_open import open_plain, without_refused
-from pipesight.runs.reading.trace_files import Note
 
 __all__ = ["NONFINITE_KEYS", "LogLine", "foreign_statistics", "is_nonfinite", "log_lines", "parse_log", "statistics"]
 
 NONFINITE_KEYS = ("nonfinite", "nans", "infs")
 """A line of statistics about a tensor that is not finite has at least one of these."""
 
-_RANK = re.compile(r"rank[-_]?(\d{1,9})")
 _LONGEST = 2**20  # characters of a line
 _LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?) "
@@ -75,7 +76,8 @@ def statistics(
             else:
                 skipped += bool(line.strip("\0 \r\n\t"))
         if skipped:
-            note(Note(path, f"left out: {skipped:,} {'line' if skipped == 1 else 'lines'} that are no JSON objects"))
+            are = plural(skipped, "is no JSON object", "are no JSON objects")
+            note(Note(path, f"skipped: {count(skipped, 'line')} that {are}"))
 
 
 def foreign_statistics(path: Path, rank: int) -> Iterator[dict[str, Any]]:
@@ -150,8 +152,8 @@ def _microseconds(text: str) -> int | None:
 def _ranked(folder: Path, suffix: str) -> Iterator[tuple[Path, int]]:
     found = without_refused(sorted(folder.glob(f"*{suffix}")), folder.parent)  # `load` has told of the others
     for number, path in enumerate(found):
-        rank = _RANK.search(path.name)
-        yield path, int(rank[1]) if rank else number
+        rank = rank_in(path.name)
+        yield path, number if rank is None else rank
 
 
 def _lines(path: Path, note: Callable[[Note], None]) -> Iterator[str]:
@@ -163,4 +165,4 @@ def _lines(path: Path, note: Callable[[Note], None]) -> Iterator[str]:
                 while line and not line.endswith("\n"):
                     line = file.readline(_LONGEST)
     except OSError as error:
-        note(Note(path, f"left out: {error.strerror or error}"))
+        note(Note(path, f"skipped: {error.strerror or error}"))

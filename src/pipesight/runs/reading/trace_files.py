@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from pipesight.runs.reading._file_type import TRACES, FileType, Sniffed, sniff
+from pipesight.runs.format import LOGS, NOTES, RANKS, RUN_FILE, STATS, TRACE, TRACE_SUFFIXES, part_order, split_suffix
+from pipesight.runs.reading._file_type import FileType, Sniffed, sniff
 from pipesight.runs.reading.attempts import Attempt, attempt_in, without_attempt
-from pipesight.runs.reading.safe_open import open_plain, without_refused
+from pipesight.runs.reading.notes import Note
+from pipesight.runs.reading.safe_open import without_refused
 
-__all__ = ["NotARunError", "Note", "TraceFile", "find_files", "read_object"]
+__all__ = ["TraceFile", "find_files"]
 
-_OTHERS = (".json", ".json.gz", ".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+_OTHER_SUFFIXES = (".json", ".json.gz", ".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+_SUFFIXES = (*TRACE_SUFFIXES, *_OTHER_SUFFIXES)
 _RANK = re.compile(r"rank[-_]?(?P<rank>\d{1,9})(?:-restart-\d{1,9})?(?:-(?P<child>\d+))?(?!\d)")
-_PART = re.compile(r"(?P<stem>.+)\.part(?P<number>\d{1,9})")
 _CHILD = re.compile(r"(?P<stem>.+)-(?P<child>\d+)")
-
-
-class NotARunError(ValueError):
-    """There is nothing to report: no file that can be read, or no event in any."""
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something that the reader of a report should know about its input."""
-
-    path: Path
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,38 +63,21 @@ def find_files(
     notes: list[Note] = []
     every = [_look(file) for file in _candidates(path, notes)]
     attempt = choose({(file.rank, file.attempt) for file in every if file.form not in ("empty", "other")})
-    if (others := attempt.left_out(path)) is not None:
+    if (others := attempt.others_note(path)) is not None:
         notes.append(Note(path, others))
     found = [file for file in every if file.attempt == attempt.of_rank(file.rank)]
     found = _numbered(found, processes if attempt.described else {})
     kept = []
     for file in found:
         if file.form == "empty":
-            notes.append(Note(file.path, "left out: it is empty"))
+            notes.append(Note(file.path, "skipped: it is empty"))
         elif file.form == "other":
-            notes.append(Note(file.path, "left out: there are no events in it"))
+            notes.append(Note(file.path, "skipped: it contains no events"))
         elif world_size is not None and file.rank >= world_size and len(found) > 1:
-            notes.append(Note(file.path, f"left out: of another run, as this one has ranks 0 to {world_size - 1}"))
+            notes.append(Note(file.path, f"skipped: of another run; this one has ranks 0 to {world_size - 1}"))
         else:
             kept.append(file)
     return _unmixed(kept, processes, notes), notes, attempt
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        ValueError: there is none.
-        OSError: the file is not there, or is none.
-    """
-    try:
-        with open_plain(path) as file:
-            value = json.loads(file.read())
-    except (ValueError, RecursionError):
-        raise ValueError("it is not JSON") from None
-    if not isinstance(value, dict):
-        raise ValueError("it is not a JSON object")
-    return value
 
 
 # Which files there are.
@@ -120,27 +88,28 @@ def _candidates(path: Path, notes: list[Note]) -> list[Path]:
         notes.append(Note(file, why))
 
     if not path.is_dir():
-        stem, suffix = _split(path)
-        parts = [file for file in path.parent.iterdir() if suffix in TRACES and file.name.endswith(suffix)]
+        stem, suffix = split_suffix(path, _SUFFIXES)
+        parts = [file for file in path.parent.iterdir() if suffix in TRACE_SUFFIXES and file.name.endswith(suffix)]
         pattern = re.compile(re.escape(stem) + r"\.part\d+")
-        parts = [part for part in parts if pattern.fullmatch(_split(part)[0])]
-        return [path, *sorted(without_refused(parts, path.parent, refuse), key=_order)]
-    folder = path / "trace" if (path / "trace").is_dir() else path
+        parts = [part for part in parts if pattern.fullmatch(split_suffix(part, _SUFFIXES)[0])]
+        return [
+            path,
+            *sorted(without_refused(parts, path.parent, refuse), key=_order),
+        ]
+    folder = path / TRACE if (path / TRACE).is_dir() else path
     files = sorted(folder.rglob("*"), key=_order)
-    traces = without_refused((file for file in files if file.name.endswith(TRACES)), path, refuse)
-    others = [file for file in files if file.name.endswith(_OTHERS) and not _is_ours(path, file)]
+    traces = without_refused((file for file in files if file.name.endswith(TRACE_SUFFIXES)), path, refuse)
+    others = [file for file in files if file.name.endswith(_OTHER_SUFFIXES) and not _is_ours(path, file)]
     others = without_refused(others, path, refuse)
     if not traces:
         return others
-    notes.extend(
-        Note(file, "left out: beside .pfw files, others are taken for copies") for file in others if _holds_events(file)
-    )
+    notes.extend(Note(file, "skipped: taken for a copy of the .pfw files") for file in others if _holds_events(file))
     return traces
 
 
 def _is_ours(folder: Path, file: Path) -> bool:
     """Tell whether a file is one of those of a run directory that hold no events."""
-    return file.relative_to(folder).parts[0] in ("run.json", "notes.json", "ranks", "stats", "logs")
+    return file.relative_to(folder).parts[0] in (RUN_FILE, NOTES, RANKS, STATS, LOGS)
 
 
 def _holds_events(file: Path) -> bool:
@@ -149,16 +118,8 @@ def _holds_events(file: Path) -> bool:
     return False
 
 
-def _split(path: Path) -> tuple[str, str]:
-    suffix = next((suffix for suffix in (*TRACES, *_OTHERS) if path.name.endswith(suffix)), "")
-    return path.name.removesuffix(suffix), suffix
-
-
 def _order(path: Path) -> tuple[Path, str, int]:
-    """Return what sorts files by name, and the parts of one by number."""
-    stem, _ = _split(path)
-    part = _PART.fullmatch(stem)
-    return (path.parent, part["stem"], int(part["number"])) if part else (path.parent, stem, 1)
+    return part_order(path, _SUFFIXES)
 
 
 # Whose they are.
@@ -171,13 +132,13 @@ def _look(path: Path) -> TraceFile:
         start = Sniffed("other")
     name = _order(path)[1]
     rank = _RANK.search(name)
-    child = (rank["child"] or "") if rank and path.name.endswith(TRACES) else ""  # others put dates there
+    child = (rank["child"] or "") if rank and path.name.endswith(TRACE_SUFFIXES) else ""  # others put dates there
     return TraceFile(
         path,
         rank=int(rank["rank"]) if rank else -1,
         form=start.form,
         own=not child,
-        attempt=attempt_in(name) if path.name.endswith(TRACES) else 0,
+        attempt=attempt_in(name) if path.name.endswith(TRACE_SUFFIXES) else 0,
         part=_order(path)[2],
         child=child,
         pid=start.pid,
@@ -222,12 +183,12 @@ def _unmixed(files: Sequence[TraceFile], processes: Mapping[int, int], notes: li
     kept: dict[tuple[int, str, int], TraceFile] = {}
     for folder, inside in folders.items():
         if taken := next((kept[file.place] for file in inside if file.place in kept), None):
-            text = f"left out: {str(taken.path.parent)!r} has traces of the same ranks; name the folder that you mean"
+            text = f"skipped: {str(taken.path.parent)!r} has traces of the same ranks; give the folder that you mean"
             notes.append(Note(folder, text))
             continue
         for file in inside:
             if other := kept.get(file.place):
-                text = f"left out: {other.path.name!r} is of rank {file.rank} too; name the file that you mean"
+                text = f"skipped: {other.path.name!r} is of rank {file.rank} too; give the file that you mean"
                 notes.append(Note(file.path, text))
             else:
                 kept[file.place] = file
@@ -236,7 +197,7 @@ def _unmixed(files: Sequence[TraceFile], processes: Mapping[int, int], notes: li
     for _, file in sorted(kept.items()):
         first = firsts.get((file.rank, file.child))
         if file.pid is not None and first is not None and file.pid != first:
-            notes.append(Note(file.path, f"left out: it is of process {file.pid}, and the first part of {first}"))
+            notes.append(Note(file.path, f"skipped: of process {file.pid}, but the first part is of process {first}"))
         else:
             whole.append(file)
     return whole

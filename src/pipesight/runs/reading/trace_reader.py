@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+from pipesight.runs.format import TRACE_SUFFIXES, part_order, split_suffix
 from pipesight.runs.reading.safe_open import open_plain, without_refused
 
 __all__ = ["NotATraceError", "TraceReader", "find_traces"]
 
-_SUFFIXES = (".pfw.gz", ".pfw")
-_PART = re.compile(r"(?P<stem>.+)\.part(?P<number>\d+)")
 _CHUNK = 2**18  # bytes
 _LONGEST = 2**26  # bytes of a line; a trace has none like that
 _GZIP = b"\x1f\x8b"
@@ -46,28 +45,16 @@ def find_traces(path: Path, *, refuse: Callable[[Path, str], None] | None = None
         FileNotFoundError: there is none.
     """
     if path.is_dir():
-        found = without_refused((file for file in path.rglob("*") if file.name.endswith(_SUFFIXES)), path, refuse)
+        found = without_refused((file for file in path.rglob("*") if file.name.endswith(TRACE_SUFFIXES)), path, refuse)
         if not found:
             raise FileNotFoundError(f"no trace in the folder {str(path)!r}: no file there ends in .pfw.gz or .pfw")
-        return sorted(found, key=_place)
+        return sorted(found, key=part_order)
     if not path.exists():
         raise FileNotFoundError(f"no such file: {str(path)!r}")
-    stem, suffix = _split(path)
+    stem, suffix = split_suffix(path)
     pattern = re.compile(rf"{re.escape(stem)}\.part\d+{re.escape(suffix)}")
     parts = [file for file in path.parent.iterdir() if suffix and pattern.fullmatch(file.name)]
-    return [path, *sorted(without_refused(parts, path.parent, refuse), key=_place)]
-
-
-def _split(path: Path) -> tuple[str, str]:
-    suffix = next((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), "")
-    return path.name.removesuffix(suffix), suffix
-
-
-def _place(path: Path) -> tuple[Path, str, int]:
-    """Return what sorts files by name, and the parts of one by number."""
-    stem, _ = _split(path)
-    part = _PART.fullmatch(stem)
-    return (path.parent, part["stem"], int(part["number"])) if part else (path.parent, stem, 1)
+    return [path, *sorted(without_refused(parts, path.parent, refuse), key=part_order)]
 
 
 class TraceReader:

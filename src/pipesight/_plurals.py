@@ -1,0 +1,25 @@
+"""Numbers in sentences."""
+
+from __future__ import annotations
+
+__all__ = ["count", "plural"]
+
+
+def plural(number: int, noun: str, several: str | None = None) -> str:
+    """Return the noun in the form that fits the number; ``several`` is the plural where it is not a mere *s*.
+
+    >>> plural(1, "rank"), plural(2, "rank"), plural(0, "micro-batch", "micro-batches")
+    ('rank', 'ranks', 'micro-batches')
+    """
+    if number == 1:
+        return noun
+    return f"{noun}s" if several is None else several
+
+
+def count(number: int, noun: str, several: str | None = None) -> str:
+    """Return a number with its noun.
+
+    >>> count(1, "step"), count(1234, "step")
+    ('1 step', '1,234 steps')
+    """
+    return f"{number:,} {plural(number, noun, several)}"
