@@ -34,5 +34,5 @@ def fuzz(few: int) -> Callable[[Any], Any]:
 
 
 def account(fuzzer: str, outcome: str) -> None:
-    """Count a case of a fuzzer: "agreed", or "excused: " and the reason, which docs/reliability.md lists."""
+    """Count a case of a fuzzer: "agreed", or "excused: " and the reason, which docs/reference/reliability.md lists."""
     COUNTS.setdefault(fuzzer, collections.Counter())[outcome] += 1

@@ -3,7 +3,7 @@
 Layers sleep for so many milliseconds, and so many for each sample. That takes no processor, so the times hold on a busy
 machine, and as many partitions sleep at once as like to. Where processors matter, a few permits stand for them.
 
-``cd tests; python -m support.promising`` prints the table of docs/reference/report.md.
+``cd tests; python -m support.promising`` prints the table of docs/how-to/act-on-losses.md.
 """
 
 from __future__ import annotations
