@@ -284,13 +284,6 @@ def test_links_resolve(document):
         assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), target
 
 
-@documents
-def test_pages_are_short(document):
-    """A page has one reader, and at most 300 lines; what is written by a program may have more."""
-    if document.name != "benchmarks.md":
-        assert len(document.read_text(encoding="utf-8").splitlines()) <= 300
-
-
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_names_are_documented(module):
     """Every name that a public module offers is there and has a docstring, and the reference has a page of them."""
