@@ -108,7 +108,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     sizes = parser.add_mutually_exclusive_group()
     sizes.set_defaults(size="full")
     sizes.add_argument(
-        "--brief", dest="size", action="store_const", const="brief", help="a third of the rounds, at least 5"
+        "--brief",
+        dest="size",
+        action="store_const",
+        const="brief",
+        help="a third of the rounds, and shorter: minutes instead of half an hour",
     )
     sizes.add_argument(
         "--quick", dest="size", action="store_const", const="quick", help="3 short rounds: it runs, not how fast"

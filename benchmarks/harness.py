@@ -69,7 +69,7 @@ class Options:
         return {"full": full, "brief": max(3, math.ceil(full / 3) | 1), "quick": 3}[self.size]
 
     def turn_seconds(self, full: float) -> float:
-        return min(full, 0.05) if self.quick else full
+        return {"full": full, "brief": max(full / 2, min(full, 0.2)), "quick": min(full, 0.05)}[self.size]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

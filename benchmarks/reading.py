@@ -40,7 +40,8 @@ def run(options: Options) -> bool:
     sound = True
     with tempfile.TemporaryDirectory(prefix="pipesight-reading-") as name:
         folder = Path(name)
-        for count in (100_000, 500_000) if options.quick else (1_000_000, 5_000_000):
+        counts = {"full": (1_000_000, 5_000_000), "brief": (5_000_000,), "quick": (100_000, 500_000)}[options.size]
+        for count in counts:
             path = folder / f"{count}.pfw.gz"
             write(path, events(count))
             sound &= compare(f"{count:,} events in one file", path, [path], rounds=options.rounds(9))

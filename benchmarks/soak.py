@@ -39,7 +39,7 @@ def run(options: Options) -> bool:
     if not STATUS.exists():
         print(f"skipped: needs {STATUS}")
         return True
-    steps = {"quick": 400, "brief": 4_000, "full": 10_000}[options.size]
+    steps = {"quick": 400, "brief": 2_000, "full": 10_000}[options.size]
     command = [sys.executable, "-m", "benchmarks.soak", "--steps", str(steps)]
     rows: list[list[Cell]] = []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

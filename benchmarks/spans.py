@@ -50,7 +50,7 @@ def run(options: Options) -> bool:
         if (python := interpreter(options, name)) is not None:
             what = f"bytes per span on disk, {name}, over {spans:,} spans"
             rows.append([what, float(tell(python, "bytes", name, spans))])
-    spans = 1_000_000 if options.quick else 10_000_000
+    spans = {"full": 10_000_000, "brief": 3_000_000, "quick": 1_000_000}[options.size]
     memory = tell(Path(sys.executable), "memory", "pipesight", spans)
     rows.append([f"MiB resident after a tenth of {spans:,} spans", round(memory[0])])
     rows.append([f"MiB resident after {spans:,} spans", round(memory[-1])])

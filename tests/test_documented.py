@@ -13,6 +13,8 @@ import typing
 
 import pytest
 
+from support.schemas import NAMES, read_schema
+
 MODULES = ["", "balance", "context", "distributed", "logs", "plan", "report", "skip", "stats", "testing", "trace"]
 
 
@@ -110,3 +112,19 @@ def test_every_public_name_is_documented(name):
         if lacks:
             missing[public] = lacks
     assert missing == {}
+
+
+def _undescribed(schema: object, path: str = "") -> list[str]:
+    """Keys of a JSON schema that neither say what they are nor refer to a definition."""
+    if isinstance(schema, list):
+        return [lack for part in schema for lack in _undescribed(part, path)]
+    if not isinstance(schema, dict):
+        return []
+    keys = schema.get("properties", {})
+    lacks = [f"{path}/{key}" for key, value in keys.items() if not {"description", "$ref"} & value.keys()]
+    return lacks + [lack for key, part in schema.items() for lack in _undescribed(part, f"{path}/{key}")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_json_key_is_described(name):
+    assert _undescribed(read_schema(name)) == []
