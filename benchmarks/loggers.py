@@ -92,7 +92,7 @@ def large(who: str, dtype: str, folder: Path) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def cuda(who: str, what: str, folder: Path) -> Iterator[Step]:
-    from pipesight.stats.moments.device import DeviceRows
+    from pipesight.stats.moments.cuda_moments import DeviceRows
 
     dtype, _, exponent = what.partition(":")
     torch.manual_seed(0)
@@ -117,7 +117,7 @@ def cuda(who: str, what: str, folder: Path) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def cuda_many(who: str, what: str, folder: Path) -> Iterator[Step]:
-    from pipesight.stats.moments.device import DeviceRows
+    from pipesight.stats.moments.cuda_moments import DeviceRows
 
     tensors = [torch.randn(1 << int(what.partition(":")[2]), device="cuda") for _ in range(MANY)]
     rows = DeviceRows(torch.device("cuda", 0))

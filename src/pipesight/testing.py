@@ -1,59 +1,10 @@
-"""For your own tests: the events that a piece of code records."""
+"""For your own tests: `capture_events` gives the events that a block of code records."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterator
-from typing import Any
-
-from pipesight.trace._encode import NAMING, Encoder
-from pipesight.trace._tracer import tracer
+from pipesight.trace.capture import capture_events
 
 __all__ = ["capture_events"]
-
-
-@contextlib.contextmanager
-def capture_events() -> Iterator[list[dict[str, Any]]]:
-    """Record, and give the events when the block is over, each as its line in a trace would say it.
-
-    Example::
-
-        with capture_events() as events:
-            train_step()
-        assert [event["name"] for event in events] == ["forward", "backward", "step"]
-    """
-    events: list[dict[str, Any]] = []
-    capture = _Capture()
-    tracer.add(capture)
-    try:
-        yield events
-    finally:
-        tracer.remove(capture)
-        lines = b"".join(capture.texts).splitlines()
-        events += [json.loads(line) for line in lines if not line.startswith(NAMING)]
-
-
-class _Capture:
-    """Keeps the lines in memory."""
-
-    def __init__(self) -> None:
-        self.texts: list[bytes] = []
-
-    def put(self, text: bytes, events: int) -> None:
-        self.texts.append(text)
-
-    def flush(self) -> None:
-        """They are where they belong."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-    def say_lost(self) -> None:
-        """Nothing is."""
-
-    def after_fork(self, encoder: Encoder) -> None:
-        """Another process's events cannot come back here."""
 
 
 def __dir__() -> list[str]:

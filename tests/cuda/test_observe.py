@@ -11,7 +11,7 @@ from torch import nn
 
 from pipesight import GPipe, context, trace
 from pipesight.recording import observe
-from pipesight.trace.device import device_spans
+from pipesight.trace.gpu_spans import device_spans
 from support.observed import description, events
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -133,7 +133,7 @@ def test_layers_fill_their_tasks(model, tmp_path):
 
 def test_clocks_are_compared_again(model, tmp_path, monkeypatch):
     """The clocks of host and device are compared again and again, beside the training, and stay together."""
-    monkeypatch.setattr("pipesight.trace.device._ANCHOR_LASTS", 2e8)
+    monkeypatch.setattr("pipesight.trace.gpu_spans._ANCHOR_LASTS", 2e8)
     train(model, 3)
     with observe(tmp_path / "RUN", logs=None):
         train(model, 1)

@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 def on_gpu(tensor: torch.Tensor, **options: bool) -> Moments:
-    from pipesight.stats.moments.device import DeviceRows
+    from pipesight.stats.moments.cuda_moments import DeviceRows
 
     return DeviceRows(torch.device("cuda", 0)).measure([tensor], **options)[0].moments()
 
@@ -92,7 +92,7 @@ def test_hard_numbers(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
 def test_only_one_infinity(value: float, dtype: torch.dtype) -> None:
     """A tensor that overflowed everywhere has no finite element: by the kernels, alone, at once, and without them."""
-    from pipesight.stats.moments.device import DeviceRows
+    from pipesight.stats.moments.cuda_moments import DeviceRows
     from pipesight.stats.moments.measuring import measure_on_device
 
     wholes = [torch.full((n,), value, dtype=dtype, device="cuda") for n in (1, 16_384, 40_960, 1_000_003)]
@@ -138,7 +138,7 @@ def test_same_as_on_the_cpu() -> None:
 
 def test_many_at_once() -> None:
     """Many tensors are measured by two kernels a dtype, each to its own row."""
-    from pipesight.stats.moments.device import DeviceRows
+    from pipesight.stats.moments.cuda_moments import DeviceRows
 
     torch.manual_seed(0)
     tensors = [torch.randn(n, device="cuda") + n for n in (1, 5, 8192, 100_000, 3, 70_000, *range(10, 300))]
@@ -158,7 +158,7 @@ def test_many_at_once() -> None:
 
 def test_two_launches_for_one() -> None:
     """One tensor takes two kernels."""
-    from pipesight.stats.moments.device import DeviceRows
+    from pipesight.stats.moments.cuda_moments import DeviceRows
 
     rows, x = DeviceRows(torch.device("cuda", 0)), torch.randn(1 << 20, device="cuda")
     rows.measure([x])
@@ -171,7 +171,7 @@ def test_two_launches_for_one() -> None:
 
 def test_nothing_waits() -> None:
     """Neither measuring nor sending waits for the device."""
-    from pipesight.stats.moments.device import DeviceRows
+    from pipesight.stats.moments.cuda_moments import DeviceRows
 
     rows, x = DeviceRows(torch.device("cuda", 0)), torch.randn(1 << 20, device="cuda")
     rows.measure([x])
@@ -187,7 +187,7 @@ def test_nothing_waits() -> None:
 
 def test_streams() -> None:
     """Rows written on several streams are all read."""
-    from pipesight.stats.moments.device import DeviceRows
+    from pipesight.stats.moments.cuda_moments import DeviceRows
 
     rows = DeviceRows(torch.device("cuda", 0))
     x = torch.randn(1 << 16, device="cuda")
@@ -205,7 +205,7 @@ def test_streams() -> None:
 
 def test_memory_is_flat() -> None:
     """Steps leave nothing on the device."""
-    from pipesight.stats.moments.device import DeviceRows
+    from pipesight.stats.moments.cuda_moments import DeviceRows
 
     rows, x = DeviceRows(torch.device("cuda", 0)), torch.randn(1 << 16, device="cuda")
     for number in range(60):

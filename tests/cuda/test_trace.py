@@ -10,7 +10,7 @@ from torch import nn
 from pipesight import GPipe, trace
 from pipesight.testing import capture_events
 from pipesight.trace import ai
-from pipesight.trace.device import device_spans
+from pipesight.trace.gpu_spans import device_spans
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

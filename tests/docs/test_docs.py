@@ -18,7 +18,7 @@ import pytest
 from packaging.version import Version
 
 import pipesight
-import pipesight.stats.features  # registers them
+import pipesight.stats.builtin_features  # registers them
 from pipesight.cli import main
 from pipesight.stats.config import load
 from pipesight.stats.registry import ENTRY_POINTS, default_registry

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from fuzz.cases import account, fuzz
 from pipesight.stats.moments import Moments, _exact, _rows, measuring, merge_rows
 from pipesight.stats.moments.blockwise import max_blockwise_dynamic_range, measure_blockwise
-from pipesight.stats.moments.casting import measure_fp8
+from pipesight.stats.moments.fp8_cast import measure_fp8
 from pipesight.stats.moments.measuring import measure, measure_on_device
-from pipesight.stats.moments.small import SmallRows
-from pipesight.stats.moments.statistics import STATISTICS
+from pipesight.stats.moments.small_tensors import SmallRows
+from pipesight.stats.moments.statistic_formulas import STATISTICS
 
 FUZZER = "statistics"
 NUMPY = {name: getattr(np, name) for name in ("float64", "float32", "float16", "uint8", "uint16", "uint32", "uint64")}

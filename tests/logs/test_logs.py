@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipesight import GPipe, context, register_layer_logging_hooks
-from pipesight.logs import ContextFilter, records
+from pipesight.logs import ContextFilter, context_filter
 from support import warm
 
 
@@ -327,7 +327,7 @@ def broken():
 @pytest.mark.parametrize("kind", ["handler", "filter"])
 def test_handler_that_raises_does_not_break_a_pass(kind, broken, caplog, capfd, monkeypatch):
     """The library's own lines may fail: a pass goes on, and the first error of a logger is shown."""
-    monkeypatch.setattr(records.lines, "_failed", False)
+    monkeypatch.setattr(context_filter.lines, "_failed", False)
     if kind == "filter":
         broken.addFilter(lambda record: record.no_such_attribute)
     caplog.set_level(logging.DEBUG, logger="pipesight")
@@ -367,7 +367,7 @@ def test_lines_name_the_code_that_logged_them(caplog):
     """Records name the line that logged them."""
     caplog.set_level(logging.INFO, logger="pipesight.pipeline")
     train(named_model(chunks=2))
-    assert {(r.filename, r.funcName) for r in caplog.records} == {("tasks.py", "task_started")}
+    assert {(r.filename, r.funcName) for r in caplog.records} == {("task_lines.py", "task_started")}
 
 
 def test_your_own_lines_raise(broken):

@@ -434,7 +434,7 @@ def test_threads(tmp_path):
 
 FEATURE = """
 import pipesight.stats as debug_api
-from pipesight.stats.features import LogTensorStats
+from pipesight.stats.builtin_features import LogTensorStats
 
 @debug_api.register_feature()
 class Mine:

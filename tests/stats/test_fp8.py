@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesight.stats.moments.blockwise import BlockwiseRange, max_blockwise_dynamic_range, measure_blockwise
-from pipesight.stats.moments.casting import measure_fp8
 from pipesight.stats.moments.fp8 import FORMATS, FP8_STATISTICS, RECIPES, Fp8Counts
+from pipesight.stats.moments.fp8_cast import measure_fp8
 
 E4M3 = [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
 E5M2 = [m / 4 * 2.0**-14 for m in range(4)] + [(1 + m / 4) * 2.0 ** (e - 15) for e in range(1, 31) for m in range(4)]

@@ -15,7 +15,7 @@ from torch import nn
 
 from pipesight.stats.moments import Moments, _rows
 from pipesight.stats.moments.measuring import measure, measure_on_device
-from pipesight.stats.moments.statistics import STATISTICS
+from pipesight.stats.moments.statistic_formulas import STATISTICS
 from support import warm
 
 SIX = ("min", "max", "mean", "std", "l1_norm", "l2_norm")

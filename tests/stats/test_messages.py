@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesight.stats._environment import LogSettings, log_file, process_rank
-from pipesight.stats.messages import MessageLog
+from pipesight.stats.log_settings import LogSettings, log_file, process_rank
+from pipesight.stats.message_log import MessageLog
 from support import warm
 from support.processes import STRICT_PYTHON
 
@@ -114,7 +114,7 @@ def test_rank_of_torch(tmp_path):
     """What torch.distributed says is the rank, not the variable; the file is named after it."""
     source = f"""
         import torch.distributed as dist
-        from pipesight.stats.messages import MessageLog
+        from pipesight.stats.message_log import MessageLog
         dist.init_process_group("gloo", rank=0, world_size=1, init_method="file://{tmp_path}/store")
         MessageLog({str(tmp_path)!r}).close()
         dist.destroy_process_group()
@@ -201,7 +201,7 @@ def test_loggers_of_the_program(tmp_path):
     """A log adds no handler and no logger to the program's, and a configuration of those does not close ours."""
     source = f"""
         import logging, logging.config
-        from pipesight.stats.messages import MessageLog
+        from pipesight.stats.message_log import MessageLog
 
         def loggers():
             known = {{"": logging.getLogger(), **logging.Logger.manager.loggerDict}}

@@ -57,7 +57,7 @@ def test_against_exact_sums(x):
 
 @given(ARRAYS, st.lists(st.integers(0, 40), max_size=5))
 def test_any_split(x, cuts):
-    """Merging the parts of any split, empty ones too, equals measuring the whole."""
+    """RankMerging the parts of any split, empty ones too, equals measuring the whole."""
     parts = np.split(x, sorted(min(cut, x.size) for cut in cuts))
     merged = functools.reduce(Moments.merge, [whole(torch.from_numpy(part)) for part in parts], Moments.EMPTY)
     assert_close(merged, reference(x))
@@ -74,7 +74,7 @@ def test_order_of_merging(x, y, z):
 
 @given(ARRAYS)
 def test_empty_is_neutral(x):
-    """Merging with nothing changes nothing."""
+    """RankMerging with nothing changes nothing."""
     moments = whole(torch.from_numpy(x))
     assert moments.merge(Moments.EMPTY) == moments == Moments.EMPTY.merge(moments)
 
@@ -82,7 +82,7 @@ def test_empty_is_neutral(x):
 @given(st.lists(st.lists(ARRAYS, min_size=3, max_size=3), min_size=1, max_size=4))
 @settings(max_examples=40)
 def test_rows(ranks):
-    """Merging rows of ranks equals merging them one by one, and rows bring moments back."""
+    """RankMerging rows of ranks equals merging them one by one, and rows bring moments back."""
     measured = [[whole(torch.from_numpy(x)) for x in rank] for rank in ranks]
     rows = torch.tensor([[moments.row() for moments in rank] for rank in measured], dtype=torch.float64)
     merged = [Moments.from_row(row) for row in merge_rows(rows).tolist()]

@@ -239,8 +239,8 @@ def test_memory_stays_the_same(tmp_path):
     run_ranks(
         2,
         """
-        from pipesight.stats.ranks import Exchange, REMEMBERED
-        exchange = Exchange(dist.group.WORLD, timeout=20)
+        from pipesight.stats.rank_exchange import RankExchange, REMEMBERED
+        exchange = RankExchange(dist.group.WORLD, timeout=20)
         for i in range(2 * REMEMBERED):
             everyone = exchange.all([f"{rank} {i}"], [[float(i)]], iteration=i)
             assert everyone == [((f"{r} {i}",), [[float(i)]]) for r in range(2)]

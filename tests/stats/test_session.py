@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import pipesight.stats as debug_api
 from pipesight.stats import BaseLogger, watch
-from pipesight.stats import session as session_module
+from pipesight.stats import stats_session as session_module
 from pipesight.stats.api import open_session
 from pipesight.stats.moments.measuring import measure
 from support.logged import assert_six, config, lines, values
@@ -182,11 +182,11 @@ def test_a_closed_session(opened, tmp_path):
 
 def test_names_that_never_come_back(opened, monkeypatch):
     """Layer names that are made up anew are not remembered for ever."""
-    monkeypatch.setattr(session_module, "MOST_PLANS", 50)
+    monkeypatch.setattr(session_module, "MOST_TENSORS", 50)
     session = opened(config(layers="fc1"))
     for i in range(500):
         session.log_tensor_stats(f"layer{i}", torch.ones(1), "activation")
-    assert len(session._plans) <= 50
+    assert len(session._actions_of) <= 50
 
 
 @pytest.mark.parametrize("kind", ["inference", "meta default", "double default", "autocast", "deterministic"])

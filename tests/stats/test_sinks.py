@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesight.stats._environment import LogSettings
+from pipesight.stats.log_settings import LogSettings
 from pipesight.stats.sinks import (
     BaseLogger,
     FileSink,

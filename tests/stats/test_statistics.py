@@ -9,7 +9,7 @@ import torch
 
 from pipesight.stats.moments import FIELDS, Moments
 from pipesight.stats.moments.measuring import measure
-from pipesight.stats.moments.statistics import STATISTICS, needs
+from pipesight.stats.moments.statistic_formulas import STATISTICS, needs
 
 
 def compute(name: str, x: torch.Tensor) -> float:

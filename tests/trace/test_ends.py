@@ -16,7 +16,7 @@ import pytest
 import pipesight.trace as trace
 from pipesight.trace import _span
 from pipesight.trace._encode import Encoder
-from pipesight.trace._file import TraceFile
+from pipesight.trace._trace_file import TraceFile
 from pipesight.trace._tracer import tracer as tracer_of_process
 from support import warm
 
@@ -24,7 +24,7 @@ ai = trace.ai
 
 PREAMBLE = """
 import atexit, logging, os, signal, sys, threading, time
-from pipesight.trace import _file, _tracer, ai, start, flush
+from pipesight.trace import _trace_file, _tracer, ai, start, flush
 def record(count, node=ai.compute.step):
     for _ in range(count):
         with node: pass
@@ -115,7 +115,7 @@ def test_flushes_together(tmp_path):
 def test_slow_end(run, tmp_path):
     """The end waits for as long as events get on, be it many times as long as it waits when they do not."""
     body = """
-_tracer._LAST_PATIENCE = _file._PATIENCE = 0.5
+_tracer._LAST_PATIENCE = _trace_file._PATIENCE = 0.5
 _tracer._BATCH = 8 * 100
 _tracer.tracer._lines = slow(_tracer.tracer._lines, 0.04)
 os.pwrite = slow(os.pwrite, 0.04)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import pipesight.trace as trace
 from pipesight.testing import capture_events
-from pipesight.trace import _file, _span
+from pipesight.trace import _span, _trace_file
 from pipesight.trace._span import Mark, put
 from pipesight.trace._tracer import tracer
 
@@ -519,8 +519,8 @@ def _target(descriptor: str) -> str:
 
 def test_hanging_disk(tmp_path, caplog, monkeypatch):
     """On a disk that hangs, recording does not wait, memory is bounded, the oldest events are dropped and counted."""
-    monkeypatch.setattr(_file, "_MOST_WAITING", 40_000)
-    monkeypatch.setattr(_file, "_PATIENCE", 0.2)
+    monkeypatch.setattr(_trace_file, "_MOST_WAITING", 40_000)
+    monkeypatch.setattr(_trace_file, "_PATIENCE", 0.2)
     real, answers = os.pwrite, threading.Event()
 
     def pwrite(*args: Any) -> int:
@@ -556,8 +556,8 @@ def test_process_ends_though_disk_hangs(tmp_path):
     """A disk that hangs for ever does not keep the process from its end."""
     code = """if True:
         import os, sys, threading
-        from pipesight.trace import _file, ai, start
-        _file._PATIENCE = 0.2
+        from pipesight.trace import _trace_file, ai, start
+        _trace_file._PATIENCE = 0.2
         os.pwrite = lambda *_: threading.Event().wait()
         start(sys.argv[1])
         with ai.compute.step: pass

@@ -16,7 +16,7 @@ import pytest
 
 import pipesight.trace as trace
 from pipesight.testing import capture_events
-from pipesight.trace.settings import Settings
+from pipesight.trace.environment_settings import Settings
 
 ai = trace.ai
 
@@ -286,15 +286,15 @@ def test_device(tmp_path, begin):
     code = f"""if True:
         {code}
         import os
-        from pipesight.trace import ai, session
+        from pipesight.trace import ai, trace_session
         for _ in range(1000):
             with ai.compute.step: pass
         if os.fork() == 0:
             with ai.compute.step: pass
             os._exit(0)
         os.wait()
-        session.flush()
-        print(session.running().path, session.running().lost)
+        trace_session.flush()
+        print(trace_session.running().path, trace_session.running().lost)
     """
     before = sorted(os.listdir("/dev"))
     given = {"PIPESIGHT_ENABLE": 1, "PIPESIGHT_LOG_FILE": "/dev/null"} if begin == "environment" else {}

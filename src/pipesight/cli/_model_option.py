@@ -104,7 +104,7 @@ def _find(name: str) -> object:
         try:
             found = getattr(found, part)
         except AttributeError:
-            from pipesight.stats._mistakes import nearest
+            from pipesight.stats.config_errors import nearest
 
             close = nearest(part, [word for word in dir(found) if not word.startswith("_")])
             raise ModelError(f"--model {name}: there is no {part!r}{close}") from None

@@ -14,7 +14,7 @@ from rich.table import Table
 from pipesight.stats.config import Config, FeatureConfig, Section
 from pipesight.stats.config.rules import RuleTable, StatisticRequest, TensorRule
 from pipesight.stats.config.selection import spans
-from pipesight.stats.unmatched import missing_layers, unknown_tensors
+from pipesight.stats.unmatched_names import missing_layers, unknown_tensors
 
 __all__ = ["fold", "print_sections"]
 

@@ -77,6 +77,6 @@ def _unusable(text: str) -> int:
 def _layers(name: str) -> list[str]:
     """Return the names of the layers of ``module:factory``."""
     from pipesight.cli._model_option import find_model
-    from pipesight.stats.layers import named_layers
+    from pipesight.stats.layer_names import named_layers
 
     return [layer for layer, _ in named_layers(find_model(name))]

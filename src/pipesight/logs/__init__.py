@@ -1,8 +1,8 @@
 """Log lines that say which partition and which layer is running."""
 
-from pipesight.logs.layers import register_layer_logging_hooks
-from pipesight.logs.records import ContextFilter
-from pipesight.logs.tasks import TaskLog
+from pipesight.logs.context_filter import ContextFilter
+from pipesight.logs.layer_lines import register_layer_logging_hooks
+from pipesight.logs.task_lines import TaskLog
 
 __all__ = ["ContextFilter", "TaskLog", "register_layer_logging_hooks"]
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from pipesight import context
 from pipesight.context import Observer, Where
-from pipesight.logs.records import logger as task_logger
-from pipesight.logs.tasks import MESSAGE
-from pipesight.stats.sinks._lines import LineFile
+from pipesight.logs.context_filter import logger as task_logger
+from pipesight.logs.task_lines import MESSAGE
+from pipesight.stats.sinks.line_file import LineFile
 
 __all__ = ["LogCapture", "level_number"]
 

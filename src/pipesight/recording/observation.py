@@ -26,7 +26,7 @@ from pipesight.recording.step_sampling import Steps, StepSampling
 from pipesight.runs.description import Description, outcome_of
 from pipesight.runs.directory import RunDirectory
 from pipesight.runs.disk_quota import DiskQuota
-from pipesight.trace import session as trace_session
+from pipesight.trace import trace_session
 from pipesight.trace.automatic import Instrumentation, instrument
 
 if TYPE_CHECKING:

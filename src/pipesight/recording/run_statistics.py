@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from pipesight.pipeline.gpipe import GPipe
-from pipesight.stats import current
+from pipesight.stats import current_session
 from pipesight.stats.api import open_session
-from pipesight.stats.session import Session
+from pipesight.stats.model_watch import Watch
+from pipesight.stats.model_watch.model_part import Model
 from pipesight.stats.sinks import Record
-from pipesight.stats.watching import Watch
-from pipesight.stats.watching._replicas import Model
+from pipesight.stats.stats_session import StatsSession
 from pipesight.trace import ai
 
 __all__ = ["Config", "RunStatistics"]
@@ -50,9 +50,9 @@ class RunStatistics:
     ) -> None:
         self._session = open_session(config, log_dir=folder, sinks=[_Nowhere()], log=log)
         self._session.step_count = first
-        current.of_run = self._session
-        if current.of_process is not None:
-            self._session.merging.set_as(current.of_process.merging)
+        current_session.of_run = self._session
+        if current_session.of_process is not None:
+            self._session.merging.set_as(current_session.of_process.merging)
         self._begin = begin
         self._watches: list[_RunWatch] = []
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -121,8 +121,8 @@ class RunStatistics:
                 while self._watches:
                     self._watches.pop().remove()
             finally:
-                if current.of_run is self._session:
-                    current.of_run = None
+                if current_session.of_run is self._session:
+                    current_session.of_run = None
                 self._session.close(alone=failed)
 
     def _add(self, model: Model) -> None:
@@ -144,7 +144,9 @@ class RunStatistics:
 class _RunWatch(Watch):
     """A watch whose steps are those of the run."""
 
-    def __init__(self, session: Session, model: Model, statistics: RunStatistics, begin: Callable[[], None]) -> None:
+    def __init__(
+        self, session: StatsSession, model: Model, statistics: RunStatistics, begin: Callable[[], None]
+    ) -> None:
         self._statistics, self._begin_step = statistics, begin
         super().__init__(session, model, auto_step=True, own=False)
 

@@ -32,30 +32,30 @@ if TYPE_CHECKING:
         step,
     )
     from pipesight.stats.config import ConfigError
+    from pipesight.stats.model_watch import Watch, watch
     from pipesight.stats.moments import Moments
     from pipesight.stats.moments.measuring import measure
     from pipesight.stats.nonfinite import NonfiniteError
-    from pipesight.stats.ranks import MissingRankError
+    from pipesight.stats.rank_exchange import MissingRankError
     from pipesight.stats.registry import api_method, register_feature
     from pipesight.stats.sinks import BaseLogger, MlflowSink, Record, Sink, WandbSink
-    from pipesight.stats.watching import Watch, watch
 
 # Reading a configuration needs no torch, which takes seconds to import.
 _HOMES = {
     "BaseLogger": "sinks",
     "ConfigError": "config",
-    "MissingRankError": "ranks",
+    "MissingRankError": "rank_exchange",
     "MlflowSink": "sinks",
     "Moments": "moments",
     "NonfiniteError": "nonfinite",
     "Record": "sinks",
     "Sink": "sinks",
     "WandbSink": "sinks",
-    "Watch": "watching",
+    "Watch": "model_watch",
     "api_method": "registry",
     "measure": "moments.measuring",
     "register_feature": "registry",
-    "watch": "watching",
+    "watch": "model_watch",
 }  # the others are in api
 
 __all__ = [

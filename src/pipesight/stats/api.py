@@ -27,18 +27,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import pipesight.stats.features  # noqa: F401 (registers them)
-from pipesight.stats import current
-from pipesight.stats._environment import LogSettings, process_rank
-from pipesight.stats._mistakes import nearest
+import pipesight.stats.builtin_features  # noqa: F401 (registers them)
+from pipesight.stats import current_session
 from pipesight.stats.config import load
-from pipesight.stats.current import running, running_or_none
+from pipesight.stats.config_errors import nearest
+from pipesight.stats.current_session import running, running_or_none
 from pipesight.stats.extensions.namespaces import attribute
-from pipesight.stats.layers import named_layers
-from pipesight.stats.messages import MessageLog
+from pipesight.stats.layer_names import named_layers
+from pipesight.stats.log_settings import LogSettings, process_rank
+from pipesight.stats.message_log import MessageLog
 from pipesight.stats.registry import Registry, default_registry
-from pipesight.stats.session import Session
 from pipesight.stats.sinks import BaseLogger, FileSink, JsonlSink, LoggerSink, Sink, Sinks, TensorBoardSink
+from pipesight.stats.stats_session import StatsSession
 
 __all__ = [
     "end_debug",
@@ -87,10 +87,10 @@ def initialize(
         RuntimeError: There is a session.
         TypeError: An argument is unknown.
     """
-    if current.of_process is not None:
+    if current_session.of_process is not None:
         raise RuntimeError("statistics are already initialized; call end_debug() first")
     refuse_unknown("initialize", kwargs, more=["config_file"])
-    current.of_process = open_session(
+    current_session.of_process = open_session(
         config_file,
         feature_dirs,
         statistics_logger,
@@ -115,7 +115,7 @@ def open_session(
     reduction_timeout: float = 300.0,
     extensions: object = None,
     log: Callable[[int, str], None] | None = None,
-) -> Session:
+) -> StatsSession:
     """Make a session of one's own; see `initialize`. Nothing is left behind if it fails.
 
     Given ``log``, messages go there with their levels, and not to a file of their own.
@@ -144,7 +144,7 @@ def open_session(
     messages = MessageLog(folder, rank=rank, settings=settings, log=log)
     if checked.sections:
         _begin_files(given)
-    return Session(
+    return StatsSession(
         checked,
         registry,
         Sinks(given, warn=messages.warning),
@@ -240,7 +240,7 @@ def set_tensor_reduction_group(group: dist.ProcessGroup | None, layer_name: str 
     That goes for the statistics of `pipesight.observe`, too. Those of a `DistributedPipeline` are merged over its
     data-parallel group if no other is set.
     """
-    sessions = [session for session in (running_or_none(), current.of_run) if session is not None]
+    sessions = [session for session in (running_or_none(), current_session.of_run) if session is not None]
     for session in sessions or [running()]:
         session.merging.set_group(group, layer_name)
 
@@ -280,7 +280,7 @@ def infer_and_assign_layer_names(model: nn.Module | Iterable[nn.Module]) -> None
 
 def end_debug() -> None:
     """Log what is left and end the session. Without a session, nothing."""
-    session, current.of_process = current.of_process, None
+    session, current_session.of_process = current_session.of_process, None
     if session is not None:
         session.close()
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipesight.stats._feature_files import execute, python_files, target_of
-from pipesight.stats._mistakes import nearest
+from pipesight.stats.config_errors import nearest
 
 __all__ = [
     "BASE",

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from pipesight.context import attach
 from pipesight.trace._compile import prepare_for_compiler
 from pipesight.trace.ai import ai
-from pipesight.trace.marks import counter, instant
 from pipesight.trace.node import Node, Use
-from pipesight.trace.pipeline import PipelineSpans
-from pipesight.trace.session import Session, flush, start, start_if_asked, stop
+from pipesight.trace.pipeline_spans import PipelineSpans
+from pipesight.trace.point_events import counter, instant
+from pipesight.trace.trace_session import Session, flush, start, start_if_asked, stop
 
 if TYPE_CHECKING:
     from pipesight.trace.automatic import instrument

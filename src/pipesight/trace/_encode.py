@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from pipesight._launcher import launched_rank
 from pipesight._version import __version__
-from pipesight.trace._places import PlaceLines
+from pipesight.trace._pipeline_lines import PlaceLines
 from pipesight.trace._span import FIELDS, ROOT_ID, WHEN, Args, thread_ids
 
 __all__ = ["NAMING", "THREAD", "Encoder"]

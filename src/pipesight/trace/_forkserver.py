@@ -25,7 +25,7 @@ if before != values:
     for name in before:
         del os.environ[name]
     os.environ.update(values)
-    session = sys.modules.get("pipesight.trace.session")
+    session = sys.modules.get("pipesight.trace.trace_session")
     if session is not None:
         session.follow_environment()
 """

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 from pipesight._logger import own_logger
 from pipesight.trace import _span
 from pipesight.trace._encode import THREAD, Encoder
-from pipesight.trace._ends import Ends
-from pipesight.trace._patience import wait
+from pipesight.trace._exit_hooks import Ends
 from pipesight.trace._span import EVENTS, FIELDS, NO_ARGS, thread_ids
+from pipesight.trace._waiting import wait
 from pipesight.trace.node import set_recording
 
 __all__ = ["Sink", "Tracer", "tracer"]

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from pipesight.stats._mistakes import Mistakes, Path, dotted, nearest, shown
 from pipesight.stats.config._patterns import Pattern, compiled
 from pipesight.stats.config.selection import LAYER_KEYS, Selection
 from pipesight.stats.config.steps import is_integer
+from pipesight.stats.config_errors import Mistakes, Path, dotted, nearest, shown
 from pipesight.stats.registry import BASE, Registry
 
 __all__ = ["check_enabled", "check_layers", "check_level", "check_mapping", "check_names", "find_features"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from pipesight.stats._mistakes import Mistakes, Path, nearest, shown
 from pipesight.stats.config._check import ALL, check_enabled, check_mapping, check_names
 from pipesight.stats.config.rules import NOTHING, RuleTable, StatisticRequest, TensorRule
 from pipesight.stats.config.steps import Steps, is_integer, step_mistakes
+from pipesight.stats.config_errors import Mistakes, Path, nearest, shown
 
 __all__ = ["GEMM_KEYS", "NONFINITE", "TENSOR_KEYS", "FeatureCheck"]
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipesight.stats._mistakes import ConfigError, placed, shown
+from pipesight.stats.config_errors import ConfigError, placed, shown
 
 __all__ = ["Pattern", "compiled"]
 

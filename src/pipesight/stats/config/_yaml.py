@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pipesight.stats._mistakes import ConfigError, Mistakes, Path, shown
+from pipesight.stats.config_errors import ConfigError, Mistakes, Path, shown
 
 __all__ = ["DictDocument", "YamlDocument", "read_dict", "read_yaml"]
 

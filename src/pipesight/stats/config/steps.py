@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeGuard
 
-from pipesight.stats._mistakes import shown
+from pipesight.stats.config_errors import shown
 
 __all__ = ["STEP_KEYS", "Steps", "is_integer", "step_mistakes"]
 

@@ -1,17 +1,17 @@
 """What extensions derive from and call: classes with their own API, features and settings."""
 
-from pipesight.stats.extensions.calls import (
+from pipesight.stats.extensions.config_mapper import BaseConfigAPIMapper, GenericConfigAPIMapper, GenericFrameworkAPI
+from pipesight.stats.extensions.helpers import (
     APICacheIdentifier,
     append_parent_docstring,
     gather_along_first_dim,
     import_and_exec_module,
 )
+from pipesight.stats.extensions.layer_config import ConfigManager, ConfigSpec, is_layer_in_cfg
 from pipesight.stats.extensions.loggers import MetricLogger, get_logger, print_rank_0, wrap_tensorboard_writer
-from pipesight.stats.extensions.mapping import BaseConfigAPIMapper, GenericConfigAPIMapper, GenericFrameworkAPI
+from pipesight.stats.extensions.measuring_feature import LogTensorStats
+from pipesight.stats.extensions.namespace_api import BaseNamespaceAPI
 from pipesight.stats.extensions.registration import Registry
-from pipesight.stats.extensions.routing import BaseNamespaceAPI
-from pipesight.stats.extensions.sections import ConfigManager, ConfigSpec, is_layer_in_cfg
-from pipesight.stats.extensions.statistics_feature import LogTensorStats
 
 __all__ = [
     "APICacheIdentifier",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipesight.stats._environment import process_rank
-from pipesight.stats.current import running
-from pipesight.stats.messages import MessageLog
+from pipesight.stats.current_session import running
+from pipesight.stats.log_settings import process_rank
+from pipesight.stats.message_log import MessageLog
 from pipesight.stats.sinks import BaseLogger, LoggerSink, Record, ScalarWriter, TensorBoardSink
 
 __all__ = ["MetricLogger", "get_logger", "print_rank_0", "wrap_tensorboard_writer"]

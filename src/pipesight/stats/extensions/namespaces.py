@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipesight.stats._mistakes import nearest
-from pipesight.stats.current import running, running_or_none
-from pipesight.stats.extensions.mapping import GenericFrameworkAPI
+from pipesight.stats.config_errors import nearest
+from pipesight.stats.current_session import running, running_or_none
+from pipesight.stats.extensions.config_mapper import GenericFrameworkAPI
 from pipesight.stats.registry import BASE, Namespace, Registry, default_registry
 
 __all__ = ["DebugManager", "attribute", "end_namespaces", "namespace_api", "step_namespaces"]

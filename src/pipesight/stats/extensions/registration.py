@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipesight.stats import registry
-from pipesight.stats.current import running_or_none
+from pipesight.stats.current_session import running_or_none
 
 __all__ = ["Registry"]
 

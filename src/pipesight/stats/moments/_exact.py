@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipesight.stats.moments._scratch import take
-from pipesight.stats.moments.record import Moments
+from pipesight.stats.moments.moments import Moments
 
 __all__ = ["constant", "exact", "smallest_nonzero"]
 

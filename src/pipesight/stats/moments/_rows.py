@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipesight.stats.moments._exact import constant, exact, smallest_nonzero
 from pipesight.stats.moments._scratch import take
-from pipesight.stats.moments.record import Moments
+from pipesight.stats.moments.moments import Moments
 
 __all__ = ["FLOAT32", "in_rows"]
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pipesight.stats.moments._kinds import matrices, plain
+from pipesight.stats.moments._tensor_kinds import matrices, plain
 from pipesight.stats.moments.shards import local_part
 
 __all__ = ["BlockwiseRange", "max_blockwise_dynamic_range", "measure_blockwise"]

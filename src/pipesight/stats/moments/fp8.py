@@ -11,7 +11,7 @@ Blocks of zeros have no scale. NaNs and infinities are left out of everything he
 
 Example::
 
-    from pipesight.stats.moments.casting import measure_fp8
+    from pipesight.stats.moments.fp8_cast import measure_fp8
 
     counts = measure_fp8(gradient, recipe="mxfp8", format="e5m2")
     FP8_STATISTICS["mxfp8_underflows%_e5m2"].formula(counts)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pipesight._torch.tensors import is_transformed
 from pipesight.stats.moments._exact import exact
-from pipesight.stats.moments._kinds import ORDINARY, flat_pieces, plain
 from pipesight.stats.moments._rows import FLOAT32, in_rows
-from pipesight.stats.moments.record import Moments
+from pipesight.stats.moments._tensor_kinds import ORDINARY, flat_pieces, plain
+from pipesight.stats.moments.moments import Moments
 from pipesight.stats.moments.shards import LocalPart, local_part
 
 __all__ = ["LocalPart", "is_ordinary", "local_part", "measure", "measure_on_device"]

@@ -14,12 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from pipesight.stats.config.rules import StatisticRequest
+from pipesight.stats.config_errors import nearest
 from pipesight.stats.moments.blockwise import BlockwiseRange, max_blockwise_dynamic_range, measure_blockwise
-from pipesight.stats.moments.casting import measure_fp8
 from pipesight.stats.moments.fp8 import FP8_STATISTICS, Fp8Counts
+from pipesight.stats.moments.fp8_cast import measure_fp8
 from pipesight.stats.moments.measuring import measure, measure_on_device
-from pipesight.stats.moments.record import Moments
-from pipesight.stats.moments.statistics import STATISTICS
+from pipesight.stats.moments.moments import Moments
+from pipesight.stats.moments.statistic_formulas import STATISTICS
 
 __all__ = ["BLOCKWISE", "MOMENTS", "Quantity", "Source", "combine", "quantity"]
 
@@ -79,7 +80,8 @@ def quantity(request: StatisticRequest) -> Quantity:
         options = {"block_size": 32, "dims": 1, **options}
         key = f"{BLOCKWISE}_{options['block_size']}_{options['dims']}"
         return Quantity(request.label, key, partial(_blockwise, key, options), max_blockwise_dynamic_range)
-    raise ValueError(f"no statistic is called {request.name!r}; see pipesight.stats.moments.statistics.STATISTICS")
+    known = (*STATISTICS, *FP8_STATISTICS, BLOCKWISE)
+    raise ValueError(f"unknown statistic {request.name!r}{nearest(request.name, known)}")
 
 
 def moments(*, powers: bool = False, smallest: bool = False) -> Source:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from pipesight.stats._environment import LogSettings, log_file, process_rank
-from pipesight.stats.sinks._clock import Clock
-from pipesight.stats.sinks._lines import LineFile
+from pipesight.stats.log_settings import LogSettings, log_file, process_rank
+from pipesight.stats.sinks.line_file import Clock, LineFile
 from pipesight.stats.sinks.record import Record
 
 __all__ = ["FileSink", "format_value"]

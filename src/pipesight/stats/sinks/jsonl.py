@@ -17,8 +17,8 @@ from json.encoder import encode_basestring_ascii as quote
 from math import isfinite
 from pathlib import Path
 
-from pipesight.stats._environment import process_rank
-from pipesight.stats.sinks._lines import LineFile
+from pipesight.stats.log_settings import process_rank
+from pipesight.stats.sinks.line_file import LineFile
 from pipesight.stats.sinks.record import Record
 
 __all__ = ["JsonlSink"]

@@ -1,6 +1,6 @@
 """Events of PyTorch itself, without a change to the program."""
 
-from pipesight.trace.automatic.everything import Instrumentation, instrument
+from pipesight.trace.automatic.instrumentation import Instrumentation, instrument
 from pipesight.trace.automatic.modules import on_outermost
 
 __all__ = ["Instrumentation", "instrument", "on_outermost"]

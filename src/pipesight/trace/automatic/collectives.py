@@ -13,7 +13,7 @@ from pipesight._nested import tensors_in
 from pipesight._patches import Patches
 from pipesight._torch.tensors import without_function_overrides
 from pipesight.trace import _span
-from pipesight.trace._places import carried
+from pipesight.trace._pipeline_lines import carried
 from pipesight.trace._span import Args, Place
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._step import with_step

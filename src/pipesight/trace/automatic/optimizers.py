@@ -13,7 +13,7 @@ from pipesight.trace import _span
 from pipesight.trace._span import Span, begin, end
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._step import with_step
-from pipesight.trace.device import DeviceSpan, device_spans
+from pipesight.trace.gpu_spans import DeviceSpan, device_spans
 
 __all__ = ["instrument_optimizers"]
 

@@ -11,13 +11,13 @@ from types import EllipsisType
 from typing import Any, ClassVar, Literal
 
 from pipesight._logger import own_logger
-from pipesight.trace import _span, session
+from pipesight.trace import _span, trace_session
 from pipesight.trace._args import plain, plain_args
-from pipesight.trace._file import is_device
 from pipesight.trace._span import EVENTS, METADATA, begin, begin_silently, remove
+from pipesight.trace._trace_file import is_device
 from pipesight.trace._tracer import tracer
+from pipesight.trace.environment_settings import Settings
 from pipesight.trace.node import is_recording
-from pipesight.trace.settings import Settings
 
 __all__ = ["DFTRACER_ENABLE", "DFTRACER_LOG_LEVEL", "dftracer"]
 
@@ -45,7 +45,7 @@ class dftracer:  # noqa: N801
     _instance: ClassVar[dftracer | None] = None
 
     def __init__(self) -> None:
-        self._session: session.Session | None = None
+        self._session: trace_session.Session | None = None
 
     @classmethod
     def get_instance(cls) -> dftracer:
@@ -80,7 +80,7 @@ class dftracer:  # noqa: N801
         return instance
 
     def _begin(self, asked: Path | None, settings: Settings, process_id: int) -> None:
-        running = session.running()
+        running = trace_session.running()
         if running is not None:
             from_outside = running.from_environment or _is_forked()
             if asked is None or _same(asked, settings.log_file):
@@ -90,7 +90,7 @@ class dftracer:  # noqa: N801
                 logger.warning("a trace is being written already, to %s; %s is not begun", running.path, asked)
                 return
             running.stop()
-        self._session = session.start(
+        self._session = trace_session.start(
             asked or _numbered(settings.log_file or _DEFAULT_FILE, process_id),
             compress=settings.trace_compression,
             include_args=settings.inc_metadata,
@@ -103,7 +103,7 @@ class dftracer:  # noqa: N801
     def finalize(self) -> None:
         """Write what is left, and end the trace that `initialize_log` began or took over."""
         if self._session is None:
-            session.flush()
+            trace_session.flush()
         else:
             self._session.stop()
             self._session = None

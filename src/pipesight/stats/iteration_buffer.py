@@ -1,0 +1,218 @@
+"""What was measured in the iteration under way, until that ends: then it is merged and logged.
+
+keep --> TensorMeasurements per (layer, tensor, group)
+              |  end of the iteration
+              v
+    merged over calls, then over ranks --> sinks
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipesight import context
+from pipesight.stats.actions import Action
+from pipesight.stats.measurements import TensorMeasurements
+from pipesight.stats.message_log import MessageLog
+from pipesight.stats.moments.cuda_moments import DeviceRows
+from pipesight.stats.moments.moments import LaterMoments
+from pipesight.stats.moments.quantity import MOMENTS, Source
+from pipesight.stats.moments.small_tensors import SmallRows
+from pipesight.stats.nonfinite import EARLY, Bad, Layers, Spot, in_order
+from pipesight.stats.nonfinite_reporter import NonfiniteReporter
+from pipesight.stats.rank_merging import RankMerging
+from pipesight.stats.sinks import Record, Sinks
+
+__all__ = ["IterationBuffer"]
+
+UNREAD = 4  # iterations whose values may be on their way from a device
+
+Key = tuple[str, str, dist.ProcessGroup | None, Action]
+
+
+class IterationBuffer:
+    """The entries of one iteration. Threads may add to them at once.
+
+    Attributes:
+        iteration: The one under way; None if nothing has come since the last one ended.
+        layers: Those of the models that are watched.
+    """
+
+    def __init__(self, merging: RankMerging, sinks: Sinks, messages: MessageLog, reporter: NonfiniteReporter) -> None:
+        self.iteration: int | None = None
+        self.layers = Layers()
+        self._numbers = itertools.count()
+        self._merging, self._sinks, self._messages, self._reporter = merging, sinks, messages, reporter
+        self._lock = threading.RLock()
+        self._entries: dict[Key, TensorMeasurements] = {}
+        self._unread: deque[list[TensorMeasurements]] = deque()
+        self._devices: dict[torch.device, DeviceRows] = {}
+        self._small = SmallRows()
+        self._told_of_ranks = False
+
+    def turn_to(self, iteration: int) -> None:
+        """Begin an iteration, if it is not the one under way: some loops pass iterations and never call ``step``."""
+        with self._lock:
+            if iteration != self.iteration:
+                if self.iteration is not None:
+                    self.end(self.iteration)
+                self.iteration = iteration
+
+    def spot(self, *, early: bool = False) -> Spot:
+        """Return when and where the calling thread is; early for a weight that the step has yet to change."""
+        where, number = context.current(), next(self._numbers)
+        if where is None:
+            return number - EARLY if early else number, None, None, None
+        return number, where.partition, where.microbatch, where.phase
+
+    def keep(
+        self,
+        layer: str,
+        tensor: str,
+        iteration: int,
+        action: Action,
+        group: dist.ProcessGroup | None,
+        records: Sequence[Any] | None,
+        spot: Spot,
+    ) -> None:
+        """Add what was measured in a call; ``None`` if other ranks of the group measure the same elements."""
+        key = (layer, tensor, group, action)
+        with self._lock:
+            if iteration != self.iteration:
+                self.turn_to(iteration)
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = TensorMeasurements(layer, tensor, iteration, action)
+            if records is not None:
+                entry.calls.append(records)
+                entry.spots.append(spot)
+
+    def look(self, bad: Bad, actions: Collection[str], tensor: Tensor) -> None:
+        """Have a tensor with NaN or Inf dumped, or raise, as the actions say.
+
+        Raises:
+            NonfiniteError: The actions include ``"raise"``.
+        """
+        with self._lock:
+            for device in self._devices:
+                torch.cuda.synchronize(device)  # others may have been measured on other streams
+            known = [found for entry in self._entries.values() if (found := entry.bad(self.layers)) is not None]
+            first = in_order([*known, bad], self.layers)[0]
+        self._reporter.look(bad, first, actions, tensor)
+
+    def rows(self, device: torch.device) -> DeviceRows:
+        """Return where tensors of a device are measured."""
+        rows = self._devices.get(device)
+        if rows is None:
+            with self._lock:
+                rows = self._devices.setdefault(device, DeviceRows(device))
+        return rows
+
+    def small(self, tensor: Tensor, source: Source) -> LaterMoments | None:
+        """Put a small tensor aside, to be measured with others; None if it is not small."""
+        return self._small.add(tensor, powers=source.powers, smallest=source.smallest)
+
+    def end(self, iteration: int) -> None:
+        """End the iteration under way, or this one if there is none: merge and log.
+
+        Raises:
+            MissingRankError: A rank did not come to merge.
+        """
+        with self._lock:
+            self._reporter.speak()
+            iteration = iteration if self.iteration is None else self.iteration
+            entries = self._begin_anew()
+            groups = self._merging.groups(iteration)
+            alone = [entry for (*_, group, _), entry in entries.items() if group not in groups]
+            unmerged = sum(key[2] is not None for key in entries) - (len(entries) - len(alone))
+            if unmerged and not self._told_of_ranks:
+                self._told_of_ranks = True
+                self._messages.warning(
+                    f"{unmerged} tensors of iteration {iteration} were logged without the other ranks: no rule of the "
+                    "configuration includes that iteration, or the process group is gone"
+                )
+            if not groups:
+                if alone:
+                    self._unread.append(alone)
+                self._write_read(wait=len(self._unread) > UNREAD)
+                return
+            self._write_read(wait=True)
+            found = self._look(entries.values())
+            self._log(alone, [entry.merged() for entry in alone])
+            for group in groups:
+                members = [entry for (*_, of, _), entry in entries.items() if of is group]
+                self._log(members, self._merging.merge(members, group, iteration))
+            if entries:
+                self._reporter.end(iteration, found)
+
+    def flush(self) -> None:
+        """Log what was measured so far, and wait for it."""
+        with self._lock:
+            if self.iteration is not None:
+                self.end(self.iteration)
+            self._write_read(wait=True)
+
+    def read(self) -> None:
+        """Log the iterations that have ended, and wait for their values."""
+        with self._lock:
+            self._write_read(wait=True)
+
+    def flush_alone(self) -> None:
+        """Log what needs no other rank: they may be gone."""
+        with self._lock:
+            entries = self._begin_anew()
+            lost = sum(key[2] is not None for key in entries)
+            if lost:
+                self._messages.warning(
+                    f"the statistics of {lost} tensors were not merged over ranks and are lost; "
+                    "call end_debug() on every rank before the process ends"
+                )
+            self._write_read(wait=True)
+            found = self._look(entries.values())  # what is bad is logged even if other ranks may have more of it
+            rest = [entry for key, entry in entries.items() if key[2] is None or entry.first is not None]
+            self._log(rest, [entry.merged() for entry in rest])
+            if entries:
+                self._reporter.end(next(iter(entries.values())).iteration, found)
+
+    def _begin_anew(self) -> dict[Key, TensorMeasurements]:
+        entries, self._entries, self.iteration = self._entries, {}, None
+        for rows in self._devices.values():
+            rows.send()
+        self._small.measure_all()
+        return entries
+
+    def _write_read(self, *, wait: bool) -> None:
+        """Log the iterations whose values have come, in order."""
+        while self._unread and (wait or all(entry.ready for entry in self._unread[0])):
+            self._write(self._unread.popleft())
+
+    def _write(self, entries: list[TensorMeasurements]) -> None:
+        found = self._look(entries)
+        self._log(entries, [entry.merged() for entry in entries])
+        self._reporter.end(entries[0].iteration, found)
+
+    def _look(self, entries: Iterable[TensorMeasurements]) -> list[Bad]:
+        """Return the tensors with NaN or Inf, in the order of computation, and let their entries know their place."""
+        bad_entries = [(bad, entry) for entry in entries if (bad := entry.bad(self.layers)) is not None]
+        if not bad_entries:
+            return []
+        found = in_order([bad for bad, _ in bad_entries], self.layers)
+        orders = {id(bad): order for order, bad in enumerate(found)}
+        for bad, entry in bad_entries:
+            entry.first = orders[id(bad)], bad.place
+        return found
+
+    def _log(self, entries: Iterable[TensorMeasurements], merged: Iterable[dict[str, Any]]) -> None:
+        records: list[Record] = []
+        for entry, of_it in zip(entries, merged, strict=True):
+            if MOMENTS in of_it:
+                records += entry.records(of_it)
+        self._sinks.write(records)

@@ -1,0 +1,375 @@
+"""Watch a model: its selected layers log their tensors, with no calls in user code.
+
+input ──▶ layer ──▶ output = activation
+             │          ▲
+          weight     gradient (of the output)
+          wgrad (of the weight)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pipesight import context
+from pipesight._patches import Patches
+from pipesight._torch.modules import WRAPPER_NAMES, forward_hook_tables, is_compiled, uncompiled
+from pipesight.stats import api
+from pipesight.stats.config_errors import shown
+from pipesight.stats.current_session import running
+from pipesight.stats.layer_names import named_layers, partitions_of
+from pipesight.stats.model_watch._agreed_steps import AgreedSteps
+from pipesight.stats.model_watch._hook import Hook, Once
+from pipesight.stats.model_watch._readable import has_values, numbers
+from pipesight.stats.model_watch._weights import Weights
+from pipesight.stats.model_watch.model_part import Model, is_distributed, part_of
+from pipesight.stats.recomputation import in_checkpoint, is_recomputing
+from pipesight.stats.stats_session import StatsSession
+from pipesight.stats.unmatched_names import OUTPUTS, TENSORS, missing_layers, unknown_tensors
+
+__all__ = ["TENSORS", "Watch", "watch"]
+
+
+def watch(
+    model: Model,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    auto_step: bool = True,
+    **kwargs: Any,
+) -> Watch:
+    """Log the tensors of a model's layers as a configuration says.
+
+    Micro-batches of a step are merged into one value, and recomputation is not counted. ::
+
+        with pipesight.stats.watch(model, "stats.yaml", log_dir="run"):
+            train(model)
+
+    Args:
+        model: A plain module or a `GPipe`, before or after it is wrapped by ``DistributedDataParallel`` or
+            ``torch.compile``; or a `DistributedPipeline`, whose statistics are merged over the ranks of a stage.
+        config: A YAML file or a dict. Without one, the session that ``initialize`` began is used.
+        auto_step: Let a step end where, after an optimizer's step, the model is called again; a model in eval mode or
+            under ``torch.no_grad()`` is not watched then. Otherwise call ``step()`` of the session or of what this
+            returns.
+        **kwargs: As for ``initialize``: ``log_dir``, ``tb_writer``, ``statistics_logger`` and so on.
+
+    Returns:
+        What watches; its ``remove()``, or the end of its ``with`` block, ends that.
+
+    Raises:
+        ConfigError: The configuration has mistakes, or two of its sections select one layer.
+        TypeError: Something else was passed for the model, or an argument is unknown.
+    """
+    _check_arguments(model, config)
+    api.refuse_unknown("watch", kwargs, more=["model", "config", "auto_step"])
+    if config is None:
+        if kwargs:
+            raise TypeError(
+                f"watch() takes {', '.join(kwargs)} with a configuration, watch(model, config, ...); without one it "
+                "uses the session of initialize(), which takes them"
+            )
+        return Watch(running(), model, auto_step=auto_step, own=False)
+    session = api.open_session(config, **kwargs)
+    try:
+        return Watch(session, model, auto_step=auto_step, own=True)
+    except BaseException:
+        session.close()
+        raise
+
+
+class Watch:
+    """A model under watch. Made by `watch`.
+
+    Attributes:
+        layers: The names of the layers that the configuration selects, and the tensors of each that it may log.
+    """
+
+    def __init__(self, session: StatsSession, model: Model, *, auto_step: bool, own: bool) -> None:
+        self._session, self._own, self._auto = session, own, auto_step
+        self._part = part_of(model)
+        self._wrapped, self._model = self._part.module, _unwrapped(self._part.module)
+        self._what = f"this {type(self._model if isinstance(model, nn.Module) else model).__name__}"
+        self.layers: dict[str, tuple[str, ...]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._leaves: list[RemovableHandle] = []  # hooks of tensors that outlive the step
+        self._hooks: list[Hook] = []
+        self._patches = Patches()
+        self._skipped: set[tuple[str, str]] = set()
+        self._stepped = False
+        self._steps: AgreedSteps | None = None
+        self._inside: bool | None = None  # a call of the model is under way, and is it counted
+        self._called = self._trained = False  # the model, at all and in a call that counts
+        self._first_step = session.step_count
+        self._weights = Weights(self._model, self._log_weights, begins=self._begin, ended=self._after_optimizer)
+        names = {plain: layer for name, layer in named_layers(self._model) if (plain := _plain_name(name))}
+        scripted = [name for name, layer in names.items() if isinstance(layer, torch.jit.ScriptModule)]
+        if scripted:
+            session.messages.warning(
+                f"{len(scripted)} layers of {self._what}, such as {scripted[0]!r}, are not watched: "
+                "what torch.jit.script or torch.jit.trace has made takes no hooks"
+            )
+        names = {name: layer for name, layer in names.items() if name not in scripted}
+        partitions = partitions_of(self._model if isinstance(model, nn.Module) else model)
+        session.layers.add(names, {name: partitions[layer] for name, layer in names.items() if layer in partitions})
+        selected = session.config.select(names)
+        try:
+            for name in selected:
+                tensors = tuple(t for t in TENSORS if session.actions_of(name, t) is not None)
+                if tensors:
+                    self.layers[name] = tensors
+                    self._attach(name, names[name], tensors)
+            self._attach_to_model()
+        except BaseException:
+            self._detach()
+            raise
+        if self._part.group is not None:
+            session.merging.adopt(self._part.group, self.layers)
+        self._warn_of_mistakes(names, list(selected))
+        session.before_step.append(self._before_step)
+        session.before_close.append(self._warn_if_idle)
+
+    def _warn_of_mistakes(self, names: Collection[str], selected: Sequence[str]) -> None:
+        """Say what the configuration names and a model does not have."""
+        warn, what = self._session.messages.warning, self._what
+        if not selected:
+            warn(f"the configuration selects no layer of {what}; layers go by names, such as {list(names)[:3]}")
+        elif not self.layers:
+            warn(f"the configuration logs no tensor of {what}; those of a layer are {', '.join(TENSORS)}")
+        config = self._session.config
+        missing = [line for section in config.sections if section.enabled for line in missing_layers(section, names)]
+        used = {section.name: section for section in config.select(selected).values()}
+        unknown = [line for section in used.values() for line in unknown_tensors(section)]
+        for line in dict.fromkeys([*missing, *unknown]):
+            warn(line)
+
+    def _warn_if_idle(self) -> None:
+        """Say why nothing was logged, if so, and if it has not been said at the beginning."""
+        if self._session.met or not self.layers:
+            return
+        what = self._what
+        first, last = self._first_step, max(self._first_step, self._session.step_count - 1)
+        if not self._called:
+            why = f"{what} was not called"
+        elif not self._trained:
+            why = f"{what} was called in eval mode or under torch.no_grad() only; pass auto_step=False to log that"
+        else:
+            why = f"the configuration includes none of its steps, {first} to {last}"
+        self._session.messages.warning(f"nothing was logged by watch(): {why}")
+
+    def step(self) -> None:
+        """End a step; for ``auto_step=False``."""
+        if self._auto:
+            raise RuntimeError("steps end with the optimizer's here; to end them yourself: watch(..., auto_step=False)")
+        self._session.step()
+
+    def flush(self) -> None:
+        """Log what was measured so far."""
+        self._session.flush()
+
+    def remove(self) -> None:
+        """End the watch: log what is left, and leave the model as it was."""
+        self._remove(failed=False)
+
+    def _remove(self, *, failed: bool) -> None:
+        """End the watch; if the training failed, do not wait for other ranks, which may be gone."""
+        if not self._handles:
+            return
+        self._detach()
+        try:
+            if self._auto and not failed and (self._stepped or self._own):
+                self._session.step()
+            if not failed:
+                self._warn_if_idle()
+        finally:
+            self._session.before_step.remove(self._before_step)
+            self._session.before_close.remove(self._warn_if_idle)
+            if self._own:
+                self._session.close(alone=failed)
+
+    def _detach(self) -> None:
+        for handle in (*self._handles, *self._leaves):
+            handle.remove()
+        for hook in self._hooks:
+            hook.stop()
+        self._patches.undo()
+        self._handles.clear()
+        self._leaves.clear()
+        self._hooks.clear()
+        self._weights.stop()
+        if self._steps is not None:
+            self._steps.detach()
+            self._steps = None
+        _forget_compiled(self._wrapped)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._remove(failed=kind is not None)
+
+    def _attach(self, name: str, layer: nn.Module, tensors: tuple[str, ...]) -> None:
+        if "input" in tensors:
+            hook = self._hook(partial(self._before_layer, name))
+            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        outputs = tuple(t for t in OUTPUTS if t in tensors)
+        if outputs or "gradient" in tensors:
+            hook = self._hook(partial(self._after_layer, name, outputs, "gradient" in tensors))
+            self._handles.append(layer.register_forward_hook(hook))
+        if "weight" in tensors or "wgrad" in tensors:
+            self._weights.add(name, layer, tensors)
+
+    def _attach_to_model(self) -> None:
+        self._handles += self._weights.attach()
+        self._patches.wrap(torch.jit, "script", self._without_hooks)
+        if self._auto and not isinstance(self._model, torch.jit.ScriptModule):
+            self._handles += [
+                self._model.register_forward_pre_hook(self._hook(self._before_model), prepend=True),
+                self._model.register_forward_hook(self._hook(self._after_model)),
+            ]
+        if self._auto and self._part.group is not None:
+            self._steps = AgreedSteps(self._session, lambda: self._stepped)
+            self._steps.attach()
+        _forget_compiled(self._wrapped)
+
+    def _without_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let a model be scripted, which would compile its hooks."""
+        tables = [table for m in self._model.modules() for table in forward_hook_tables(m)]
+        before = [dict(table) for table in tables]
+        try:
+            for table in tables:
+                for key in [key for key, hook in table.items() if isinstance(hook, Hook)]:
+                    del table[key]
+            return original(*args, **kwargs)
+        finally:
+            for table, hooks in zip(tables, before, strict=True):
+                table.clear()
+                table.update(hooks)
+
+    def _hook(self, function: Callable[..., object]) -> Hook:
+        self._hooks.append(Hook(function))
+        return self._hooks[-1]
+
+    def _before_model(self, *_: object) -> None:
+        self._inside = self._counts()
+        if self._inside:
+            self._begin()
+
+    def _after_model(self, *_: object) -> None:
+        self._inside = None
+
+    def _counts(self) -> bool:
+        """Whether a forward that begins is one of training, and the first of it: one that keeps a graph, or will."""
+        self._called = True
+        if is_recomputing() or (self._auto and not self._model.training):
+            return False
+        counts = not self._auto or torch.is_grad_enabled() or context.is_checkpointing() or in_checkpoint()
+        self._trained |= counts
+        return counts
+
+    def _begin(self) -> None:
+        """End the last step, if an optimizer has."""
+        if self._stepped and self._auto:
+            self._stepped = False
+            self._session.step()
+
+    def _counted(self) -> bool:
+        """Whether a layer's forward is logged: the model's call decides, or the layer's where there is none."""
+        if self._inside is not None:
+            return self._inside and not is_recomputing()
+        if not self._counts():
+            return False
+        self._begin()
+        return True
+
+    def _wanted(self, layer: str, tensors: tuple[str, ...]) -> bool:
+        """Whether anything of a layer is logged in this step."""
+        found = (self._session.actions_of(layer, tensor) for tensor in tensors)
+        return any(actions is not None and actions.at(self._session.step_count) is not None for actions in found)
+
+    def _before_layer(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if (self._inside is None or self._wanted(name, ("input",))) and self._counted():
+            self._log(name, "input", (args, kwargs))
+
+    def _after_layer(
+        self, name: str, outputs: tuple[str, ...], gradient: bool, _: nn.Module, args: Any, output: Any
+    ) -> None:
+        if outputs and (self._inside is None or self._wanted(name, outputs)) and self._counted():
+            for tensor_name in outputs:
+                self._log(name, tensor_name, output)
+        if gradient and torch.is_grad_enabled() and (self._model.training or not self._auto):
+            for tensor in numbers(output):
+                if tensor.requires_grad:
+                    hook: Callable[..., object] = partial(self._after_backward, name)
+                    handle = tensor.register_hook(hook if self._part.group is None else Once(hook))
+                    if tensor.is_leaf:
+                        self._leaves.append(handle)
+
+    def _after_backward(self, name: str, gradient: Tensor) -> None:
+        if self._handles and (self._part.replicas == 1 or self._wanted(name, ("gradient",))):
+            self._log(name, "gradient", self._part.of_whole_batch(gradient))
+
+    def _log(self, layer: str, name: str, value: Any) -> None:
+        for tensor in numbers(value):
+            if has_values(tensor):
+                self._session.log_tensor_stats(layer, tensor, name)
+            elif (layer, name) not in self._skipped:
+                self._skipped.add((layer, name))
+                self._session.messages.warning(
+                    f"{name!r} of layer {layer!r} is left out: it holds no real numbers that can be read here "
+                    f"({type(tensor).__name__}, {tensor.dtype})"
+                )
+
+    def _log_weights(self, weights: list[tuple[str, str, Tensor]], early: bool) -> None:
+        # Every rank of a DistributedDataParallel has all of them, and they are the same.
+        alike = self._part.alike
+        self._session.log_many([entry for entry in weights if has_values(entry[2])], skip_reduction=alike, early=early)
+
+    def _after_optimizer(self) -> None:
+        self._stepped = True
+
+    def _before_step(self) -> None:
+        self._weights.end_step()
+        self._stepped = False
+        for handle in self._leaves:
+            handle.remove()
+        self._leaves.clear()
+
+
+def _check_arguments(model: object, config: object) -> None:
+    """Raise if the model is none, or if it was passed in the place of the configuration."""
+    if isinstance(model, nn.Module) or is_distributed(model):
+        return
+    if isinstance(config, nn.Module) or is_distributed(config):
+        raise TypeError(
+            "watch() takes the model first, then the configuration "
+            f"(model: {shown(model)}, config: {type(config).__name__}); call watch(model, {shown(model)})"
+        )
+    call = f"watch(model, {shown(model)})" if isinstance(model, str | os.PathLike) else "watch(model, config)"
+    raise TypeError(f"model of watch() must be an nn.Module (model: {shown(model)}); call {call}")
+
+
+def _forget_compiled(model: nn.Module) -> None:
+    """Have a compiled model compiled again: what was compiled knows nothing of hooks that came or went later."""
+    if any(is_compiled(m) for m in model.modules()):
+        torch.compiler.reset()
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while True:
+        inner: nn.Module = uncompiled(model)
+        if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = inner.module
+        if inner is model:
+            return model
+        model = inner
+
+
+def _plain_name(name: str) -> str:
+    """Leave out what wrappers put into the names of layers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)

@@ -1,0 +1,227 @@
+"""Moments: what one pass over a tensor leaves behind, and how two of them become one.
+
+Every statistic of `statistic_formulas` follows from moments. Moments of parts merge into the moments of the whole (Chan
+et al. 1979, Pébay 2008), whatever the sizes of the parts, so micro-batches, accumulation steps and ranks need no tensor
+to be kept or sent: one row of float64 each.
+
+Example::
+
+    whole = measure(first_half).merge(measure(second_half))
+    whole.mean, whole.min, whole.count
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FIELDS", "LaterMoments", "Moments", "merge_rows"]
+
+FIELDS = ("count", "nans", "infs", "zeros", "min", "max", "mean", "m2", "l1", "smallest", "m3", "m4")
+TINY = 1e-280  # a sum of squares below it may have lost digits, or all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """The moments of the finite elements of a tensor, or of several.
+
+    A field that was not asked for is NaN, and stays NaN when merged. ``m2`` is NaN, too, where it cannot be held: for
+    float64 elements beyond about 1e±144, the squares of which leave float64's range.
+
+    Attributes:
+        count: finite elements.
+        nans: NaNs; no other field knows of them.
+        infs: infinities of both signs; no other field knows of them.
+        zeros: elements equal to 0.
+        min: the least element, ``inf`` when there is none.
+        max: the greatest element, ``-inf`` when there is none.
+        mean: sum of ``x`` over count, 0 when there is none.
+        m2: sum of ``(x - mean)**2``.
+        l1: sum of ``|x|``.
+        smallest: the least non-zero ``|x|``, ``inf`` when there is none.
+        m3: sum of ``(x - mean)**3``.
+        m4: sum of ``(x - mean)**4``.
+    """
+
+    count: float = 0.0
+    nans: float = 0.0
+    infs: float = 0.0
+    zeros: float = 0.0
+    min: float = math.inf
+    max: float = -math.inf
+    mean: float = 0.0
+    m2: float = 0.0
+    l1: float = 0.0
+    smallest: float = math.inf
+    m3: float = 0.0
+    m4: float = 0.0
+
+    EMPTY: ClassVar[Moments]
+    """The moments of no elements."""
+
+    @property
+    def amax(self) -> float:
+        """The greatest ``|x|``, NaN when there is no finite element."""
+        return max(-self.min, self.max) if self.count else math.nan
+
+    def merge(self, other: Moments) -> Moments:
+        """The moments of the elements of both."""
+        a, b = self, other
+        if not b.count or not a.count:  # the mean of nothing must not pull the other mean
+            full, empty = (a, b) if a.count else (b, a)
+            return Moments(
+                full.count,
+                a.nans + b.nans,
+                a.infs + b.infs,
+                a.zeros + b.zeros,
+                full.min,
+                full.max,
+                full.mean,
+                full.m2 + empty.m2,  # 0 + : keeps the NaN of a field that was not asked for
+                full.l1 + empty.l1,
+                _least(a.smallest, b.smallest),
+                full.m3 + empty.m3,
+                full.m4 + empty.m4,
+            )
+        n = a.count + b.count
+        p, q = a.count / n, b.count / n
+        d = b.mean - a.mean
+        m2 = a.m2 + b.m2 + d * d * p * b.count
+        return Moments(
+            n,
+            a.nans + b.nans,
+            a.infs + b.infs,
+            a.zeros + b.zeros,
+            _least(a.min, b.min),
+            -_least(-a.max, -b.max),
+            a.mean + d * q if abs(d) < math.inf else a.mean * p + b.mean * q,
+            m2 if not d or TINY < m2 < math.inf else math.nan,
+            a.l1 + b.l1,
+            _least(a.smallest, b.smallest),
+            a.m3 + b.m3 + d * (d * d * p * q * (a.count - b.count) + 3 * (p * b.m2 - q * a.m2)),
+            a.m4
+            + b.m4
+            + d * (d * (d * d * p * b.count * (p * p - p * q + q * q) + 6 * (p * p * b.m2 + q * q * a.m2)))
+            + d * 4 * (p * b.m3 - q * a.m3),
+        )
+
+    def repeated(self, times: int) -> Moments:
+        """The moments of the same elements, each of them ``times`` times (an expanded tensor).
+
+        Example::
+
+            measure(x.expand(8, -1)) == measure(x).repeated(8)
+        """
+        if times == 1 or not times:
+            return self if times else Moments.EMPTY
+        return Moments(
+            self.count * times,
+            self.nans * times,
+            self.infs * times,
+            self.zeros * times,
+            self.min,
+            self.max,
+            self.mean,
+            self.m2 * times,
+            self.l1 * times,
+            self.smallest,
+            self.m3 * times,
+            self.m4 * times,
+        )
+
+    def row(self) -> list[float]:
+        """The fields as floats, in the order of :data:`FIELDS`."""
+        m = self
+        first = [m.count, m.nans, m.infs, m.zeros, m.min, m.max]
+        return [float(value) for value in (*first, m.mean, m.m2, m.l1, m.smallest, m.m3, m.m4)]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> Moments:
+        """The moments that :meth:`row` was called on."""
+        if len(row) != len(FIELDS):
+            raise ValueError(f"a row of moments must have {len(FIELDS)} numbers (got {len(row)})")
+        return cls(*map(float, row))
+
+
+Moments.EMPTY = Moments()
+
+
+class LaterMoments(ABC):
+    """Moments that are not at hand yet: on a device, or not worked out."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether :meth:`moments` does not wait for a device."""
+
+    @abstractmethod
+    def moments(self) -> Moments:
+        """Return the moments; waits for them."""
+
+
+def _least(a: float, b: float) -> float:
+    """min(a, b), or NaN where either is NaN."""
+    return a if a < b or a != a else b
+
+
+def merge_rows(rows: Tensor) -> Tensor:
+    """Merge ``[ranks, n, K]`` rows of moments, in order of rank, to ``[n, K]``.
+
+    Example::
+
+        rows = torch.tensor([[m.row() for m in rank] for rank in ranks], dtype=torch.float64)
+        merged = [Moments.from_row(row) for row in merge_rows(rows).tolist()]
+    """
+    import torch  # here, for those who only read a configuration
+
+    if rows.dim() != 3 or rows.size(2) != len(FIELDS) or rows.dtype != torch.float64:
+        raise ValueError(
+            f"rows of moments must be float64 [ranks, n, {len(FIELDS)}] (got {rows.dtype} {list(rows.shape)})"
+        )
+    if not rows.size(0):
+        return torch.tensor([Moments.EMPTY.row()], dtype=torch.float64, device=rows.device).repeat(rows.size(1), 1)
+    total = rows[0]
+    for row in rows[1:]:
+        total = _merge_two(total, row)
+    return total
+
+
+def _merge_two(a: Tensor, b: Tensor) -> Tensor:
+    """Moments.merge, for all rows at once."""
+    import torch
+
+    counts_a, counts_b = a[:, 0], b[:, 0]
+    both = (counts_a > 0) & (counts_b > 0)
+    n = counts_a + counts_b
+    p = torch.where(both, counts_a / n, 0.0)
+    q = torch.where(both, counts_b / n, 0.0)
+    mean_a, m2_a, m3_a, m4_a = a[:, 6], a[:, 7], a[:, 10], a[:, 11]
+    mean_b, m2_b, m3_b, m4_b = b[:, 6], b[:, 7], b[:, 10], b[:, 11]
+    d = torch.where(both, mean_b - mean_a, 0.0)
+    m2 = m2_a + m2_b + d * d * p * counts_b
+    merged = torch.where(d.isinf(), mean_a * p + mean_b * q, mean_a + d * q)
+    mean = torch.where(both, merged, torch.where(counts_a > 0, mean_a, mean_b))
+    powers = d * (d * d * p * q * (counts_a - counts_b) + 3 * (p * m2_b - q * m2_a))
+    m3 = m3_a + m3_b + torch.where(both, powers, 0.0)
+    powers = d * (d * (d * d * p * counts_b * (p * p - p * q + q * q) + 6 * (p * p * m2_b + q * q * m2_a)))
+    m4 = m4_a + m4_b + torch.where(both, powers + d * 4 * (p * m3_b - q * m3_a), 0.0)
+    columns = [
+        *(a[:, :4] + b[:, :4]).unbind(1),
+        torch.minimum(a[:, 4], b[:, 4]),
+        torch.maximum(a[:, 5], b[:, 5]),
+        mean,
+        torch.where((d == 0) | ((m2 > TINY) & (m2 < math.inf)), m2, math.nan),
+        a[:, 8] + b[:, 8],
+        torch.minimum(a[:, 9], b[:, 9]),  # like _least, a NaN wins
+        m3,
+        m4,
+    ]
+    return torch.stack(columns, 1)

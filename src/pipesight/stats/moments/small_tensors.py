@@ -1,0 +1,110 @@
+"""Small tensors are put aside, to be measured when the step ends.
+
+Measuring a small tensor costs calls, not arithmetic. In the threads of a pipeline each call may have to wait for the
+interpreter, which another thread has; at the end of a step nobody else wants it. So a small tensor is copied into a
+buffer, one call, and what lies there is measured when its values are wanted or the buffer is full::
+
+    buffer   | fc1 | fc2 | fc1 | ...
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipesight.stats.moments._exact import exact
+from pipesight.stats.moments._rows import FLOAT32
+from pipesight.stats.moments.measuring import is_ordinary
+from pipesight.stats.moments.moments import LaterMoments, Moments
+
+__all__ = ["SmallRow", "SmallRows"]
+
+MOST = 1 << 15  # elements of a tensor
+ROOM = 1 << 20  # elements of the buffer: 4 MiB
+
+
+class SmallRow(LaterMoments):
+    """The moments of one small tensor, which may not be known yet."""
+
+    __slots__ = ("_found", "_rows")
+
+    def __init__(self, rows: SmallRows) -> None:
+        self._rows = rows
+        self._found: Moments | None = None
+
+    @property
+    def ready(self) -> bool:
+        """They can be had at once."""
+        return True
+
+    def found(self, moments: Moments) -> None:
+        """They are known now."""
+        self._found = moments
+
+    def moments(self) -> Moments:
+        """Return the moments, and measure all that are waiting if need be."""
+        if self._found is None:
+            self._rows.measure_all()
+            assert self._found is not None
+        return self._found
+
+
+class SmallRows:
+    """A buffer of small tensors that wait to be measured. Threads may add to it at once.
+
+    Example::
+
+        row = rows.add(activation, powers=False, smallest=False)  # None: it is not small
+        row.moments()
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffer: Tensor | None = None
+        self._array: NDArray[np.float32]  # the same memory
+        self._used = 0
+        self._waiting: list[tuple[SmallRow, int, bool, bool]] = []
+
+    def add(self, tensor: Tensor, *, powers: bool, smallest: bool) -> SmallRow | None:
+        """Copy a tensor that is small; return its moments to be."""
+        size = tensor.numel()
+        if not 0 < size <= MOST or tensor.dtype not in FLOAT32 or not is_ordinary(tensor) or tensor.is_neg():
+            return None  # torch may copy a negated view to another dtype as it is not negated
+        row = SmallRow(self)
+        with self._lock:
+            if self._buffer is None:
+                with torch.inference_mode(False):
+                    self._buffer = torch.empty(ROOM, dtype=torch.float32, device="cpu")
+                    self._array = self._buffer.numpy()
+            if self._used + size > ROOM:
+                self._measure_all()
+            self._copy(tensor.detach() if tensor.requires_grad else tensor, size)
+            self._used += size
+            self._waiting.append((row, size, powers, smallest))
+        return row
+
+    def _copy(self, tensor: Tensor, size: int) -> None:
+        assert self._buffer is not None
+        if tensor.dtype is torch.float32:  # numpy asks for the interpreter less often
+            room = self._array[self._used : self._used + size]
+            np.copyto(room.reshape(tensor.shape), tensor.numpy())
+        else:
+            self._buffer[self._used : self._used + size].view(tensor.shape).copy_(tensor)
+
+    def measure_all(self) -> None:
+        """Measure all that are waiting."""
+        with self._lock:
+            self._measure_all()
+
+    def _measure_all(self) -> None:
+        if not self._waiting or self._buffer is None:
+            return
+        waiting, self._waiting, self._used = self._waiting, [], 0
+        start = 0
+        for row, size, powers, smallest in waiting:
+            row.found(exact(self._buffer[start : start + size], powers=powers, smallest=smallest))
+            start += size

@@ -1,0 +1,105 @@
+"""Files of whole lines, and the time as log lines show it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+__all__ = ["Clock", "LineFile"]
+
+_STEP = 1 << 16
+
+
+class LineFile:
+    """Lines that are added to a file, each batch at once and unbuffered, so that readers see it.
+
+    A folder or a file that is missing, or was removed meanwhile, is made. A batch that does not fit on the disk leaves
+    nothing of itself behind, and the next one is tried again.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool = True) -> None:
+        self.path = path
+        self.closed = False
+        self._overwrite = overwrite
+        self._file = -1
+
+    def open(self) -> None:
+        """Open the file, and make its folder.
+
+        Raises:
+            OSError: that is not possible.
+        """
+        if self._file >= 0:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        mode = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(self.path, mode | (os.O_TRUNC if self._overwrite else 0), 0o666)
+        if not self._overwrite:
+            _cut_half_line(self._file)
+        self._overwrite = False  # should it be opened again
+
+    def write(self, lines: bytes) -> None:
+        """Add whole lines, all or none of them.
+
+        Raises:
+            OSError: they could not be written.
+            ValueError: the file is closed.
+        """
+        if self.closed:
+            raise ValueError(f"the file is closed ({str(self.path)!r})")
+        written = 0
+        try:
+            if self._file >= 0 and not os.fstat(self._file).st_nlink:  # it was removed: nobody could read the lines
+                self._release()
+            self.open()
+            while written < len(lines):
+                written += os.write(self._file, lines[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                if written:
+                    os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            with contextlib.suppress(OSError):
+                self._release()  # to be opened again, should this one be stale
+            raise
+
+    def close(self) -> None:
+        """Close the file; it is not written to again."""
+        self.closed = True
+        self._release()
+
+    def _release(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+def _cut_half_line(file: int) -> None:
+    """Remove what a killed process left of its last line."""
+    end = size = os.fstat(file).st_size
+    while end > 0:
+        start = max(0, end - _STEP)
+        found = os.pread(file, end - start, start).rfind(b"\n")
+        if found >= 0:
+            end = start + found + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(file, end)
+
+
+class Clock:
+    """Tells the time, and works out the date and the seconds once a second only."""
+
+    def __init__(self) -> None:
+        self._second: tuple[int, str] = (-1, "")
+
+    def now(self) -> str:
+        """Return the time, as in ``2026-01-31 12:00:00,000``."""
+        second, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+        known, text = self._second
+        if second != known:
+            text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+            self._second = (second, text)
+        return f"{text},{nanoseconds // 1_000_000:03d}"

@@ -1,5 +1,0 @@
-"""Watch a model: its layers log their tensors, with no calls in user code."""
-
-from pipesight.stats.watching.watcher import TENSORS, Watch, watch
-
-__all__ = ["TENSORS", "Watch", "watch"]

@@ -1,0 +1,152 @@
+"""Spans of a pipeline, by themselves: its tasks, their layers, its transfers, and arrows from task to task.
+
+======================================  =================================================
+``forward``, ``backward``               one micro-batch in one partition
+``forward.recompute``                   its forward again, for the backward
+``backward.weight``                     the gradients of its weights, where a schedule takes them by themselves
+``forward.layer`` and so on             one layer in it
+``transfer``                            tensors from another device
+======================================  =================================================
+
+Each carries ``step``, ``minibatch`` (its number in the process), ``partition``, ``microbatch`` and, for layers,
+``layer``. There are many of these spans, and workers wait for what is done here, so it is little: the arguments stay a
+tuple, `_span.Place`, of which the writer makes text.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from pipesight.context import Observer, Where
+from pipesight.trace import _span
+from pipesight.trace._pipeline_lines import carried
+from pipesight.trace._span import CROWD, EVENTS, ROOT_ID, Span, begin, current, end, next_id, now, on_pass, resume
+from pipesight.trace.ai import ai
+from pipesight.trace.gpu_spans import DeviceTask, device_spans, is_capturing
+from pipesight.trace.node import Node, is_recording
+
+__all__ = ["PipelineSpans"]
+
+_TASKS: dict[str | None, Node] = {
+    "forward": ai.compute.forward,
+    "recompute": ai.compute.forward.derive("recompute"),
+    "backward": ai.compute.backward,
+    "weight": ai.compute.backward.derive("weight"),
+}
+_LAYERS = {phase: node.derive("layer") for phase, node in _TASKS.items()}
+_WAYS = {"forward": 1, "recompute": 0, "backward": -1, "weight": 0}
+_add = EVENTS.extend
+
+
+class _Track:
+    """One worker: where its spans belong, and which are open."""
+
+    __slots__ = ("layer", "on_device", "outside", "root", "task", "thread", "transfer", "way")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.root: Span = (None, ROOT_ID, None, 0, 1, self.thread)
+        self.task: Span | None = None
+        self.layer: Span | None = None
+        self.outside: Span = self.root  # the open span where the layer began, which is that of the pipeline's caller
+        self.transfer: Span | None = None
+        self.on_device: DeviceTask | None = None
+        self.way = 0
+        _span.adopt(self.root)
+
+
+class PipelineSpans(Observer):
+    """Records what the engine tells."""
+
+    def wanted(self) -> bool:
+        """Whether there is a trace to record for, and no CUDA graph in the making."""
+        return is_recording() and not is_capturing()
+
+    def pass_started(self) -> None:
+        """Let others know that from here on, modules are called by the pipeline."""
+        for begun in on_pass:
+            begun(True)
+
+    def pass_ended(self) -> None:
+        """Let them know that it is over."""
+        for begun in on_pass:
+            begun(False)
+
+    def task_started(self, where: Where) -> None:
+        """Begin the task's span."""
+        track: _Track = where.track
+        if track is None or track.thread != threading.get_ident():
+            track = where.track = _Track()
+        node = _TASKS[where.phase]
+        if not node.recording:
+            track.task = None
+            return
+        assert where.phase is not None
+        track.way = _WAYS[where.phase]
+        track.layer = None
+        track.task = (node, next_id(), track.root, now(), 2, track.thread)
+        track.on_device = None if where.stream is None else device_spans.begin_task(where.stream)
+
+    def task_ended(self, where: Where) -> None:
+        """End the task's span, and that of a layer that raised."""
+        moment = now()
+        track: _Track | None = where.track
+        if track is None or track.task is None:
+            return
+        if track.layer is not None:
+            self.layer_ended(where)
+        node, number, _, start, _, thread = track.task
+        track.task = None
+        resume(track.root)
+        where_it_was = (where.step, where.serial, where.partition, where.microbatch, None, where.partitions, where.pipe)
+        _add((node, number, ROOT_ID, start, moment, 2, thread, (node.args, track.way, *where_it_was)))
+        if track.on_device is not None:
+            device_spans.end_task(track.on_device, node, where_it_was, more=track.way < 0)
+        if not number & CROWD:
+            _span.call_for_help()
+
+    def layer_started(self, where: Where) -> None:
+        """Begin the layer's span, inside the task's: the layer runs in the context of whoever called the pipeline."""
+        track: _Track | None = where.track
+        if track is None or (task := track.task) is None:
+            return
+        node = _LAYERS[where.phase]
+        if not node.recording:
+            return
+        if track.layer is None:  # else it begins again: a checkpoint that could not be made
+            track.outside = current()
+        if track.on_device is not None:
+            track.on_device.begin_layer()
+        span = track.layer = (node, next_id(), task, now(), 3, task[5])
+        resume(span)
+
+    def layer_ended(self, where: Where) -> None:
+        """End the layer's span."""
+        moment = now()
+        track: _Track | None = where.track
+        if track is None or (layer := track.layer) is None:
+            return
+        track.layer = None
+        resume(track.outside)
+        node, number, task, start, _, thread = layer
+        where_it_was = (where.step, where.serial, where.partition, where.microbatch, where.layer, 0, 0)
+        _add((node, number, task[1], start, moment, 3, thread, (node.args, 0, *where_it_was)))
+        if track.on_device is not None:
+            track.on_device.end_layer(node, where_it_was)
+
+    def transfer_started(self, where: Where, source: str, target: str, size: int) -> None:
+        """Begin the span of a transfer."""
+        track: _Track = where.track
+        if track is None or track.thread != threading.get_ident():
+            track = where.track = _Track()
+        resume(track.root)
+        track.transfer = begin(ai.device.transfer) if ai.device.transfer.recording else None
+
+    def transfer_ended(self, where: Where, source: str, target: str, size: int) -> None:
+        """End it."""
+        track: _Track | None = where.track
+        if track is None or track.transfer is None:
+            return
+        span, track.transfer = track.transfer, None
+        known = carried(ai.device.transfer, {"from": source, "to": target, "size": size})
+        end(span, (known, 0, where.step, where.serial, where.partition, where.microbatch, None, 0, 0))

@@ -1,0 +1,309 @@
+"""Tracing into a file: `start`, `stop`, and the processes that a traced one starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from pipesight._logger import own_logger
+from pipesight.trace._encode import Encoder
+from pipesight.trace._forkserver import keep_up_to_date
+from pipesight.trace._trace_file import TraceFile
+from pipesight.trace._tracer import tracer
+from pipesight.trace.environment_settings import INTERVALS, MOST, Settings
+
+__all__ = [
+    "Session",
+    "ending",
+    "flush",
+    "follow_environment",
+    "on_finish",
+    "running",
+    "start",
+    "start_if_asked",
+    "stop",
+]
+
+logger = own_logger(__name__)
+
+
+class Session:
+    """A trace that is being written. Leave it, or call `stop`, to end it."""
+
+    def __init__(self, file: TraceFile, *, from_environment: bool = False) -> None:
+        self._file = file
+        self.from_environment = from_environment
+        self.of_command = False
+        """Whether ``pipesight run`` began it: what the program itself then begins or ends steps back."""
+        self._before: dict[str, str | None] = {}
+
+    @property
+    def path(self) -> Path:
+        """The file of this process; it is made when the first event comes."""
+        return self._file.path
+
+    @property
+    def lost(self) -> int:
+        """How many events could not be written."""
+        return self._file.lost
+
+    @property
+    def removed(self) -> int:
+        """How many events were in parts that had to go, by ``max_parts``."""
+        return self._file.removed
+
+    @property
+    def written(self) -> int:
+        """How many events the files hold that are there."""
+        return self._file.written
+
+    @property
+    def clock_offset(self) -> int:
+        """What is added to the monotonic clock, in nanoseconds, to get the times in the file."""
+        return self._file.clock_offset
+
+    def pause(self) -> None:
+        """Record nothing until `resume`; spans that are open are recorded when they end."""
+        tracer.pause()
+
+    def resume(self) -> None:
+        """Record again."""
+        tracer.resume()
+
+    def flush(self) -> None:
+        """Write all events that have ended."""
+        flush()
+
+    def stop(self) -> None:
+        """Write what is left, and close the file."""
+        global _session
+        if _session is self:
+            _session = None
+            for name, value in self._before.items():
+                _set(name, value)
+            keep_up_to_date()
+        tracer.remove(self._file)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def hand_on(self, values: Mapping[str, object]) -> None:
+        """Let processes that this one starts trace too, each into a file of its own beside this one."""
+        self._before = {name: os.environ.get(name) for name in values}
+        for name, value in values.items():
+            os.environ[name] = str(value)
+
+
+class _Guest(Session):
+    """What a program gets that is traced already: its end is not that of the trace."""
+
+    def pause(self) -> None:
+        """Let it be recorded."""
+
+    def resume(self) -> None:
+        """Let it be recorded."""
+
+    def stop(self) -> None:
+        """Write what there is so far."""
+        flush()
+
+
+_session: Session | None = None
+
+
+def running() -> Session | None:
+    """Return the trace that is being written."""
+    return _session
+
+
+def start(
+    path: str | os.PathLike[str],
+    *,
+    compress: bool = True,
+    include_args: bool = True,
+    interval: float = 0.5,
+    max_bytes: int | None = None,
+    max_parts: int | None = None,
+) -> Session:
+    """Trace into ``path``, until `stop`, the end of the returned session's block, or that of the process.
+
+    Example::
+
+        with pipesight.trace.start("run/trace.pfw.gz"):
+            train()
+
+    Args:
+        path: the file, or a folder, for ``trace.pfw.gz`` in it. The name gets ``.pfw.gz``; under torchrun the rank
+            goes into it, and processes that this one starts write files of their own beside it, named by their process
+            number.
+        compress: write gzip.
+        include_args: write the arguments of events.
+        interval: seconds from the end of an event until it is on disk, at most.
+        max_bytes: begin another file, ``name.part2.pfw.gz``, before one gets larger than that.
+        max_parts: keep that many of these files, and remove the oldest.
+
+    Raises:
+        RuntimeError: a trace is being written already.
+    """
+    least, most = INTERVALS
+    if not least <= interval <= most:
+        raise ValueError(f"interval must be {least:g} to {most:g} seconds (interval: {interval})")
+    if max_bytes is not None and not 0 < max_bytes <= MOST:
+        raise ValueError(f"max_bytes must be more than 0, or None for no limit (max_bytes: {max_bytes})")
+    if max_parts is not None and not 0 < max_parts <= MOST:
+        raise ValueError(f"max_parts must be more than 0, or None for all (max_parts: {max_parts})")
+    given = _file_in(path)
+    if _session is not None and _session.of_command:
+        logger.warning(
+            "this program is traced by `pipesight run` already, into %s; trace.start(%r) steps back",
+            _session.path,
+            os.fspath(path),
+        )
+        return _Guest(_session._file)
+    if _session is not None and not _session.from_environment:
+        raise RuntimeError(
+            f"a trace is being written already, to {str(_session.path)!r}; end it first: pipesight.trace.stop()"
+        )
+    if _session is not None:  # what the program says is more than what the environment says
+        _session.stop()
+    settings = Settings(
+        log_file=given,
+        inc_metadata=bool(include_args),
+        trace_compression=bool(compress),
+        interval=interval,
+        max_bytes=max_bytes,
+        max_parts=max_parts,
+    )
+    return _start(given, settings, child=_inherited("LOG_FILE") == str(given))
+
+
+def _start(given: Path, settings: Settings, *, child: bool, from_environment: bool = False) -> Session:
+    global _session
+    tracer.interval = settings.interval
+    if tracer.is_writing:  # somebody captures events
+        encoder = tracer.encoder
+        encoder.include_args = settings.inc_metadata
+    else:
+        encoder = Encoder(include_args=settings.inc_metadata, offset=_clock())
+    file = TraceFile(
+        given,
+        encoder=encoder,
+        child=child,
+        compress=settings.trace_compression,
+        max_bytes=settings.max_bytes,
+        max_parts=settings.max_parts,
+    )
+    _session = Session(file, from_environment=from_environment)
+    tracer.add(file, encoder)
+    keep_up_to_date()
+    if not child:
+        _session.hand_on(
+            {
+                "PIPESIGHT_ENABLE": 1,
+                "PIPESIGHT_LOG_FILE": given,
+                "PIPESIGHT_INC_METADATA": int(settings.inc_metadata),
+                "PIPESIGHT_TRACE_COMPRESSION": int(settings.trace_compression),
+                "PIPESIGHT_TRACE_INTERVAL": settings.interval,
+                "PIPESIGHT_TRACE_MAX_BYTES": settings.max_bytes or 0,
+                "PIPESIGHT_TRACE_MAX_PARTS": settings.max_parts or 0,
+                "PIPESIGHT_PARENT": os.getpid(),
+                "PIPESIGHT_CLOCK": f"{encoder.offset}@{os.uname().nodename}",
+            }
+        )
+    return _session
+
+
+def _file_in(path: str | os.PathLike[str]) -> Path:
+    """Return the file that is meant: a folder stands for ``trace`` in it."""
+    if not os.fspath(path):
+        raise ValueError("the path of a trace must not be empty; give it a file: start('trace.pfw.gz')")
+    given = Path(path).absolute()
+    return given / "trace" if given.is_dir() or os.fspath(path).endswith(os.sep) else given
+
+
+def stop() -> None:
+    """End the trace that `start` began, if any."""
+    if _session is not None and not _session.of_command:
+        _session.stop()
+
+
+def flush() -> None:
+    """Write all events that have ended so far."""
+    tracer.flush()
+
+
+def on_finish(tell: Callable[[], None], *, remove: bool = False) -> None:
+    """Have ``tell`` called when the process ends with a trace being written, by whatever way; or no longer."""
+    if remove:
+        tracer.on_finish[:] = [other for other in tracer.on_finish if other != tell]
+    else:
+        tracer.on_finish.append(tell)
+
+
+def ending() -> str | None:
+    """Return by what the process is ending: a signal, such as ``SIGTERM``, or ``os._exit(1)``."""
+    return tracer.ending
+
+
+def start_if_asked() -> None:
+    """Trace if the environment says so: a user's, or that of the process that started this one."""
+    settings = Settings.from_environment()
+    settings.set_log_level()
+    if not settings.enable or settings.log_file is None or _session is not None:
+        return
+    try:
+        child = _inherited("PARENT") is not None
+        _start(_file_in(settings.log_file), settings, child=child, from_environment=True)
+    except (OSError, ValueError) as error:
+        logger.warning("no trace is written to %r: %s", str(settings.log_file), error)
+
+
+def follow_environment() -> None:
+    """Do as the environment says now that it has been changed: trace elsewhere, or begin to, or end."""
+    global _inheritance
+    _inheritance = _from_outside()
+    if _session is not None and _session.from_environment:
+        _session.stop()
+    start_if_asked()
+
+
+def _from_outside() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("PIPESIGHT_")}
+
+
+_inheritance = _from_outside()
+
+
+def _inherited(name: str) -> str | None:
+    """Return what the process that started this one handed on to it, if that one was traced."""
+    return _inheritance.get(f"PIPESIGHT_{name}") if "PIPESIGHT_PARENT" in _inheritance else None
+
+
+def _clock() -> int | None:
+    """Return the clock of the process that started this one, if that was on this host: only there is it the same."""
+    given = _inherited("CLOCK") or ""
+    clock, _, host = given.partition("@")
+    if host != os.uname().nodename:
+        return None
+    try:
+        offset = int(clock)
+        time.gmtime((offset + time.perf_counter_ns()) // 10**9)
+    except (ValueError, OverflowError, OSError):
+        logger.warning("PIPESIGHT_CLOCK must be nanoseconds and a host, but is %r; using the clock of now", given)
+        return None
+    return offset
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
