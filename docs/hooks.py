@@ -29,7 +29,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links to files outside of `docs/` lead to the repository."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    repository = project["urls"]["Source"]
+    repository = project["urls"]["Repository"]
     folder = posixpath.dirname(page.file.src_uri)
 
     def lead_out(link: re.Match[str]) -> str:
