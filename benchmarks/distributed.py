@@ -1,4 +1,4 @@
-"""DistributedPipeline against bare torch.distributed.pipelining, observed and not: two gloo processes on the CPU.
+"""A distributed step: DistributedPipeline, observed and not, against torch.distributed.pipelining; two gloo processes.
 
 Both engines live in the same two processes and take turns at the same batch, so that noise hits both alike:
 

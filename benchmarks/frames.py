@@ -1,4 +1,4 @@
-"""Frames of the page's timeline with 100,000 blocks in sight, panned and zoomed in a real browser.
+"""The page's timeline: frames with 100,000 blocks in sight, panned and zoomed in a real browser.
 
 The limit is a screen's 60 frames a second: a frame may take 16.7 ms. Drawing is what the page's script takes of it; the
 time from frame to frame holds everything, with the browser painting by the processor alone.

@@ -56,7 +56,7 @@ def render(sections: Sequence[Section]) -> str:
 
 
 def _section(section: Section) -> str:
-    name, gpu = section.place
+    gpu = section.machine["gpu"]
     machine = section.machine
     where = [machine["processor"], f"{machine['cores']} cores", gpu, machine["system"], f"load {machine['load']}"]
     facts = [
@@ -64,7 +64,8 @@ def _section(section: Section) -> str:
         ", ".join(filter(None, where)),
         ", ".join(f"{package} {version}" for package, version in section.versions.items()),
     ]
-    lines = [f"## {name}{f' on {gpu}' if gpu else ''}", "", section.title, "", *(f"- {fact}" for fact in facts)]
+    heading = section.title.partition(":")[0].rstrip(".") + (f", on {gpu}" if gpu else "")
+    lines = [f"## {heading}", "", section.title, "", *(f"- {fact}" for fact in facts)]
     if section.size == "quick":
         lines += ["", "**A quick run: it shows that the benchmark works, not how fast anything is.**"]
     return "\n".join([*lines, *(line for table in section.tables for line in _table(table)), ""])
@@ -74,7 +75,7 @@ def _table(table: Table) -> list[str]:
     lines = ["", f"### {table.title}", "", *([table.note, ""] if table.note else [])]
     lines += _grid(table.columns, table.rows)
     if table.goals:
-        lines += ["", *_grid(["compared", "measured", "goal", ""], table.goals)]
+        lines += ["", *_grid(["compared", "measured", "goal", "result"], table.goals)]
     return lines
 
 

@@ -88,14 +88,14 @@ def test_results_of_other_machines_are_kept_apart():
 
 def test_page(measured):
     page = render(load(measured))
-    assert "## made_up\n\nA title.\n" in page
+    assert "## A title\n\nA title.\n" in page
     assert "| contender | ms per step | speed against theirs |\n| --- | ---: | ---: |\n" in page
     assert "| ours | 11.0 (10.5..11.5) | 2.00 (1.50..2.50) |" in page
     assert "| absent | skipped: no such package |  |" in page
     assert "| speed of ours against theirs | 2.00 (1.50..2.50) | at least 1.60 | met |" in page
     assert "A quick run" in page
     assert "A quick run" not in render([section(gpu="H200")])
-    assert "## spans on H200\n" in render([section(gpu="H200")])
+    assert "## Title, on H200\n" in render([section(gpu="H200")])
     assert "| b | 1,234 |" in render([section()])
 
 
