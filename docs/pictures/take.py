@@ -91,9 +91,9 @@ def draw_watch(folder: Path, path: Path) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from pipesight.analysis.latest_step import figures_of
     from pipesight.report import analyse, open_run
-    from pipesight.view.live.figures import figures_of
-    from pipesight.view.live.terminal import Frame, draw_frame
+    from pipesight.view.live.watch_screen import Frame, draw_frame
 
     with open_run(folder) as run:
         report = analyse(run)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesight.analysis.bubble import LOSSES, Split, split_windows
-from pipesight.analysis.steps import INCOMPLETE, find_minibatches
+from pipesight.analysis.step_grouping import INCOMPLETE, find_minibatches
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, Tasks, Transfers
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.task_orders import Schedule, gpipe, interleaved, one_f_one_b

@@ -10,7 +10,7 @@ from pipesight.analysis.advice import AT_MOST
 from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.view.report_json import as_json
-from pipesight.view.terminal import render
+from pipesight.view.text_report import render
 from support.schemas import validated
 from support.synthetic import Made
 

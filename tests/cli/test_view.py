@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pipesight.view.live import serving
-from pipesight.view.live.publishing import Publisher
+from pipesight.view.live import web_server
+from pipesight.view.live.run_publisher import Publisher
 from support import browser
 from support.growing import LIMIT, GrowingRun, recorder, wait_for
 from support.processes import STRICT_PYTHON
@@ -411,9 +411,9 @@ def test_idle_connections(tmp_path):
 
 def test_silence_ends(tmp_path, monkeypatch):
     """Whoever sends a byte now and then, and never the whole of a request, is hung up on after a while."""
-    monkeypatch.setattr(serving, "SILENCE", 0.3)
+    monkeypatch.setattr(web_server, "SILENCE", 0.3)
     publisher = Publisher(tmp_path / "run", draw=lambda _: None)
-    with publisher, serving.RunServer(publisher, page=str) as server:
+    with publisher, web_server.RunServer(publisher, page=str) as server:
         address = urlsplit(server.address)
         with socket.create_connection((address.hostname, address.port), timeout=LIMIT) as slow:
             wait_for(lambda: _is_hung_up(slow))

@@ -17,12 +17,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipesight.analysis.breakdown import PARTS
+from pipesight.analysis.latest_step import figures_of, steps_of
 from pipesight.analysis.nonfinite import NonFinite
 from pipesight.analysis.report import analyse
+from pipesight.analysis.step_breakdown import PARTS
 from pipesight.runs.reading.run import LogLine, open_run
-from pipesight.view.live.figures import figures_of, steps_of
-from pipesight.view.live.terminal import Frame, draw_frame, line_of
+from pipesight.view.live.watch_screen import Frame, draw_frame, line_of
 from support.growing import LIMIT, GrowingRun, recorder, wait_for
 from support.processes import STRICT_PYTHON
 from support.synthetic import Made

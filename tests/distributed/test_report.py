@@ -6,13 +6,13 @@ import subprocess
 import numpy as np
 import pytest
 
+from pipesight.analysis.described_pipelines import pipelines_of
 from pipesight.analysis.report import analyse
-from pipesight.analysis.topology import pipelines_of
 from pipesight.plan import one_f_one_b, simulate
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD
 from pipesight.runs.reading.run import open_run
-from pipesight.view.payload.limits import Limits
-from pipesight.view.payload.timeline import Timelines
+from pipesight.view.payload.size_limits import Limits
+from pipesight.view.payload.step_timelines import Timelines
 from support.processes import STRICT_PYTHON
 from support.schemas import validated
 from support.torchrun import RANK, torchrun

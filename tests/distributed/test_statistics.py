@@ -11,7 +11,7 @@ from torch import nn
 
 from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
-from pipesight.view.payload.whole import page_payload
+from pipesight.view.payload.run_payload import page_payload
 from support.logged import SIX, assert_six, config, lines, six, values
 from support.processes import STRICT_PYTHON
 from support.torchrun import RANK, batches, tanhs, torchrun

@@ -30,7 +30,7 @@ from fuzz.cases import account, fuzz
 from pipesight.cli.command import main
 from pipesight.runs.following.follower import Follower, check_place
 from pipesight.runs.reading.run import NotARunError
-from pipesight.view.live.drawing import draw
+from pipesight.view.live.live_page import draw
 
 PATIENCE = 60  # seconds for one command
 

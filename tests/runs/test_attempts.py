@@ -12,7 +12,7 @@ from pipesight.analysis.report import Report, analyse
 from pipesight.runs.following.follower import Follower
 from pipesight.runs.reading.run import open_run
 from pipesight.view.report_json import as_json
-from pipesight.view.terminal import render
+from pipesight.view.text_report import render
 from support.processes import STRICT_PYTHON
 from support.synthetic import Made
 

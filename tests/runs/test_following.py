@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipesight.analysis.breakdown import PARTS
 from pipesight.analysis.report import analyse
+from pipesight.analysis.step_breakdown import PARTS
 from pipesight.runs.following import follower as following
 from pipesight.runs.following import growing_file as _growing
 from pipesight.runs.following import recent_run as _recent

@@ -14,7 +14,7 @@ import pytest
 from pipesight.cli.command import main
 from pipesight.runs.following.follower import Follower
 from pipesight.runs.reading.run import open_run
-from pipesight.view.live.drawing import draw
+from pipesight.view.live.live_page import draw
 from support.synthetic import Made
 
 SECRET = "nobody's business"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipesight.analysis.report import Report, analyse
 from pipesight.runs.reading.run import open_run
-from pipesight.view.comparison import compare, comparison_as_json
+from pipesight.view.comparison_text import compare, comparison_as_json
 from pipesight.view.report_json import as_json
 from support.schemas import NAMES, read_schema, validated
 from support.synthetic import Made

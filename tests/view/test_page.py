@@ -10,8 +10,8 @@ import pytest
 
 from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
-from pipesight.view.comparison import compare, part_rows, quantity_rows, settings_text
-from pipesight.view.findings import links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
+from pipesight.view.comparison_text import compare, part_rows, quantity_rows, settings_text
+from pipesight.view.finding_sentences import links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
 from pipesight.view.page import write_comparison, write_page
 from support import browser
 from support.synthetic import Made

@@ -18,9 +18,9 @@ from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import LogLine, open_run
 from pipesight.view import page as html
 from pipesight.view.page import MOST_BYTES, Limits, Served, page_html, page_payload, write_page
-from pipesight.view.payload.chosen import choose_steps
-from pipesight.view.payload.logs import logs_of
-from pipesight.view.payload.statistics import Mark, statistics_of
+from pipesight.view.payload.log_lines import logs_of
+from pipesight.view.payload.statistic_tables import Mark, statistics_of
+from pipesight.view.payload.step_choice import choose_steps
 from support.synthetic import Made
 
 TIMES = {"forward": 100, "recompute": 100, "backward": 200}

@@ -6,13 +6,13 @@ import re
 
 import pytest
 
+from pipesight.analysis.latest_step import figures_of
 from pipesight.analysis.report import analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.task_orders import interleaved
-from pipesight.view.live.figures import figures_of
-from pipesight.view.live.terminal import Frame, draw_frame
+from pipesight.view.live.watch_screen import Frame, draw_frame
 from pipesight.view.page import write_page
-from pipesight.view.terminal import render
+from pipesight.view.text_report import render
 from support import browser
 from support.synthetic import Made
 

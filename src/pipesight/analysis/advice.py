@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipesight.analysis.links import Link, places_to_look_at
+from pipesight.analysis.described_pipelines import PipelineFacts
 from pipesight.analysis.measured_costs import SMALL_MESSAGE, Measured
-from pipesight.analysis.topology import PipelineFacts
+from pipesight.analysis.rank_links import Link, places_to_look_at
 from pipesight.plan.balance_search import find_balance
 from pipesight.plan.plans import (
     DISTRIBUTED_NAMES,

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.analysis._task_arrays import Batch, Lengths, Times, orders_of
-from pipesight.analysis._transfer_waits import arrivals_of, of_rows, waits
-from pipesight.analysis.steps import MiniBatches
+from pipesight.analysis.step_grouping import MiniBatches
+from pipesight.analysis.task_arrays import Batch, Lengths, Times, orders_of
+from pipesight.analysis.transfer_waits import arrivals_of, of_rows, waits
 from pipesight.runs.reading.event_tables import Column, Tasks, Transfers
 from pipesight.schedule.contention import Concurrency, rate_of, rates_of
 from pipesight.schedule.simulation import simulate

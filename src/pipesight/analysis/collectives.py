@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pipesight.analysis.clocks import clock_error
+from pipesight.analysis.clock_errors import clock_error
 from pipesight.runs.reading.event_tables import Column, Communications, Table
 
 __all__ = ["Collective", "Meeting", "Pieces", "find_meetings", "name_collectives", "waits_in"]

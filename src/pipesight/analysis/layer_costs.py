@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipesight.analysis.topology import LayerFacts, PipelineFacts
+from pipesight.analysis.described_pipelines import LayerFacts, PipelineFacts
 from pipesight.runs.reading.event_tables import LayerTimes
 from pipesight.schedule.costs import WEIGHT_SHARE, Layer
 from pipesight.schedule.simulation import Times

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipesight.analysis.described_pipelines import PipelineFacts
 from pipesight.analysis.layer_costs import MICROSECOND, layers_of
-from pipesight.analysis.links import Messages, messages_of
 from pipesight.analysis.measured_tasks import Windows
-from pipesight.analysis.topology import PipelineFacts
+from pipesight.analysis.rank_links import Messages, messages_of
 from pipesight.plan.plans import predict
 from pipesight.runs.reading.event_tables import Column, LayerTimes, Tasks, Transfers
 from pipesight.schedule.costs import Costs, Link
@@ -24,9 +24,9 @@ from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import B, F, R, Schedule, W
 
 if TYPE_CHECKING:
-    from pipesight.analysis.breakdown import StepTimes
     from pipesight.analysis.bubble import Split
-    from pipesight.analysis.steps import MiniBatches
+    from pipesight.analysis.step_breakdown import StepTimes
+    from pipesight.analysis.step_grouping import MiniBatches
     from pipesight.runs.reading.run import Run
 
 __all__ = ["Measured", "NoTasksError", "measure", "measure_steps"]

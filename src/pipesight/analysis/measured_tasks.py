@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipesight.analysis.steps import MiniBatches
+from pipesight.analysis.step_grouping import MiniBatches
 from pipesight.runs.reading.event_tables import Tasks
 from pipesight.schedule.contention import Concurrency
 from pipesight.schedule.simulation import Times, simulate

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipesight.analysis.clocks import doubts_about_clocks
-from pipesight.analysis.steps import INCOMPLETE, MiniBatches
+from pipesight.analysis.clock_errors import doubts_about_clocks
+from pipesight.analysis.rank_waits import Held
+from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatches
 from pipesight.analysis.verdict import MUCH, TITLES, Verdict
-from pipesight.analysis.waits import Held
 from pipesight.runs.reading.event_tables import OPTIMIZER, Spans, Tasks
 from pipesight.runs.reading.process_liveness import KILLED, ending_of
 

@@ -9,16 +9,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipesight.analysis.advice import Situation, find_changes
-from pipesight.analysis.breakdown import PARTS, StepTimes, Summary, break_down, summary, warm_up
 from pipesight.analysis.bubble import Split, split_windows
 from pipesight.analysis.collectives import Collective, find_meetings, name_collectives, waits_in
-from pipesight.analysis.layers import Layer, layers_of, with_weights
-from pipesight.analysis.links import Link, find_links
+from pipesight.analysis.described_pipelines import (
+    PipelineFacts,
+    device_of_partition,
+    is_over_ranks,
+    pipelines_of,
+    rank_of_partition,
+    replicas_in,
+)
+from pipesight.analysis.layer_times import Layer, layers_of, with_weights
 from pipesight.analysis.measured_costs import Measured, measure_steps
 from pipesight.analysis.nonfinite import NonFinite, first_nonfinite
-from pipesight.analysis.pipelines import PipelineReport, describe_pipelines, lanes_of
+from pipesight.analysis.partition_placement import workers_of
+from pipesight.analysis.pipeline_report import PipelineReport, describe_pipelines, lanes_of
+from pipesight.analysis.rank_links import Link, find_links
+from pipesight.analysis.rank_waits import Held, Waits
 from pipesight.analysis.remarks import Remark, doubts_about, remarks_on, with_ending, with_waits
-from pipesight.analysis.steps import (
+from pipesight.analysis.step_breakdown import PARTS, StepTimes, Summary, break_down, summary, warm_up
+from pipesight.analysis.step_grouping import (
     EVALUATION,
     INCOMPLETE,
     TRAINING,
@@ -29,17 +39,7 @@ from pipesight.analysis.steps import (
     replicas_of,
 )
 from pipesight.analysis.stragglers import Straggler, find_stragglers
-from pipesight.analysis.topology import (
-    PipelineFacts,
-    device_of_partition,
-    is_over_ranks,
-    pipelines_of,
-    rank_of_partition,
-    replicas_in,
-)
 from pipesight.analysis.verdict import Verdict, verdict_on
-from pipesight.analysis.waits import Held, Waits
-from pipesight.analysis.workers import workers_of
 from pipesight.runs.reading.event_tables import Column, Tasks
 from pipesight.runs.reading.stats_and_logs import NONFINITE_KEYS
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipesight.analysis.layers import Layer
+from pipesight.analysis.described_pipelines import LayerFacts
+from pipesight.analysis.layer_times import Layer
 from pipesight.analysis.report import Report
-from pipesight.analysis.topology import LayerFacts
 
 __all__ = ["SameLayers", "same_layers"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipesight.analysis.advice import Change
-from pipesight.analysis.breakdown import OUTSIDE
 from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.step_breakdown import OUTSIDE
 
 __all__ = ["TITLES", "Verdict", "verdict_on"]
 

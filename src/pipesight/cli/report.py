@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     first = _analyse(options.run_path, options)
     if options.other_path is not None:
-        from pipesight.view.comparison import compare, comparison_as_json, render_comparison
+        from pipesight.view.comparison_text import compare, comparison_as_json, render_comparison
         from pipesight.view.page import write_comparison
 
         second = _analyse(options.other_path, options)
@@ -82,7 +82,7 @@ def _report(options: argparse.Namespace) -> int:
 
         _print(as_json(first))
     else:
-        from pipesight.view.terminal import render
+        from pipesight.view.text_report import render
 
         _print(render(first, step=options.step, **_look(options)))
     if options.html is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipesight.view.live.publishing import Publisher
+    from pipesight.view.live.run_publisher import Publisher
 
 __all__ = ["add_to", "run"]
 
@@ -53,9 +53,9 @@ def run(options: argparse.Namespace) -> int:
 def _serve(path: Path, *, port: int, browser: bool) -> int:
     from pipesight.runs.following.follower import check_place
     from pipesight.runs.reading.run import NotARunError
-    from pipesight.view.live.drawing import draw, empty_page
-    from pipesight.view.live.publishing import Publisher
-    from pipesight.view.live.serving import RunServer
+    from pipesight.view.live.live_page import draw, empty_page
+    from pipesight.view.live.run_publisher import Publisher
+    from pipesight.view.live.web_server import RunServer
 
     try:
         check_place(path)

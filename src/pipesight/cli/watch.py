@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pipesight.analysis.report import Report
     from pipesight.runs.following.follower import Follower
-    from pipesight.view.live.terminal import Frame
+    from pipesight.view.live.watch_screen import Frame
 
 __all__ = ["add_to", "run"]
 
@@ -76,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(follower: Follower, *, ascii: bool) -> None:
-    from pipesight.view.live.figures import steps_of
-    from pipesight.view.live.terminal import line_of
+    from pipesight.analysis.latest_step import steps_of
+    from pipesight.view.live.watch_screen import line_of
 
     shown, attempt = -1, 0
     said: set[str] = set()
@@ -146,7 +146,7 @@ def _frames(follower: Follower) -> Iterator[Frame]:
 def _drawn(frame: Frame, console: Console, *, spare: int = 0) -> Text:
     from rich.text import Text
 
-    from pipesight.view.live.terminal import draw_frame
+    from pipesight.view.live.watch_screen import draw_frame
 
     lines = draw_frame(
         frame,
@@ -159,8 +159,8 @@ def _drawn(frame: Frame, console: Console, *, spare: int = 0) -> Text:
 
 
 def _frame(follower: Follower, report: Report | None) -> Frame:
-    from pipesight.view.live.figures import figures_of
-    from pipesight.view.live.terminal import Frame
+    from pipesight.analysis.latest_step import figures_of
+    from pipesight.view.live.watch_screen import Frame
 
     ended = follower.state.phase == "ended"
     figures = figures_of(report, ended=ended) if report is not None else None

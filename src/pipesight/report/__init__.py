@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pipesight.runs.reading.run import NotARunError, Run, open_run
     from pipesight.view.page import write_page
     from pipesight.view.report_json import as_json
-    from pipesight.view.terminal import render
+    from pipesight.view.text_report import render
 
 __all__ = ["NotARunError", "Report", "Run", "analyse", "as_json", "open_run", "render", "write_page"]
 
@@ -22,7 +22,7 @@ _HOMES = {
     "analyse": "pipesight.analysis.report",
     "as_json": "pipesight.view.report_json",
     "open_run": "pipesight.runs.reading.run",
-    "render": "pipesight.view.terminal",
+    "render": "pipesight.view.text_report",
     "write_page": "pipesight.view.page",
 }
 

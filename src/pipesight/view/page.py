@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pipesight.view.payload import LIMITS, Limits, page_payload
 
 if TYPE_CHECKING:
-    from pipesight.view.comparison import Comparison
+    from pipesight.view.comparison_text import Comparison
 
 __all__ = [
     "LIMITS",
@@ -109,9 +109,9 @@ def write_comparison(comparison: Comparison, *, output: str | os.PathLike[str] |
         >>> write_comparison(compare(first, second))
         PosixPath('RUN_B/comparison.html')
     """
-    from pipesight.view.payload.comparison import comparison_payload
+    from pipesight.view.payload.comparison_payload import comparison_payload
 
-    page = page_html(comparison_payload(comparison), name="comparison")
+    page = page_html(comparison_payload(comparison), name="comparison_page")
     return _write(page, _beside(Path(comparison.second.path), "comparison.html") if output is None else Path(output))
 
 
@@ -135,15 +135,15 @@ def _write(page: str, path: Path) -> Path:
     return path
 
 
-def page_html(payload: Mapping[str, Any] | None = None, *, served: Served | None = None, name: str = "page") -> str:
+def page_html(payload: Mapping[str, Any] | None = None, *, served: Served | None = None, name: str = "run_page") -> str:
     """Return the page with a payload in it, or, if a server has it, with nothing.
 
     Args:
         payload: What to draw, from `page_payload`.
         served: Where a server has more. Without, the page is a file, and asks nobody for anything.
-        name: Which page: that of a run, or ``comparison``.
+        name: Which page: that of a run, ``run_page``, or ``comparison_page``.
     """
-    style, script = _style(), _script(_MAIN[name])
+    style, script = _style(), _script(f"{name}.js")
     title = "" if payload is None else str(payload["title"])
     values = {
         "policy": _policy(style, script, served),
@@ -189,7 +189,6 @@ def _hash(text: str) -> str:
 
 # Scripts and style.
 
-_MAIN = {"page": "main.js", "comparison": "comparison.js"}
 _IMPORT = re.compile(r'^import (?:\{(?P<names>[^}]*)\} from )?"\./(?P<file>[\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:const|let|class|function|async function) (?P<name>\w+))", re.MULTILINE)
 

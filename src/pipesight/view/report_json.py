@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from pipesight._version import __version__
-from pipesight.analysis.breakdown import PARTS, StepTimes, Summary
-from pipesight.analysis.layers import Layer
-from pipesight.analysis.pipelines import PipelineReport
+from pipesight.analysis.layer_times import Layer
+from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.report import Overall, Report
+from pipesight.analysis.step_breakdown import PARTS, StepTimes, Summary
 from pipesight.runs.reading.event_tables import Column
 
 __all__ = ["FORMAT", "FORMAT_VERSION", "as_json"]

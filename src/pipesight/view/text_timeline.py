@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesight.analysis.report import Report
-from pipesight.analysis.steps import EVALUATION
+from pipesight.analysis.step_grouping import EVALUATION
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, Column, Tasks
-from pipesight.view.text import Style
+from pipesight.view.text_layout import Style
 
 __all__ = ["DRAWN", "Glyphs", "Timeline", "coloured", "draw_step"]
 

@@ -14,7 +14,7 @@ import {
   listed,
   plural,
 } from "./format.js";
-import { scaleOf, valueAt } from "./series.js";
+import { scaleOf, valueAt } from "./statistic_series.js";
 
 const table = (format, rows) =>
   test(format.name, () => {

@@ -2,12 +2,12 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { layOut, rowAt } from "./rows.js";
-import { Run } from "./run.js";
-import { bounded, wordsOf } from "./searching.js";
+import { layOut, rowAt } from "./lane_layout.js";
+import { Run } from "./run_model.js";
+import { bounded, wordsOf } from "./search.js";
 import { state } from "./state.js";
-import { firstAtOrAfter } from "./step.js";
-import { isWhole, lookAt, lookAtAll, pan, reveal, wholeView, zoom } from "./view.js";
+import { firstAtOrAfter } from "./step_model.js";
+import { isWhole, lookAt, lookAtAll, pan, reveal, wholeView, zoom } from "./zoom.js";
 
 const lane = (rank, partition, more = {}) => ({ rank, partition, replica: 0, takes_turns: false, layers: [], ...more });
 

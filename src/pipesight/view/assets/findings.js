@@ -1,13 +1,13 @@
 // What stands out: the first tensor that is not finite, before all else, with the way to it; stragglers, links, what
 // was left out.
 
-import { choose, focusBlock } from "./choosing.js";
 import { byId, make, put } from "./dom.js";
 import { plural } from "./format.js";
 import { PHASES } from "./phases.js";
+import { choose, focusBlock } from "./selection.js";
 import { listen, shownStep, state, tell } from "./state.js";
-import { goToStep } from "./stepping.js";
-import { reveal } from "./view.js";
+import { goToStep } from "./step_slider.js";
+import { reveal } from "./zoom.js";
 
 export function startFindings() {
   listen("run", () => {

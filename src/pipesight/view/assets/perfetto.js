@@ -1,7 +1,7 @@
 // Hand the trace to ui.perfetto.dev: open it, ask until it answers, then post the file. Only ever on a click.
 
 import { byId, make, put } from "./dom.js";
-import { address } from "./live.js";
+import { address } from "./live_updates.js";
 import { state } from "./state.js";
 
 const ORIGIN = "https://ui.perfetto.dev";

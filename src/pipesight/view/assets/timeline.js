@@ -1,15 +1,15 @@
 // The timeline: one canvas with a lane for each partition, drawn anew whenever something about it changes.
 
 import { AXIS_HEIGHT, drawAxis, drawGrid } from "./axis.js";
-import { drawFrame, drawLane } from "./blocks.js";
-import { Columns } from "./dense.js";
+import { drawFrame, drawLane } from "./block_drawing.js";
+import { Pen } from "./canvas_pen.js";
 import { byId } from "./dom.js";
+import { layOut, rowAt } from "./lane_layout.js";
+import { Columns } from "./narrow_blocks.js";
 import { palette } from "./palette.js";
-import { Pen } from "./pen.js";
-import { layOut, rowAt } from "./rows.js";
 import { listen, shownStep, state } from "./state.js";
-import { firstAtOrAfter } from "./step.js";
-import { drawIdle, drawNonfinite, drawProgram, drawTransfers, drawWindows } from "./surroundings.js";
+import { firstAtOrAfter } from "./step_model.js";
+import { drawIdle, drawNonfinite, drawProgram, drawTransfers, drawWindows } from "./timeline_overlays.js";
 
 export const timeline = {
   rows: [], // all of them, from top to bottom

@@ -4,7 +4,7 @@ import { byId, make, put } from "./dom.js";
 import { dotted, formatShare, formatTime } from "./format.js";
 import { PHASES } from "./phases.js";
 import { shownStep, state } from "./state.js";
-import { KIND_NAMES } from "./surroundings.js";
+import { KIND_NAMES } from "./timeline_overlays.js";
 
 const MOST_LAYERS = 8;
 

@@ -1,0 +1,161 @@
+"""The numbers of a run that is going on: its last step, and what is usual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesight.analysis.described_pipelines import rank_of_partition
+from pipesight.analysis.report import Report
+from pipesight.analysis.step_breakdown import PARTS
+from pipesight.analysis.step_grouping import EVALUATION, TRAINING
+from pipesight.runs.reading.event_tables import Column
+
+__all__ = ["LiveFigures", "PartitionFigures", "StepFigures", "figures_of", "steps_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """One step. Times are microseconds, shares are of 1."""
+
+    step: int
+    time: float
+    bubble: float
+    bound: float
+    samples_per_second: float | None
+    parts: tuple[float, ...]
+    """Where the time went, in the order of `PARTS`."""
+    whole: bool = True
+    """Whether its time has all that comes before the next step, such as an evaluation, or a pause."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionFigures:
+    """The bubble of one partition, or of its rank, if that computes for several of them in turn."""
+
+    last: float
+    usual: float
+    """The median over the steps that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFigures:
+    """The last step, and what is usual over the steps that are kept."""
+
+    steps: int
+    last: StepFigures
+    usual: StepFigures
+    """All medians, but for the samples a second: those are all samples over all the time, pauses included."""
+    partitions: tuple[PartitionFigures, ...]
+    left_out: int | None = None
+    """The very last step of a run that has ended: what comes after it is not of a step, so it cannot be compared."""
+
+
+def steps_of(report: Report, *, ended: bool = False) -> list[StepFigures]:
+    """Return the complete steps, in order. Of several replicas, a step takes as long as the slowest.
+
+    Args:
+        report: Of the steps that are kept.
+        ended: Whether the run has, so that no step comes after the last.
+    """
+    times = report.steps
+    numbers, which = np.unique(times.step, return_inverse=True)
+    if not len(numbers):
+        return []
+    period = np.zeros(len(numbers))
+    np.maximum.at(period, which, times.period)
+    replicas = np.bincount(which)
+    bubble, bound = (np.bincount(which, values) / replicas for values in (times.bubble, times.bound))
+    parts = np.stack([np.bincount(which, part) / replicas for part in times.parts])
+    samples = _samples(report) * np.bincount(which, times.minibatches) / np.maximum(period, 1) * 1e6
+    return [
+        StepFigures(
+            int(number),
+            float(period[k]),
+            float(bubble[k]),
+            float(bound[k]),
+            float(samples[k]) if samples[k] > 0 else None,
+            tuple(parts[:, k].tolist()),
+            whole=not (ended and k == len(numbers) - 1 and _is_shorter(report, numbers)),
+        )
+        for k, number in enumerate(numbers)
+    ]
+
+
+def _is_shorter(report: Report, numbers: Column) -> bool:
+    """Tell whether no step comes after the last, as one does after others: these last until the next begins."""
+    begun = report.minibatches.step[report.minibatches.kind != EVALUATION]
+    followed = np.isin(numbers + 1, begun)
+    return bool(followed[:-1].any() and not followed[-1])
+
+
+def _samples(report: Report) -> int:
+    """Return how many samples a mini-batch has, if that is known and the same for all; otherwise 0."""
+    sizes = {pipeline.facts.batch_size for pipeline in report.pipelines}
+    return (sizes.pop() or 0) if len(sizes) == 1 else 0
+
+
+def figures_of(report: Report, *, ended: bool = False, replica: int = 0) -> LiveFigures | None:
+    """Return the numbers of a run, if there is a complete step; see `steps_of`. Partitions are those of one replica."""
+    steps = steps_of(report, ended=ended)
+    if not steps:
+        return None
+    left_out = None
+    if not steps[-1].whole:
+        left_out = steps.pop().step
+    counted = set(np.unique(report.steps.step[report.counted]).tolist())
+    usual = [step for step in steps if step.step in counted] or steps
+    samples = sum((step.samples_per_second or 0.0) * step.time for step in usual)
+    last = steps[-1]
+    return LiveFigures(
+        steps=len(usual),
+        last=last,
+        usual=StepFigures(
+            step=last.step,
+            time=_median([step.time for step in usual]),
+            bubble=_median([step.bubble for step in usual]),
+            bound=_median([step.bound for step in usual]),
+            samples_per_second=samples / sum(step.time for step in usual) if samples else None,
+            parts=tuple(_median([step.parts[k] for step in usual]) for k in range(len(PARTS))),
+        ),
+        partitions=_partitions(report, last.step, {step.step for step in usual}, replica),
+        left_out=left_out,
+    )
+
+
+def _median(values: list[float]) -> float:
+    return float(np.median(values))
+
+
+def _partitions(report: Report, last: int, usual: set[int], replica: int) -> tuple[PartitionFigures, ...]:
+    """Return the bubble of who computes for each partition of the pipeline that the last step ran through."""
+    minibatches = report.minibatches
+    training = (minibatches.kind == TRAINING) & (minibatches.replica == replica)
+    if not (training & (minibatches.step == last)).any():
+        return ()
+    n = int(minibatches.partitions[training & (minibatches.step == last)].max())
+    rows = np.flatnonzero(training & (minibatches.partitions == n))
+    busy = np.stack([_busy(report, int(row), n) for row in rows]) @ _sharing(report, n)
+    window = (minibatches.end - minibatches.begin)[rows].astype(float)
+    steps, which = np.unique(minibatches.step[rows], return_inverse=True)
+    whole = np.maximum(np.bincount(which, window), 1)
+    bubble = np.stack([1 - np.bincount(which, busy[:, j]) / whole for j in range(n)])
+    chosen = bubble[:, np.isin(steps, list(usual))] if np.isin(steps, list(usual)).any() else bubble
+    now = bubble[:, steps == last][:, 0]
+    return tuple(PartitionFigures(float(now[j]), float(np.median(chosen[j]))) for j in range(n))
+
+
+def _sharing(report: Report, partitions: int) -> NDArray[np.float64]:
+    """Return which partitions have the same worker: a row and a column for each."""
+    ranks = np.array(rank_of_partition(report.tasks, partitions))
+    together = (ranks[:, None] == ranks) & np.isin(ranks, list(report.taking_turns))
+    return np.where(together, 1.0, np.eye(partitions))
+
+
+def _busy(report: Report, row: int, partitions: int) -> NDArray[np.float64]:
+    first = int(report.minibatches.first[row])
+    own = slice(first, first + int(report.minibatches.count[row]))
+    times = report.tasks.end[own] - report.tasks.begin[own]
+    return np.bincount(report.tasks.partition[own], times, partitions).astype(np.float64)

@@ -1,0 +1,184 @@
+"""Waits of ranks for each other, put down to what the one did that came last.
+
+A loader that is slow on one rank keeps all others waiting in the next collective. That is no communication: the others
+wait for the loader. So in these times, each rank counts as doing what the rank did that it waited for, and that one may
+itself have waited for another. ::
+
+    rank 0   | optimizer |  all_gather ...............|         data loading, on rank 3
+    rank 3   | optimizer |       data loading         |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from pipesight.analysis.collectives import Pieces
+from pipesight.analysis.step_breakdown import KINDS, Cover, StepTimes
+from pipesight.analysis.step_grouping import MiniBatches
+from pipesight.runs.reading.event_tables import COMMUNICATION, Column, Spans, Table
+
+__all__ = ["Held", "Waits"]
+
+WORTH = 0.01
+"""Of the mean step, what a wait must cost to be named."""
+_Table = TypeVar("_Table", bound=Table)
+_CHAIN = 8  # ranks that wait for each other in a row
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A rank that keeps others waiting. Times are microseconds."""
+
+    rank: int
+    """The rank that arrives late."""
+    doing: str
+    """A part of a step, such as ``data_loading``; ``computing`` if it is slower than other replicas."""
+    wait: float
+    """What the rank that waits longest waits for it in the mean step."""
+    share: float
+    """Of the mean step."""
+    ranks: tuple[int, ...]
+    """That wait."""
+    steps: int
+    """In which they do."""
+
+
+class Waits:
+    """What ranks did while others waited for them.
+
+    Args:
+        pieces: Who waited for whom.
+        spans: What the main threads did.
+        minibatches: Of all replicas, with windows.
+        replicas: Which one each rank belongs to.
+    """
+
+    def __init__(self, pieces: Pieces, spans: Spans, minibatches: MiniBatches, replicas: Mapping[int, int]) -> None:
+        self._spans, self._replicas = spans, replicas
+        self._windows = {
+            number: Cover(minibatches.begin[own], minibatches.end[own])
+            for number in {*replicas.values()}
+            for own in [minibatches.replica == number]
+        }
+        direct = [self._outside_windows(own) for own in _by(pieces, "rank").values()]
+        self.pieces = _followed(_joined(direct))
+        """Who waited for whom in the end, outside of windows."""
+
+    def _outside_windows(self, pieces: Pieces) -> Pieces:
+        windows = self._windows.get(self._replicas.get(int(pieces.rank[0]), -1))
+        return pieces if windows is None else _inside(pieces, windows.complement())
+
+    def _by_doing(self, pieces: Pieces, cause: int) -> dict[str, Pieces]:
+        """Divide waits for one rank by what it did then."""
+        found = {}
+        spans = self._spans.where(self._spans.rank == cause)
+        covers = {"computing": self._windows.get(self._replicas.get(cause, -1), Cover(spans.begin[:0], spans.end[:0]))}
+        for kind, name in KINDS.items():
+            covers[name] = Cover(spans.begin[spans.kind == kind], spans.end[spans.kind == kind])
+        for name, cover in covers.items():
+            found[name] = _inside(pieces, cover)
+            pieces = _inside(pieces, cover.complement())
+        return {**found, "between_steps": pieces}
+
+    def attributed(self) -> Spans:
+        """Return the spans with what ranks waited for in place of their waits."""
+        spans = self._spans
+        tables = [spans.where(spans.kind != COMMUNICATION)]
+        waits = _by(self.pieces, "rank")
+        for rank, own in _by(spans.where(spans.kind == COMMUNICATION), "rank").items():
+            if rank not in waits:
+                tables.append(own)
+                continue
+            rest = Cover(waits[rank].begin, waits[rank].end).complement()
+            tables.append(_spans(rank, COMMUNICATION, *_overlaps(own.begin, own.end, rest)[1:]))
+            for cause, mine in _by(waits[rank], "cause").items():
+                doing = self._by_doing(mine, cause)
+                # Replicas that compute longer than others keep these waiting: that stays communication.
+                tables.append(_spans(rank, COMMUNICATION, doing["computing"].begin, doing["computing"].end))
+                tables += [_spans(rank, kind, doing[name].begin, doing[name].end) for kind, name in KINDS.items()]
+        joined = Spans.joined(*tables)
+        return joined.where(np.lexsort((joined.begin, joined.rank)))
+
+    def held(self, times: StepTimes) -> tuple[Held, ...]:
+        """Return the ranks that keep others waiting in these steps, those that cost most first."""
+        found = []
+        mean = max(float(times.period.mean()), 1e-9) if len(times) else 1.0
+        for cause, mine in _by(self.pieces, "cause").items():
+            for name, pieces in self._by_doing(mine, cause).items():
+                if name == "communication":
+                    continue  # it waits for the network, as the others do
+                longest, ranks = np.zeros(len(times)), []
+                for rank, own in _by(pieces, "rank").items():
+                    rows = np.flatnonzero(times.replica == self._replicas.get(rank, -1))
+                    ends = times.begin[rows] + times.period[rows]
+                    waited = Cover(own.begin, own.end).within(times.begin[rows], ends)
+                    longest[rows] = np.maximum(longest[rows], waited)
+                    ranks += [rank] * bool(waited.any())
+                steps, which = np.unique(times.step, return_inverse=True)
+                per_step = np.zeros(len(steps))
+                np.maximum.at(per_step, which, longest)
+                share = float(per_step.mean()) / mean if len(steps) else 0.0
+                if share >= WORTH:
+                    count = int((per_step > 0).sum())
+                    found.append(Held(cause, name, float(per_step.mean()), share, tuple(ranks), count))
+        return tuple(sorted(found, key=lambda entry: (-entry.share, entry.rank)))
+
+
+def _followed(pieces: Pieces) -> Pieces:
+    """Where the cause waited for another rank, make that one the cause."""
+    waits, found = _by(pieces, "rank"), []
+    for _ in range(_CHAIN):
+        further = []
+        for cause, mine in _by(pieces, "cause").items():
+            if cause not in waits:
+                found.append(mine)
+                continue
+            theirs = waits[cause].where(np.argsort(waits[cause].begin, kind="stable"))
+            found.append(_inside(mine, Cover(theirs.begin, theirs.end).complement()))
+            row, begin, end, which = _overlapping(mine.begin, mine.end, theirs.begin, theirs.end)
+            further.append(Pieces(mine.rank[row], begin, end, theirs.cause[which]))
+        pieces = _joined(further)
+        pieces = pieces.where(pieces.rank != pieces.cause)
+        if not len(pieces):
+            break
+    return _joined([*found, pieces])
+
+
+def _joined(tables: Sequence[Pieces]) -> Pieces:
+    return Pieces.joined(Pieces(*[np.zeros(0, np.int64)] * 4), *tables)
+
+
+def _by(table: _Table, column: str) -> dict[int, _Table]:
+    """Divide a table by the values of a column."""
+    values = getattr(table, column)
+    return {value: table.where(values == value) for value in np.unique(values).tolist()}
+
+
+def _spans(rank: int, kind: int, begin: Column, end: Column) -> Spans:
+    return Spans(np.full(len(begin), rank, np.int64), np.full(len(begin), kind, np.int64), begin, end)
+
+
+def _inside(pieces: Pieces, times: tuple[Column, Column] | Cover) -> Pieces:
+    """Return what of the pieces lies in some times."""
+    row, begin, end = _overlaps(pieces.begin, pieces.end, times)
+    return Pieces(pieces.rank[row], begin, end, pieces.cause[row])
+
+
+def _overlaps(begin: Column, end: Column, times: tuple[Column, Column] | Cover) -> tuple[Column, Column, Column]:
+    other = (times.begin, times.end) if isinstance(times, Cover) else times
+    return _overlapping(begin, end, *other)[:3]
+
+
+def _overlapping(
+    begin: Column, end: Column, other_begin: Column, other_end: Column
+) -> tuple[Column, Column, Column, Column]:
+    """Return where spans overlap others, which follow each other: the row of the one, begin, end, that of the other."""
+    first = np.searchsorted(other_end, begin, side="right")
+    count = np.maximum(np.searchsorted(other_begin, end, side="left") - first, 0)
+    row = np.repeat(np.arange(len(begin)), count)
+    which = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(len(row))
+    return row, np.maximum(begin[row], other_begin[which]), np.minimum(end[row], other_end[which]), which

@@ -1,0 +1,125 @@
+// Two runs side by side: the headline, quantities, parts of a step, layers that changed, and what each run is.
+
+import { byId, make, put } from "./dom.js";
+import { formatShare, formatTime } from "./format.js";
+import "./palette.js";
+import { unpackPayload } from "./payload.js";
+import { startTheme } from "./theme.js";
+
+const MARKS = ["A", "B"];
+
+byId("incomplete").remove(); // as all of this is here
+
+function show(payload) {
+  document.title = `${payload.title} \u2013 pipesight`;
+  const [first, ...rest] = payload.text.split(/(?<=[.!?]) /);
+  byId("headline").textContent = first;
+  byId("headline-more").textContent = rest.join(" ");
+  byId("settings").textContent = payload.settings;
+  table("quantities", "", payload.quantities);
+  showParts(payload.parts);
+  showLayers(payload.layers);
+  put(byId("runs"), ...payload.runs.map(runCard));
+  byId("main").classList.remove("waiting");
+}
+
+/** Rows of a name, both values, and what differs. */
+function table(id, name, rows) {
+  put(
+    byId(id),
+    make(
+      "thead",
+      {},
+      make(
+        "tr",
+        {},
+        [name, ...MARKS, "difference"].map((title, column) =>
+          make("th", { scope: "col", class: column ? "number" : null }, title),
+        ),
+      ),
+    ),
+    make(
+      "tbody",
+      {},
+      rows.map(([title, ...cells]) =>
+        make(
+          "tr",
+          {},
+          make("th", { scope: "row" }, title),
+          cells.map((cell) => make("td", { class: "number" }, cell)),
+        ),
+      ),
+    ),
+  );
+}
+
+function showParts({ keys, times, rows }) {
+  const totals = MARKS.map((_, side) => times.reduce((sum, both) => sum + both[side], 0));
+  const most = Math.max(...totals, 1);
+  put(
+    byId("bars"),
+    MARKS.map((mark, side) =>
+      make(
+        "div",
+        { class: "stack all" },
+        make("span", { class: "stack-name" }, `${mark}, ${formatTime(totals[side])}`),
+        make(
+          "div",
+          {
+            class: "stack-bar",
+            role: "img",
+            "aria-label": `${mark}: ${formatTime(totals[side])}; the table has the parts`,
+          },
+          keys.map(({ key, name, text }, index) => {
+            const time = times[index][side];
+            if (!(time > 0)) return null;
+            const title = `${name}: ${formatTime(time)}, ${formatShare(time / totals[side])}. ${text}`;
+            return make("span", { class: `part ${key}`, vars: { share: time / most }, title });
+          }),
+        ),
+      ),
+    ),
+  );
+  table("parts", "", rows);
+  const keyOf = new Map(keys.map(({ key, name }) => [name, key]));
+  for (const title of byId("parts").querySelectorAll("tbody th")) {
+    const key = keyOf.get(title.textContent);
+    title.prepend(make("span", { class: key ? `part key ${key}` : "part key none", "aria-hidden": "true" }));
+  }
+}
+
+function showLayers({ rows, changed, all }) {
+  byId("layers-section").hidden = !all;
+  const same = all - changed;
+  byId("layers-facts").textContent =
+    `${changed} of ${all}, with their time in the mean step` +
+    (same ? `; ${same} ${same === 1 ? "takes" : "take"} the same time, to within 5%` : "") +
+    (rows.length < changed ? `; the first ${rows.length} are shown` : "");
+  if (rows.length) table("layers", "layer", rows);
+}
+
+function runCard({ title, path, alarm, verdict, findings, facts }, side) {
+  return make(
+    "section",
+    { class: "card", "aria-label": `Run ${MARKS[side]}` },
+    make("div", { class: "bar" }, make("h2", {}, `${MARKS[side]}  ${title}`), make("p", { class: "facts" }, path)),
+    alarm && make("p", { class: "alarm" }, alarm),
+    make("p", {}, verdict),
+    findings.map((group) => [
+      make("h3", {}, group.title),
+      make(
+        "ul",
+        { class: "entries" },
+        group.entries.map(([text]) => make("li", {}, text)),
+      ),
+    ]),
+    make(
+      "dl",
+      { class: "run-facts" },
+      facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))),
+    ),
+  );
+}
+
+startTheme();
+show(await unpackPayload());

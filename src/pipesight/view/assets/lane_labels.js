@@ -1,0 +1,138 @@
+// Beside the timeline: the names of the lanes. Below it: what the blocks mean.
+
+import { byId, make, put } from "./dom.js";
+import { formatRoughShare, formatShare } from "./format.js";
+import { blockColours, palette } from "./palette.js";
+import { LETTERS, PHASES } from "./phases.js";
+import { listen, shownStep, state } from "./state.js";
+import { timeline } from "./timeline.js";
+import { KIND_NAMES, KINDS } from "./timeline_overlays.js";
+
+export function startLabels() {
+  listen("run step", showLabels);
+  listen("run step theme", showLegend);
+}
+
+function showLabels() {
+  const step = shownStep();
+  const labels = byId("lane-labels");
+  labels.style.height = `${timeline.height}px`;
+  put(
+    labels,
+    ...timeline.rows.map((row) => {
+      const place = { vars: { top: `${row.top}px`, height: `${row.height}px` } };
+      return row.kind === "program" ? rankLabel(step, row, place) : laneLabel(step, row, place);
+    }),
+  );
+}
+
+/** The name of a rank, and its bubble, where its partitions take turns. */
+function rankLabel(step, row, place) {
+  const { run } = state;
+  const shared = run.lanes.findIndex((lane) => lane.rank === row.rank && lane.takes_turns);
+  if (run.payload.ranks === 1 && shared < 0)
+    return make("div", { ...place, class: "lane program" }, make("span", {}, "program"));
+  const name = run.rankName(row.rank);
+  const [, ...details] = name.split(" \u00b7 ");
+  return make(
+    "div",
+    { ...place, class: "lane program", title: name },
+    make(
+      "span",
+      { class: "rank" },
+      make("span", { class: "word" }, "rank "),
+      `${row.rank}`,
+      details.map((detail) => make("span", { class: "detail" }, ` \u00b7 ${detail}`)),
+    ),
+    shared >= 0 && bubbleLabel(step, shared),
+  );
+}
+
+function bubbleLabel(step, lane) {
+  const bubble = step?.laneBubbles[lane] ?? null;
+  return make(
+    "span",
+    { class: "idle number", title: "bubble of this step" },
+    bubble === null ? "" : formatRoughShare(bubble),
+    make("span", { class: "offscreen" }, bubble === null ? "" : ` bubble, exactly ${formatShare(bubble)}`),
+  );
+}
+
+function laneLabel(step, row, place) {
+  const { partition, device, layers, takes_turns } = state.run.lanes[row.lane];
+  const names = layers.map((layer) => state.run.layerName(layer));
+  const bad = (step?.marks ?? []).filter(([, lane]) => lane === row.lane);
+  return make(
+    "div",
+    {
+      ...place,
+      class: row.height >= 34 ? "lane" : "lane low",
+      title: [state.run.laneName(row.lane), device, names.join(", ")].filter(Boolean).join("\n"),
+    },
+    make(
+      "span",
+      { class: "which" },
+      make("span", { class: "word" }, "partition "),
+      `${partition}`,
+      bad.length > 0 &&
+        make(
+          "span",
+          { class: "alarm", title: bad.map(([name, , , , text]) => `${name}: ${text}`).join("\n") },
+          " \u2715",
+        ),
+    ),
+    !takes_turns && bubbleLabel(step, row.lane),
+    row.height >= 34 && make("span", { class: "layers" }, [device, span(names)].filter(Boolean).join(" \u00b7 ")),
+  );
+}
+
+/** `span(["a", "b", "c"])` is "a … c". */
+function span(names) {
+  return names.length > 2 ? `${names[0]} \u2026 ${names.at(-1)}` : names.join(", ");
+}
+
+function showLegend() {
+  const step = shownStep();
+  if (!step || !palette.blocks.length) return;
+  const phases = [...new Set(step.phase)].sort();
+  const kinds = [...new Set(step.spans.kind)].sort();
+  const middle = Math.floor((state.run.chunks - 1) / 2);
+  put(
+    byId("legend"),
+    ...phases.map((phase) => {
+      const { fill, edge, ink } = blockColours(middle, phase);
+      return make(
+        "li",
+        {},
+        make(
+          "span",
+          { class: `swatch ${PHASES[phase]}`, "aria-hidden": "true", vars: { fill, edge, ink } },
+          LETTERS[phase],
+        ),
+        PHASES[phase],
+      );
+    }),
+    make(
+      "li",
+      {},
+      make("span", {
+        class: "ramp",
+        "aria-hidden": "true",
+        vars: {
+          from: blockColours(0, 2).fill,
+          middle: blockColours(middle, 2).fill,
+          to: blockColours(state.run.chunks - 1, 2).fill,
+        },
+      }),
+      state.run.chunks > 1 ? `micro-batches 0\u2013${state.run.chunks - 1}` : "micro-batch 0",
+    ),
+    make("li", {}, make("span", { class: "swatch idle", "aria-hidden": "true" }), "idle, with its share of the window"),
+    step.transfers.lane.length > 0 &&
+      make("li", {}, make("span", { class: "swatch transfer", "aria-hidden": "true" }), "transfer"),
+    ...kinds.map((kind) =>
+      make("li", {}, make("span", { class: `swatch ${KINDS[kind]}`, "aria-hidden": "true" }), KIND_NAMES[kind]),
+    ),
+    step.marks.length > 0 &&
+      make("li", {}, make("span", { class: "alarm", "aria-hidden": "true" }, "\u2715"), "not finite"),
+  );
+}

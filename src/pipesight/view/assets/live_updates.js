@@ -1,0 +1,69 @@
+// While the run goes on and `pipesight view` serves this page: new payloads, as the server says that there are some.
+
+import { byId } from "./dom.js";
+import { state } from "./state.js";
+
+let latest = -1; // the revision that was last asked for
+let fetching = false;
+
+/** What `pipesight view` says about an address: events, payload or trace; null in a page that is a file. */
+export function address(what) {
+  const served = location.protocol === "http:" || location.protocol === "https:";
+  return (served && document.querySelector(`meta[name="pipesight-${what}"]`)?.content) || null;
+}
+
+/** Call `update` with every new payload. */
+export function startLive(update) {
+  if (!address("payload")) return;
+  if (!state.run) refresh(update);
+  if (!address("events") || !window.EventSource) return;
+  const source = new EventSource(address("events"));
+  const heard = (event) => {
+    const { revision } = JSON.parse(event.data);
+    say("live");
+    if (event.type === "ended") {
+      source.close();
+      say("ended");
+    }
+    if (revision !== latest) {
+      latest = revision;
+      refresh(update);
+    }
+  };
+  source.addEventListener("changed", heard);
+  source.addEventListener("ended", heard);
+  source.addEventListener("error", () => source.readyState !== EventSource.CLOSED && say("connection lost, retrying"));
+}
+
+/** Fetch the payload; once more if meanwhile there is a newer one. */
+async function refresh(update) {
+  if (fetching) return;
+  fetching = true;
+  const wanted = latest;
+  let again = 0; // milliseconds
+  try {
+    const response = await fetch(address("payload"), { cache: "no-store" });
+    if (response.ok) update(await response.json());
+    else if (response.status === 503) again = 1000 * (Number(response.headers.get("Retry-After")) || 1);
+    else say(`no report: ${response.status}`);
+  } catch {
+    say("connection lost, retrying");
+    again = 2000;
+  }
+  fetching = false;
+  if (latest !== wanted) refresh(update);
+  else if (again) setTimeout(() => refresh(update), again);
+}
+
+/** Say that the run goes on, as its payload says; a page that is a file, or of a run that has ended, says nothing. */
+export function showLive(live) {
+  if (live) say("live");
+  else if (byId("live").textContent === "live") say("ended");
+}
+
+function say(text) {
+  const badge = byId("live");
+  badge.hidden = !text;
+  badge.textContent = text;
+  badge.classList.toggle("on", text === "live");
+}

@@ -1,0 +1,115 @@
+// Puts the page together, and shows a run, or a longer payload of the same run, in it.
+
+import { startBlock } from "./block_panel.js";
+import { byId } from "./dom.js";
+import { startFindings } from "./findings.js";
+import { startKeys } from "./keyboard_input.js";
+import { startLabels } from "./lane_labels.js";
+import { startLayers } from "./layer_table.js";
+import { showLive, startLive } from "./live_updates.js";
+import { startLog } from "./log_lines.js";
+import { startLosses } from "./lost_time.js";
+import { startNames } from "./span_table.js";
+import "./palette.js";
+import { unpackPayload } from "./payload.js";
+import { startPerfetto } from "./perfetto.js";
+import { startPointing } from "./pointer_input.js";
+import { Run } from "./run_model.js";
+import { startSearching } from "./search.js";
+import { shownStep, state, tell } from "./state.js";
+import { startStatistics, statisticsDrawn } from "./statistics_section.js";
+import { startStepping } from "./step_slider.js";
+import { startStepTable } from "./step_table.js";
+import { startTheme } from "./theme.js";
+import { startTimeline, timeline } from "./timeline.js";
+import { startSummary } from "./verdict.js";
+import { isWhole, startZooming, wholeView } from "./zoom.js";
+
+byId("incomplete").remove(); // as all of this is here
+
+/** Show a payload; what the reader looks at stays, if it is there still. */
+function update(payload) {
+  const before = state.run;
+  const step = before ? shownStep() : null;
+  const atEnd = step !== null && state.step === before.shown.length - 1 && before.shown.length > 1;
+  const whole = isWhole();
+  const selected = step !== null && state.selected !== null ? step.keyOf(state.selected) : null;
+  state.run = new Run(payload);
+  state.hovered = state.focused = null;
+  if (!step) state.step = payload.start;
+  else state.step = atEnd ? payload.shown.length - 1 : state.run.placeOf(step.number);
+  const now = shownStep();
+  state.selected = now?.blockOf(selected) ?? null;
+  if (now && (whole || !step)) state.view = wholeView(now);
+  const nothing = payload.live ? "Waiting for the first step." : "This run has no pipeline tasks to draw.";
+  notify(payload.shown.length ? "" : nothing);
+  showLive(payload.live);
+  tell("run");
+  tell("selection");
+}
+
+/** Say what is missing, if anything, and show the page. */
+function notify(text) {
+  byId("notice").textContent = text;
+  byId("notice").hidden = !text;
+  byId("main").classList.remove("waiting");
+}
+
+/** Facts about what is shown, for tests and the curious. */
+function inspect() {
+  const step = shownStep();
+  return {
+    revision: state.run?.payload.revision ?? null,
+    live: byId("live").hidden ? null : byId("live").textContent,
+    steps: state.run?.shown.map(({ number }) => number) ?? [],
+    step: step?.number ?? null,
+    blocks: step?.count ?? 0,
+    bubble: step?.bubble ?? null,
+    lanes:
+      step?.lanes.map(({ blocks }, lane) => ({
+        name: state.run.laneName(lane),
+        blocks: blocks.length,
+        bubble: step.laneBubbles[lane],
+        idle: step.idle[lane],
+      })) ?? [],
+    view: { ...state.view, end: step?.end ?? null },
+    drawn: { ...timeline.drawn },
+    rows: timeline.rows.map((row) => ({ ...row })),
+    selected:
+      step && state.selected !== null
+        ? { key: step.keyOf(state.selected), layers: step.layersOf(state.selected) }
+        : null,
+    focused: step && state.focused !== null ? step.keyOf(state.focused) : null,
+    found: state.query
+      ? { blocks: state.query.blocks.size, layers: state.query.layers.size, lines: state.query.lines.size }
+      : null,
+    statistics: { ...statisticsDrawn },
+  };
+}
+
+for (const start of [
+  startTimeline,
+  startLabels,
+  startStepping,
+  startSummary,
+  startFindings,
+  startNames,
+  startSearching,
+  startBlock,
+  startStepTable,
+  startLosses,
+  startLayers,
+  startStatistics,
+  startLog,
+  startPointing,
+  startKeys,
+  startZooming,
+  startPerfetto,
+  startTheme,
+])
+  start();
+window.pipesight = Object.freeze({ update, inspect });
+const payload = await unpackPayload();
+if (payload) update(payload);
+else notify("Waiting for the run.");
+startLive((fresh) => fresh.revision !== state.run?.payload.revision && update(fresh));

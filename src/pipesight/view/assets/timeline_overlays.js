@@ -1,0 +1,127 @@
+// What lies around the blocks: idle time, transfers, the rest of the program, marks of values that are not finite.
+
+import { formatRoughShare } from "./format.js";
+import { hatching } from "./hatch_pattern.js";
+import { palette } from "./palette.js";
+import { firstAtOrAfter } from "./step_model.js";
+
+export const KINDS = ["data", "optimizer", "checkpoint", "communication"];
+export const KIND_NAMES = ["data loading", "optimizer", "checkpoint", "communication"];
+
+/** Hatch the bubble of a lane, with its share of the window where there is room. */
+export function drawIdle(pen, step, row) {
+  const { context } = pen;
+  const lines = hatching(pen, palette.colours.hatch, -7);
+  const roomy = row.height >= 18;
+  pen.font(11);
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  for (const [from, to, share] of step.idle[row.lane]) {
+    if (to < pen.from || from > pen.to) continue;
+    const left = Math.max(pen.x(from), 0);
+    const right = Math.min(pen.x(to), pen.width);
+    if (right - left < 2) continue;
+    context.fillStyle = lines;
+    context.fillRect(left, row.top, right - left, row.height);
+    const text = formatRoughShare(share);
+    const width = pen.widthOf(text) + 8;
+    if (!roomy || right - left < width + 8) continue;
+    const middle = (left + right) / 2;
+    context.fillStyle = palette.colours.paper;
+    context.fillRect(middle - width / 2, row.top + row.height / 2 - 8, width, 16);
+    context.fillStyle = palette.colours.soft;
+    context.fillText(text, middle, row.top + row.height / 2 + 0.5);
+  }
+}
+
+/** Transfers to a lane: thin bars at its top. */
+export function drawTransfers(pen, step, rows) {
+  const { lane, begin, time } = step.transfers;
+  pen.context.fillStyle = palette.colours.accent;
+  lane.forEach((to, place) => {
+    const left = pen.x(begin[place]);
+    const width = Math.max(time[place] * pen.scale, 1.5);
+    if (left + width < 0 || left > pen.width || !rows[to]) return;
+    pen.context.fillRect(left, rows[to].top - 3, width, 3);
+  });
+}
+
+/** Spans of the main thread in the row of the program. */
+export function drawProgram(pen, step, row) {
+  const { context } = pen;
+  const { rank, kind, begin, time } = step.spans;
+  context.fillStyle = palette.colours.faint;
+  context.fillRect(0, row.top, pen.width, row.height);
+  rank.forEach((of, place) => {
+    if (of !== row.rank) return;
+    const left = Math.max(pen.x(begin[place]), -4);
+    const right = Math.min(Math.max(pen.x(begin[place] + time[place]), left + 1.5), pen.width + 4);
+    if (right < 0 || left > pen.width) return;
+    context.fillStyle = palette.colours[KINDS[kind[place]]];
+    context.fillRect(left, row.top, right - left, row.height);
+    pen.font(10.5, 600);
+    context.textAlign = "left";
+    context.textBaseline = "middle";
+    context.fillStyle = palette.colours.paper;
+    pen.write(KIND_NAMES[kind[place]], left + 5, row.top + row.height / 2, right - left - 8);
+  });
+}
+
+/** Where the window of a mini-batch ends, in the lanes that it is of: the optimizer and all else come behind it. */
+export function drawWindows(pen, step, rows) {
+  const { context } = pen;
+  context.strokeStyle = palette.colours.soft;
+  context.lineWidth = 1;
+  context.setLineDash([3, 3]);
+  context.beginPath();
+  for (const [replica, , end] of step.windows) {
+    const x = Math.round(pen.x(end)) + 0.5;
+    if (x < 0 || x > pen.width) continue;
+    for (const row of rows) {
+      if (row.kind !== "lane" || step.run.lanes[row.lane].replica !== replica) continue;
+      context.moveTo(x, row.top - 4);
+      context.lineTo(x, row.top + row.height + 1);
+    }
+  }
+  context.stroke();
+  context.setLineDash([]);
+}
+
+/** A cross on the block in which a tensor was not finite first, if it is known; return how many. */
+export function drawNonfinite(pen, step, rows) {
+  const bad = new Set(step.marks.map(([, lane, phase, microbatch]) => `${lane} ${phase} ${microbatch}`));
+  let crosses = 0;
+  for (const lane of new Set(step.marks.map(([, of]) => of))) {
+    const row = rows[lane];
+    if (!row) continue;
+    const { from, to, reach, blocks } = step.lanes[lane];
+    const last = firstAtOrAfter(from, pen.to);
+    let free = -Infinity; // crosses do not lie on each other
+    for (let place = firstAtOrAfter(reach, pen.from); place < last; place += 1) {
+      const block = blocks[place];
+      if (!bad.has(`${lane} ${step.phase[block]} ${step.microbatch[block]}`)) continue;
+      const right = Math.min(pen.x(to[place]), pen.width);
+      if (right - 12 < free) continue;
+      drawCross(pen, right - 8, row.top + Math.min(row.height / 2, 8) - (row.height < 16 ? 0 : -1));
+      free = right;
+      crosses += 1;
+    }
+  }
+  return crosses;
+}
+
+export function drawCross(pen, x, y, size = 4) {
+  const { context } = pen;
+  context.fillStyle = palette.colours.paper;
+  context.beginPath();
+  context.arc(x, y, size + 2.5, 0, 7);
+  context.fill();
+  context.strokeStyle = palette.colours.alarm;
+  context.lineWidth = 2;
+  context.beginPath();
+  context.moveTo(x - size + 1, y - size + 1);
+  context.lineTo(x + size - 1, y + size - 1);
+  context.moveTo(x + size - 1, y - size + 1);
+  context.lineTo(x - size + 1, y + size - 1);
+  context.stroke();
+}

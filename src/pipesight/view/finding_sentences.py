@@ -1,0 +1,156 @@
+"""What stands out in a report, in sentences: the terminal prints them, and the page shows the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipesight.analysis.collectives import Collective
+from pipesight.analysis.rank_links import Link
+from pipesight.analysis.rank_waits import Held
+from pipesight.analysis.remarks import Remark
+from pipesight.analysis.report import Report
+from pipesight.analysis.stragglers import Straggler
+from pipesight.analysis.verdict import TITLES
+from pipesight.view.text_layout import percent, size, time
+
+__all__ = [
+    "Finding",
+    "collectives_in",
+    "held_in",
+    "links_in",
+    "nonfinite_in",
+    "numbers",
+    "remarks_in",
+    "stragglers_in",
+    "warm_up_in",
+]
+
+STEPS = 12
+"""How many steps a sentence names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A sentence, and the steps that it is about."""
+
+    text: str
+    steps: tuple[int, ...] = ()
+
+
+def nonfinite_in(report: Report) -> Finding | None:
+    """Name the first tensor that was not finite."""
+    found = report.nonfinite
+    if found is None:
+        return None
+    counts = [f"{count:,} {what}" for count, what in ((found.nans, "NaN"), (found.infs, "Inf")) if count]
+    text = f"First non-finite tensor: {found.tensor} of layer {found.layer}, in {found.where}"
+    text += f" ({', '.join(counts)})" if counts else ""
+    text += f", on rank {found.rank}" if len(report.ranks) > 1 else ""
+    if found.layers > 1 or found.iterations > 1:
+        text += f"; {_count(found.layers, 'layer')} in that iteration, {_count(found.iterations, 'iteration')} in total"
+    return Finding(f"{text}.", (found.iteration,))
+
+
+def stragglers_in(report: Report) -> list[Finding]:
+    """Say who holds the others up, the slowest first."""
+    return [_straggler(straggler, ranks=len(report.ranks) > 1) for straggler in report.stragglers]
+
+
+def links_in(report: Report) -> list[Finding]:
+    """Name the links that are slow, or that much is lost to."""
+    return [_link(link) for link in report.links if link.notable]
+
+
+def held_in(report: Report) -> list[Finding]:
+    """Say which ranks keep others waiting, and what they do meanwhile."""
+    return [_held(held) for held in report.held]
+
+
+def collectives_in(report: Report) -> list[Finding]:
+    """Name the collectives: their group, size, and who came last."""
+    return [_collective(collective) for collective in report.collectives]
+
+
+def warm_up_in(report: Report) -> Finding | None:
+    """Name the first steps that are in no number but their own."""
+    steps = report.left.warm_up
+    if not steps:
+        return None
+    return Finding(f"Excluded as warm-up: {numbers(steps)}, much slower than the rest.", steps)
+
+
+def remarks_in(report: Report) -> list[Finding]:
+    """Say what was left out when the run was recorded or read, and what is in doubt."""
+    return [_remark(remark) for remark in report.remarks]
+
+
+def numbers(steps: Sequence[int]) -> str:
+    """Name some steps.
+
+    >>> numbers([3, 4])
+    'steps 3, 4'
+    """
+    shown = ", ".join(str(step) for step in steps[:STEPS])
+    more = f" and {len(steps) - STEPS} more" if len(steps) > STEPS else ""
+    return f"step{'s' * (len(steps) != 1)} {shown}{more}"
+
+
+def _straggler(straggler: Straggler, *, ranks: bool) -> Finding:
+    who = f"partition {straggler.partition}"
+    who = f"rank {straggler.rank}, {who}" if ranks else who
+    words = []
+    if straggler.slower is not None:
+        words.append(f"takes {straggler.slower:.2f} times as long as on other ranks (median)")
+    if straggler.bursts:
+        words.append(f"takes {straggler.burst:.1f} times its own median in {numbers(straggler.bursts)}")
+    return Finding(f"{who} {'; '.join(words)}", straggler.bursts)
+
+
+def _link(link: Link) -> Finding:
+    ends = [(link.source, link.source_host), (link.target, link.target_host)]
+    way = " -> ".join(f"rank {rank}" + (f" on {host}" if host is not None else "") for rank, host in ends)
+    others = f", others {time(link.others)}" if link.others is not None else ""
+    took = f"{time(link.time or 0.0)} for {size(link.size)}{others}"
+    return Finding(f"{way}: {took}; costs {percent(link.share)} of the step")
+
+
+def _held(held: Held) -> Finding:
+    doing = "code between steps" if held.doing == "between_steps" else TITLES[held.doing]
+    who = f"rank{'s' * (len(held.ranks) != 1)} {ranks_named(held.ranks)}"
+    wait = f"{time(held.wait)}, {percent(held.share)} of the mean step"
+    return Finding(f"rank {held.rank}: {doing} keeps {who} waiting {wait}")
+
+
+def _collective(collective: Collective) -> Finding:
+    moved = f" of {size(collective.bytes)}" if collective.bytes >= 0 else ""
+    text = f"{collective.name}{moved} among ranks {ranks_named(collective.ranks)}: {_count(collective.calls, 'call')}, "
+    text += f"{time(collective.time)} each"
+    if collective.last is not None:
+        share = f"{collective.last_share:.0%} of the time"
+        text += f", after {time(collective.wait)} of waiting; rank {collective.last} arrived last {share}"
+    return Finding(text)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Name some ranks, those in a row as a range.
+
+    >>> ranks_named([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    rows: list[list[int]] = []
+    for rank in sorted(ranks):
+        if rows and rows[-1][-1] == rank - 1:
+            rows[-1].append(rank)
+        else:
+            rows.append([rank])
+    parts = [str(row[0]) if len(row) == 1 else f"{row[0]}{', ' if len(row) == 2 else '-'}{row[-1]}" for row in rows]
+    return ", ".join(parts)
+
+
+def _remark(remark: Remark) -> Finding:
+    return Finding(remark.text if remark.path is None else f"{remark.path}: {remark.text}")
+
+
+def _count(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number:,} {what}s"

@@ -1,0 +1,214 @@
+"""A run that is going on, drawn for a terminal of any size: numbers, the last step, lost time, log lines.
+
+::
+
+    RUN                                                          going on for 0:42
+
+    Step        129       42.1 ms   usually 41.8 ms
+    Throughput            760 samples/s   usually 766
+    Bubble                31.2%   usually 30.9%, schedule alone 27.3%
+
+    Step 129, 38.0 ms                                            bubble  usually
+      0 │F0F1F2F3·················B3═══R2B2══R1B1══R0B0══│       31.2%    30.9%
+      1 │··F0F1F2F3··········B3═══R2B2══R1B1══R0B0══·····│       31.0%    30.8%
+
+    Where the time goes          last  usually
+      computing       26.1 ms   62.0%    62.2%  ██████████████████████████
+      fill and drain   9.1 ms   21.6%    21.9%  █████████
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.latest_step import LiveFigures, StepFigures
+from pipesight.analysis.report import Report
+from pipesight.analysis.step_breakdown import PARTS
+from pipesight.analysis.verdict import TITLES
+from pipesight.runs.reading.event_tables import PHASES
+from pipesight.runs.reading.run import LogLine
+from pipesight.view.text_layout import Style, bar, percent, time
+from pipesight.view.text_timeline import DRAWN, Glyphs, coloured, draw_step
+
+__all__ = ["Frame", "draw_frame", "line_of"]
+
+WIDEST = 140
+"""Columns it takes at most; a timeline gains nothing from more."""
+LONGEST_BAR = 60
+LONGEST_STATE = 400
+"""Characters of how a run ended, which may be the message of an error."""
+NUMBER = 8  # columns of one
+NOTICEABLE = 0.0005
+"""Parts of a step below this share are left out."""
+_LEVELS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+_QUIET = ("DEBUG", "NOTSET")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What there is to draw at one moment."""
+
+    title: str
+    state: str
+    report: Report | None = None
+    figures: LiveFigures | None = None
+    log: Sequence[LogLine] = ()
+
+
+def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, ascii: bool = False) -> list[str]:
+    """Draw a frame in no more than so many columns and lines."""
+    style = Style(min(width, WIDEST), colour, ascii)
+    head = [*_head(frame, style), *_warnings(frame, style)]
+    report, figures = frame.report, frame.figures
+    if report is None or figures is None:
+        blocks = [head, _log(frame.log, max(height - len(head) - 1, 0), style)]
+    else:
+        numbers = _numbers(figures, style)
+        room = height - len(head) - len(numbers) - 1
+        steps = _timeline(report, figures, min(room - 1, max(3, room * 2 // 3)), style)
+        room -= len(steps) + 1
+        parts = _parts(figures, room - 1, style)
+        room -= len(parts) + 1
+        blocks = [head, numbers, steps, parts, _log(frame.log, room - 1, style)]
+    lines: list[str] = []
+    for block in blocks:
+        lines += ["", *block] if lines and block else block
+    shown = [line.replace("µs", "us") for line in lines] if ascii else lines
+    return shown[:height]
+
+
+def line_of(step: StepFigures, *, ascii: bool = False) -> str:
+    """Write a step on one line."""
+    rate = "" if step.samples_per_second is None else f"   {_rate(step.samples_per_second)} samples/s"
+    took = f"{time(step.time)}{rate}" if step.whole else f"{time(step.time)} so far"
+    text = f"step {step.step}   {took}   bubble {step.bubble:.1%}, schedule alone {step.bound:.1%}"
+    return text.replace("µs", "us") if ascii else text
+
+
+def _head(frame: Frame, style: Style) -> list[str]:
+    """Write the title and the state beside each other, or below each other where the state is a long one."""
+    state = style.cut(frame.state, LONGEST_STATE)
+    if len(state) > style.width - 12:
+        title = style.paint(style.cut(frame.title, style.width), "bold")
+        return [title, *(style.paint(line, "dim") for line in style.wrapped(state))]
+    title = style.cut(frame.title, max(style.width - len(state) - 2, 0))
+    space = " " * (style.width - len(title) - len(state))
+    return [style.paint(title, "bold") + space + style.paint(state, "dim")]
+
+
+def _warnings(frame: Frame, style: Style) -> list[str]:
+    found = frame.report.nonfinite if frame.report is not None else None
+    if found is None:
+        return []
+    counts = [f"{count:,} {what}" for count, what in ((found.nans, "NaN"), (found.infs, "Inf")) if count]
+    text = f"First non-finite tensor: {found.tensor} of {found.layer}, in {found.where}"
+    text += f" ({', '.join(counts)})" if counts else ""
+    return [style.paint(line, "red", "bold") for line in style.wrapped(text)]
+
+
+def _numbers(figures: LiveFigures, style: Style) -> list[str]:
+    last, usual = figures.last, figures.usual
+    over = f", the median of {figures.steps} steps" if figures.steps > 1 else ""
+    rows = [["Step time", time(last.time), f"usually {time(usual.time)}{over}"]]
+    if last.samples_per_second is not None and usual.samples_per_second is not None:
+        over = f"{_rate(usual.samples_per_second)} over all steps including pauses" if figures.steps > 1 else ""
+        rows.append(["Throughput", f"{_rate(last.samples_per_second)} samples/s", over])
+    bubble = f"usually {usual.bubble:.1%}, schedule alone {usual.bound:.1%}"
+    rows.append(["Bubble", f"{last.bubble:.1%}", bubble])
+    # Of a width that does not change with every number.
+    widths = [12, max(16, *(len(row[1]) for row in rows))]
+    return [
+        style.cut(f"{name:<{widths[0]}}", widths[0])
+        + style.paint(f"{value:>{widths[1]}}", "bold")
+        + style.paint(style.cut(f"   {rest}", style.width - sum(widths)), "dim")
+        for name, value, rest in rows
+    ]
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _timeline(report: Report, figures: LiveFigures, most: int, style: Style) -> list[str]:
+    """Draw the last step, a line a partition, with its bubble."""
+    if most < 2:
+        return []
+    glyphs = Glyphs.ascii() if style.ascii else Glyphs()
+    step = figures.last.step
+    drawn = draw_step(report, step, width=style.width - 22, glyphs=glyphs)
+    label, room = max(map(len, drawn.labels)), len(drawn.lines[0])
+    which = f" of replica {DRAWN}" if len({*report.replicas.values()}) > 1 else ""
+    title = f"Step {step}{which}, window {time(drawn.end - drawn.begin)}"
+    legend = f"{PHASES[0]} F, {PHASES[1]} R, {PHASES[2]} B"
+    if figures.left_out is not None:
+        legend = f"the latest complete one, {figures.left_out}"
+    head = style.cut(f"{title}   {legend}" if len(title) + len(legend) + 3 <= room else title, room + label + 5)
+    space = " " * (room + label + 5 - len(head))
+    lines = [
+        style.paint(head[: len(title)], "bold") + style.paint(f"{head[len(title) :]}{space} bubble usually", "dim")
+    ]
+    shown = len(drawn.lines) if len(drawn.lines) < most else most - 2
+    left, right = glyphs.edges
+    for k in range(max(shown, 1)):
+        j, bubble, now, usual = drawn.partitions[k], drawn.bubbles[k], "", ""
+        if bubble is not None:
+            own = figures.partitions[j] if j < len(figures.partitions) else None
+            now, usual = (f"{own.last:.1%}", f"{own.usual:.1%}") if own is not None else (f"{bubble:.1%}", "")
+        text = coloured(drawn.lines[k], drawn.phases[k], style)
+        lines.append(f"  {drawn.labels[k]:>{label}} {left}{text}{right} {now:>6} {usual:>7}")
+    if more := len(drawn.lines) - max(shown, 1):
+        lines.append(style.paint(f"  and {more} more partition{'s' * (more != 1)}", "dim"))
+    return lines[:most]
+
+
+def _parts(figures: LiveFigures, most: int, style: Style) -> list[str]:
+    """Draw where the time of the last step went as bars; those parts that usually matter, always in the same order."""
+    if most < 2:
+        return []
+    last, usual = figures.last, figures.usual
+    total = max(sum(usual.parts), 1e-9)
+    noticed = [k for k in range(len(PARTS)) if max(usual.parts[k] / total, last.parts[k] / last.time) >= NOTICEABLE]
+    largest = sorted(noticed, key=lambda k: -usual.parts[k])[: most - 1]
+    widest = max(max(last.parts), 1e-9)
+    names = 2 + max(len(name) for name in TITLES.values())
+    beside = style.width >= names + 2 + 3 * NUMBER  # whether there is room for what is usual
+    numbers = names + 2 + (3 if beside else 2) * NUMBER
+    room = min(style.width - numbers - 2, LONGEST_BAR)
+    title = "Where the time goes"
+    head = f"{'last':>{numbers - len(title) - NUMBER}}{'usually':>{NUMBER}}" if beside else ""
+    lines = [style.paint(title, "bold") + style.paint(head, "dim")]
+    for k in sorted(largest):
+        share, before = percent(last.parts[k] / last.time), percent(usual.parts[k] / total) if beside else ""
+        spent = time(last.parts[k]) if last.parts[k] > 0 else "-"
+        text = f"  {TITLES[PARTS[k]]:<{names}}{spent:>{NUMBER}}{share:>{NUMBER}}"
+        text += f"{before:>{NUMBER}}" if beside else ""
+        if room >= 4:
+            colour = "green" if k == 0 else "yellow" if PARTS[k] in LOSSES else "magenta"
+            text += "  " + style.paint(bar(last.parts[k] / widest, room, ascii=style.ascii), colour)
+        lines.append(text)
+    return lines
+
+
+def _log(log: Sequence[LogLine], most: int, style: Style) -> list[str]:
+    """Write the last log lines of the program from INFO on, and warnings of others, as many as there is room for.
+
+    Engines log every task, or how they are set up, many times as often as a program logs anything.
+    """
+    shown = [line for line in log if _is_wanted(line)][-(most - 1) :] if most >= 2 else []
+    if not shown:
+        return []
+    digits = max((len(str(line.step)) for line in shown if line.step is not None), default=0)
+    lines = [style.paint("Log", "bold")]
+    for line in shown:
+        text = f"{line.level:<8}{line.message}" if line.level else line.message
+        place = f"step {line.step:>{digits}}  " if line.step is not None else " " * (digits + 7) if digits else ""
+        first = text.split("\n", 1)[0]
+        lines.append(style.paint(style.cut(f"  {place}{first}", style.width), _LEVELS.get(line.level, "dim")))
+    return lines
+
+
+def _is_wanted(line: LogLine) -> bool:
+    is_the_programs = not line.logger.startswith(("pipesight.", "torch."))
+    return line.level in _LEVELS or (is_the_programs and line.level not in _QUIET)

@@ -1,0 +1,325 @@
+"""The whole payload of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipesight.analysis.described_pipelines import hosts_of
+from pipesight.analysis.report import Report
+from pipesight.runs.reading.event_tables import PHASES, LayerRuns
+from pipesight.runs.reading.run import Run
+from pipesight.runs.reading.trace_reader import find_traces
+from pipesight.view.finding_sentences import (
+    collectives_in,
+    held_in,
+    links_in,
+    nonfinite_in,
+    remarks_in,
+    stragglers_in,
+    warm_up_in,
+)
+from pipesight.view.payload.log_lines import logs_of
+from pipesight.view.payload.lost_time import losses_of, losses_of_step
+from pipesight.view.payload.nonfinite_marks import lanes_of_tensor, marks_of_step
+from pipesight.view.payload.size_limits import LIMITS, Limits
+from pipesight.view.payload.statistic_tables import Marks, statistics_of
+from pipesight.view.payload.step_timelines import Timelines
+
+__all__ = ["facts_of", "findings_of", "page_payload", "title_of"]
+
+VERSION = 1
+FINDINGS = 100
+"""How many there are of a kind."""
+
+
+def page_payload(
+    run: Run, report: Report, *, limits: Limits = LIMITS, steps: range | None = None, first: int | None = None
+) -> dict[str, Any]:
+    """Return what the page draws of a run, as JSON has it.
+
+    Args:
+        run: The run.
+        report: Its analysis.
+        limits: How much there is room for.
+        steps: Only these; the report is of the same.
+        first: The step that the page opens at. By default, it is the one that matters: the first in which a tensor was
+            not finite or, if there is none, a typical one.
+    """
+    bad = None if report.nonfinite is None else report.nonfinite.iteration
+    found = (report.minibatches, report.tasks, run.spans(), run.transfers())
+    timelines = Timelines(
+        *found,
+        limits=limits,
+        replicas=report.replicas,
+        typical=report.typical,
+        first=bad if first is None else first,
+        only=steps,
+        taking_turns=report.taking_turns,
+    )
+    names = [layer.name for layer in report.layers]
+    lines = (line for line in run.statistics() if steps is None or line.get("iteration") in steps)
+    statistics, marks = statistics_of(lines, most=limits.values, layers=names)
+    shown, layered = _shown(run, report, timelines, marks, limits)
+    numbers = [step["number"] for step in shown]
+    said = (line for line in run.log_lines() if steps is None or line.step is None or line.step in steps)
+    logs = logs_of(said, steps=numbers, begin=timelines.begin, most=limits.log_lines)
+    return {
+        "version": VERSION,
+        "revision": 0,
+        "live": False,
+        "path": str(run.path),
+        "title": title_of(run.path),
+        "scope": None if steps is None else _scope(steps, timelines.numbers),
+        "facts": facts_of(report),
+        "alarm": _alarm(report, timelines, numbers),
+        "verdict": _verdict(report),
+        "findings": findings_of(report),
+        "figures": _figures(report),
+        "losses": losses_of(report),
+        "ranks": len({lane.rank for lane in timelines.all_lanes}),
+        "replicas": len({lane.replica for lane in timelines.all_lanes}),
+        "chunks": timelines.chunks,
+        "lanes": _lanes(report, timelines),
+        "programs": timelines.programs(),
+        "layers": _layers(report),
+        "steps": _steps(report, timelines, marks),
+        "shown": shown,
+        "start": numbers.index(timelines.start) if timelines.start in numbers else 0,
+        "statistics": statistics,
+        "logs": logs,
+        "names": [[name.category, name.name, name.count, name.total] for name in report.names],
+        "notes": _notes(timelines, shown, layered),
+        "traces": _traces(run.path),
+    }
+
+
+def _shown(
+    run: Run, report: Report, timelines: Timelines, marks: Marks, limits: Limits
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the steps, in order, and how many of them have their layers."""
+    layers = {(layer.partition, layer.name): k for k, layer in enumerate(report.layers)}
+    partitions = {layer.name: layer.partition for layer in reversed(report.layers)}
+    bubbles = _bubbles(report)
+    runs = _layer_runs(run, report, timelines.chosen, limits.layer_runs) if layers else {}
+    room = limits.layer_runs
+    found, layered = [], 0
+    for number in timelines.chosen:
+        step = timelines.step(number)
+        step["bubble"] = round(bubbles[number], 6) if number in bubbles else None
+        step["losses"] = losses_of_step(report, number)
+        step["nonfinite"] = marks_of_step(
+            marks, number, lanes=timelines.lanes, partitions=partitions, tasks=step["tasks"]
+        )
+        step["layers"] = None
+        if number in runs and room > 0:
+            drawn = timelines.layers(number, runs[number], layers)
+            room -= len(drawn["layer"])
+            if room >= 0:
+                step["layers"] = drawn
+                layered += 1
+        found.append(step)
+    return sorted(found, key=lambda step: int(step["number"])), layered
+
+
+def _layer_runs(run: Run, report: Report, steps: Sequence[int], most: int) -> dict[int, LayerRuns]:
+    """Return the layers of the first of these steps, about as many as there is room for, from one query."""
+    usual = sum(sum(layer.runs) for layer in report.layers) / max(1, len(report.steps.step))
+    asked = steps[: int(most / max(1.0, usual)) + 1]
+    found = run.layer_runs(*asked)
+    order = np.argsort(found.step, kind="stable")
+    first = np.searchsorted(found.step[order], asked, side="left")
+    last = np.searchsorted(found.step[order], asked, side="right")
+    return {step: found.where(order[a:b]) for step, a, b in zip(asked, first, last, strict=True)}
+
+
+def _steps(report: Report, timelines: Timelines, marks: Marks) -> dict[str, Any]:
+    """Return a line for every step, also of those that are not shown."""
+    bubbles = _bubbles(report)
+    return {
+        "number": timelines.numbers,
+        "time": timelines.times.tolist(),
+        "bubble": [round(bubbles[n], 4) if n in bubbles else None for n in timelines.numbers],
+        "nonfinite": sorted(marks.of_step),
+    }
+
+
+def _bubbles(report: Report) -> dict[int, float]:
+    """Return the bubble of each step, the mean over its replicas."""
+    numbers, which = np.unique(report.steps.step, return_inverse=True)
+    means = np.bincount(which, report.steps.bubble) / np.bincount(which)
+    return dict(zip(numbers.tolist(), means.tolist(), strict=True))
+
+
+def _lanes(report: Report, timelines: Timelines) -> list[dict[str, Any]]:
+    hosts = hosts_of(report.description)
+    devices = {(row.partition, r): row.device for p in report.pipelines for row in p.rows for r in row.ranks}
+    return [
+        {
+            "rank": lane.rank,
+            "partition": lane.partition,
+            "replica": lane.replica,
+            "host": hosts.get(lane.rank),
+            "takes_turns": lane.rank in report.taking_turns,
+            "device": devices.get((lane.partition, lane.rank)),
+            "layers": [k for k, layer in enumerate(report.layers) if layer.partition == lane.partition],
+        }
+        for lane in timelines.lanes
+    ]
+
+
+def _layers(report: Report) -> list[dict[str, Any]]:
+    sizes = {
+        (layer.partition, layer.name): layer.parameter_bytes
+        for pipeline in report.pipelines
+        for layer in pipeline.facts.layers
+    }
+
+    def mean(time: float, runs: int) -> float | None:
+        return round(time, 1) if runs else None
+
+    return [
+        {
+            "name": layer.name,
+            "class": layer.type,
+            "partition": layer.partition,
+            "forward": mean(layer.forward, layer.runs[0]),
+            "recompute": mean(layer.recompute, layer.runs[1]),
+            "backward": mean(layer.backward, layer.runs[2]),
+            "longest": layer.longest,
+            "share": round(layer.share, 5),
+            "parameter_bytes": sizes.get((layer.partition, layer.name)),
+        }
+        for layer in report.layers
+    ]
+
+
+def _verdict(report: Report) -> dict[str, Any]:
+    changes = [
+        {"what": change.what, "why": change.why, "gain": round(change.gain, 4), "promise": change.promise}
+        for change in report.verdict.changes
+    ]
+    return {"text": report.verdict.text, "changes": changes}
+
+
+def _figures(report: Report) -> dict[str, Any] | None:
+    overall = report.overall
+    if overall is None:
+        return None
+    return {
+        "bubble": overall.bubble,
+        "bound": overall.bound,
+        "steps": overall.steps,
+        "median_step": overall.time.median,
+        "mean_step": overall.time.mean,
+        "elapsed": overall.elapsed,
+        "samples_per_second": overall.samples_per_second,
+        "steps_per_second": overall.steps_per_second,
+        "recompute": overall.recompute,
+    }
+
+
+def facts_of(report: Report) -> list[list[str]]:
+    """Return what the run was, in pairs of words."""
+    known = report.description
+    facts: list[list[str]] = []
+
+    def add(name: str, value: object) -> None:
+        if value not in (None, "", [], ()):
+            facts.append([name, ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)])
+
+    command = known.get("command")
+    add("command", " ".join(map(str, command)) if isinstance(command, list) else command)
+    add("ranks", len(report.ranks) if len(report.ranks) > 1 else None)
+    for pipeline in report.pipelines:
+        add("schedule", pipeline.facts.schedule)
+        add("partitions", pipeline.partitions)
+        add("replicas", pipeline.replicas if pipeline.replicas > 1 else None)
+        add("chunks", pipeline.chunks)
+        add("balance", pipeline.facts.balance)
+        add("checkpoint", pipeline.facts.checkpoint)
+        add("batch", pipeline.facts.batch_size)
+    for name in ("host", "started", "ended", "outcome", "python", "torch", "cuda", "pipesight"):
+        add(name, known.get(name))
+    add("events", f"{report.events:,}")
+    return facts
+
+
+def _notes(timelines: Timelines, shown: Sequence[Mapping[str, Any]], layered: int) -> list[str]:
+    """Return what there was no room for."""
+    notes = []
+    if len(shown) < len(timelines.numbers):
+        notes.append(
+            f"The timeline shows {len(shown):,} of {len(timelines.numbers):,} steps: the first, the last, the slowest, "
+            "a typical one, and others evenly between them."
+        )
+    if 0 < layered < len(shown):
+        notes.append(f"The layers of blocks are in the page for {layered:,} of these steps.")
+    if len(timelines.lanes) < len(timelines.all_lanes):
+        notes.append(f"The timeline shows {len(timelines.lanes):,} of {len(timelines.all_lanes):,} lanes.")
+    return notes
+
+
+def _scope(steps: range, numbers: Sequence[int]) -> str:
+    """Say which steps the page is of, as far as they are there."""
+    first, last = (numbers[0], numbers[-1]) if numbers else (steps.start, steps.stop - 1)
+    return f"step {first} only" if first == last else f"steps {first} to {last}"
+
+
+def _alarm(report: Report, timelines: Timelines, shown: Sequence[int]) -> dict[str, Any] | None:
+    """Return what comes before all else: the first tensor that was not finite, and where it is in the page."""
+    said, found = nonfinite_in(report), report.nonfinite
+    if said is None or found is None:
+        return None
+    partitions = {layer.name: layer.partition for layer in reversed(report.layers)}
+    if found.partition is not None:
+        partitions[found.layer] = found.partition
+    lanes, phase = lanes_of_tensor(found.layer, found.tensor, found.rank, lanes=timelines.lanes, partitions=partitions)
+    return {
+        "text": said.text,
+        "step": found.iteration if found.iteration in shown else None,
+        "layer": found.layer,
+        "tensor": found.tensor,
+        "lane": lanes[0] if lanes else None,
+        "phase": PHASES.index(found.phase) if found.phase in PHASES else phase,
+        "microbatch": found.microbatch,
+    }
+
+
+def findings_of(report: Report) -> list[dict[str, Any]]:
+    """Return what stands out, under the terminal's headings."""
+    left_out = [*filter(None, [warm_up_in(report)]), *remarks_in(report)]
+    groups = (
+        ("Stragglers", stragglers_in(report)),
+        ("Waits for one rank", held_in(report)),
+        ("Links", links_in(report)),
+        ("Collectives", collectives_in(report)),
+        ("Exclusions and remarks", left_out),
+    )
+    return [
+        {
+            "title": title,
+            "entries": [[finding.text, list(finding.steps)] for finding in findings[:FINDINGS]],
+            "more": max(len(findings) - FINDINGS, 0),
+        }
+        for title, findings in groups
+        if findings
+    ]
+
+
+def title_of(path: Path) -> str:
+    """Return what to call a run."""
+    return path.name or path.absolute().name
+
+
+def _traces(path: Path) -> list[str]:
+    """Return the files that Perfetto opens, as seen from the page."""
+    try:
+        found = find_traces(path)
+    except FileNotFoundError:
+        return []
+    folder = path if path.is_dir() else path.parent
+    return [str(file.relative_to(folder)) for file in found]

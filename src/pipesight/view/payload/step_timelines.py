@@ -1,0 +1,255 @@
+"""The timelines of steps: lanes, blocks, layers in them, transfers, and what the program did beside the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipesight.analysis.step_grouping import EVALUATION, INCOMPLETE, MiniBatches, Steps, find_steps, replicas_of
+from pipesight.runs.reading.event_tables import Column, LayerRuns, Spans, Tasks, Transfers
+from pipesight.view.payload.size_limits import Limits
+from pipesight.view.payload.step_choice import choose_steps
+
+__all__ = ["Lane", "Timelines"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A partition of a rank, and the replica that the rank belongs to."""
+
+    rank: int
+    partition: int
+    replica: int
+
+
+class Timelines:
+    """The steps of a run, ready to be drawn.
+
+    Args:
+        minibatches: All of them.
+        tasks: The table that they were found in.
+        spans: What the main threads did.
+        transfers: Of the same run.
+        limits: How much there is room for.
+        replicas: That of each rank, if it is known.
+        typical: The number of a step like most, if one was chosen.
+        first: The number of the step to begin with; by default, the typical one.
+        only: The steps to show; by default, all.
+        taking_turns: Ranks that compute for one of their partitions at a time.
+
+    Attributes:
+        lanes: Those that there is room for, by rank and partition.
+        numbers: The number of every step.
+        times: How long each took, from its first forward to the next step's.
+        chosen: The numbers of those to show, most important first.
+    """
+
+    def __init__(
+        self,
+        minibatches: MiniBatches,
+        tasks: Tasks,
+        spans: Spans,
+        transfers: Transfers,
+        *,
+        limits: Limits,
+        replicas: Mapping[int, int] | None = None,
+        typical: int | None = None,
+        first: int | None = None,
+        only: range | None = None,
+        taking_turns: Collection[int] = (),
+    ) -> None:
+        self._limits, self._taking_turns = limits, taking_turns
+        self._minibatches, self._tasks = minibatches, tasks
+        self._spans, self._transfers = spans, transfers
+        replicas = replicas_of(tasks, replicas)
+        self._steps, self._own = find_steps(self._minibatches, spans, replicas)
+        self.all_lanes = _lanes(tasks, replicas)
+        self.lanes = self.all_lanes[: limits.lanes]
+        self._place = {(lane.rank, lane.partition): k for k, lane in enumerate(self.lanes)}
+        self.numbers, self._rows = _by_number(self._steps, only)
+        self._begin = np.array([self._steps.begin[rows].min() for rows in self._rows], np.int64)
+        self._end = np.array([self._steps.end[rows].max() for rows in self._rows], np.int64)
+        self.times = self._end - self._begin
+        sizes = [int(self._own.count[self._members(rows)].sum()) for rows in self._rows]
+        places = [self.numbers.index(number) if number in self.numbers else None for number in (typical, first)]
+        chosen = choose_steps(self.times, sizes, most=limits.blocks, typical=places[0], first=places[1])
+        self.chosen = [self.numbers[k] for k in chosen]
+        self.start = self.chosen[0] if self.chosen else None
+
+    @property
+    def chunks(self) -> int:
+        """How many micro-batches a mini-batch has at most."""
+        return int(self._tasks.microbatch.max(initial=0)) + 1
+
+    @property
+    def begin(self) -> int:
+        """When the first task began."""
+        return int(self._tasks.begin.min()) if len(self._tasks) else 0
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Return what the page draws of a step, but for its layers; see `layers`."""
+        k = self.numbers.index(number)
+        begin, end = int(self._begin[k]), int(self._end[k])
+        rows = self._minibatch_rows(k)
+        tasks = self._tasks_of(rows)
+        return {
+            "number": number,
+            "end": end - begin,
+            "windows": [
+                [int(rows.replica[r]), int(rows.begin[r]) - begin, int(rows.end[r]) - begin]
+                for r in np.argsort(rows.begin, kind="stable")
+            ],
+            "lane_bubbles": self._lane_bubbles(rows),
+            "tasks": self._columns(tasks, begin),
+            "transfers": self._arrivals(number, begin),
+            "spans": self._program(begin, end),
+        }
+
+    def layers(self, number: int, runs: LayerRuns, numbers: Mapping[tuple[int, str], int]) -> dict[str, list[int]]:
+        """Return the runs of layers in the blocks of a step, block after block, as `step` has them.
+
+        Args:
+            number: The step.
+            runs: Its layers.
+            numbers: The number of each layer, by partition and name.
+        """
+        tasks = self._sorted(self._tasks_of(self._minibatch_rows(self.numbers.index(number))))
+        keys = {key: block for block, key in enumerate(_keys(tasks))}
+        layer = list(zip(runs.partition.tolist(), runs.layer.tolist(), strict=True))
+        known = zip(_keys(runs), layer, strict=True)
+        block = np.array([keys.get(key, -1) if own in numbers else -1 for key, own in known], np.int64)
+        runs, block = runs.where(block >= 0), block[block >= 0]
+        order = np.lexsort((runs.begin, block))
+        runs, block = runs.where(order), block[order]
+        return {
+            "count": np.bincount(block, minlength=len(tasks)).tolist(),
+            "layer": [numbers[key] for key in zip(runs.partition.tolist(), runs.layer.tolist(), strict=True)],
+            "begin": (runs.begin - tasks.begin[block]).tolist(),
+            "time": (runs.end - runs.begin).tolist(),
+        }
+
+    def programs(self) -> list[int]:
+        """Return the ranks whose main threads did something beside their pipelines."""
+        return sorted({*self._spans.rank.tolist()} & {lane.rank for lane in self.lanes})
+
+    # Rows of a step.
+
+    def _members(self, steps: Column) -> Column:
+        first, count = self._steps.first[steps], self._steps.count[steps]
+        return np.concatenate([np.arange(f, f + c) for f, c in zip(first.tolist(), count.tolist(), strict=True)])
+
+    def _minibatch_rows(self, k: int) -> MiniBatches:
+        """Return the mini-batches of a step, and evaluations that ran meanwhile."""
+        own = self._own.where(self._members(self._rows[k]))
+        if (self._own.kind == EVALUATION).any():  # there is nothing else
+            return own
+        apart = self._minibatches.where(self._minibatches.kind == EVALUATION)
+        meanwhile = (apart.begin >= self._begin[k]) & (apart.end <= self._end[k])
+        return MiniBatches.joined(own, apart.where(meanwhile))
+
+    def _tasks_of(self, rows: MiniBatches) -> Tasks:
+        places = [np.arange(f, f + c) for f, c in zip(rows.first.tolist(), rows.count.tolist(), strict=True)]
+        return self._tasks.where(np.concatenate([np.zeros(0, np.int64), *places]))
+
+    def _sorted(self, tasks: Tasks) -> Tasks:
+        """Return the tasks of lanes that are shown, by begin; the earliest, where there are too many."""
+        pairs = zip(tasks.rank.tolist(), tasks.partition.tolist(), strict=True)
+        shown = tasks.where(np.array([pair in self._place for pair in pairs], bool))
+        order = np.lexsort((shown.partition, shown.rank, shown.begin))
+        return shown.where(order[: max(self._limits.blocks, 1)])
+
+    # Columns.
+
+    def _columns(self, tasks: Tasks, begin: int) -> dict[str, list[int]]:
+        tasks = self._sorted(tasks)
+        return {
+            "lane": self._lanes_of(tasks),
+            "microbatch": tasks.microbatch.tolist(),
+            "phase": tasks.phase.tolist(),
+            "begin": np.diff(tasks.begin, prepend=begin).tolist(),  # differences are shorter
+            "time": (tasks.end - tasks.begin).tolist(),
+        }
+
+    def _lanes_of(self, table: Tasks | Transfers) -> list[int]:
+        pairs = zip(table.rank.tolist(), table.partition.tolist(), strict=True)
+        return [self._place[rank, partition] for rank, partition in pairs]
+
+    def _arrivals(self, number: int, begin: int) -> dict[str, list[int]]:
+        own = self._transfers.where(self._transfers.step == number)
+        pairs = zip(own.rank.tolist(), own.partition.tolist(), strict=True)
+        own = own.where(np.array([pair in self._place for pair in pairs], bool))
+        own = own.where(np.arange(min(len(own), self._limits.blocks)))
+        return {
+            "lane": self._lanes_of(own),
+            "begin": (own.begin - begin).tolist(),
+            "time": (own.end - own.begin).tolist(),
+        }
+
+    def _program(self, begin: int, end: int) -> dict[str, list[int]]:
+        ranks = np.array(self.programs(), np.int64)
+        shown = (self._spans.begin < end) & (self._spans.end > begin) & np.isin(self._spans.rank, ranks)
+        own = self._spans.where(shown)
+        own = own.where(np.argsort(own.begin - own.end, kind="stable")[: self._limits.blocks // 10])
+        own = own.where(np.argsort(own.begin, kind="stable"))
+        return {
+            "rank": own.rank.tolist(),
+            "kind": own.kind.tolist(),
+            "begin": (own.begin - begin).tolist(),
+            "time": (own.end - own.begin).tolist(),
+        }
+
+    def _lane_bubbles(self, rows: MiniBatches) -> list[float | None]:
+        """Return the share of its windows in which each lane does not compute, or its rank where lanes take turns."""
+        counted = rows.where(rows.kind != EVALUATION) if (rows.kind != EVALUATION).any() else rows
+        if (counted.kind == INCOMPLETE).any():
+            return [None] * len(self.lanes)
+        own = self._tasks_of(counted)
+        window = {int(r): int((counted.end - counted.begin)[counted.replica == r].sum()) for r in counted.replica}
+        busy = _busy(own, self._taking_turns)
+        workers = [_worker(lane.rank, lane.partition, self._taking_turns) for lane in self.lanes]
+        return [
+            round(1 - busy.get(worker, 0) / max(window[lane.replica], 1), 6) if lane.replica in window else None
+            for lane, worker in zip(self.lanes, workers, strict=True)
+        ]
+
+
+def _lanes(tasks: Tasks, replicas: Mapping[int, int]) -> list[Lane]:
+    pairs = np.unique(np.stack([tasks.rank, tasks.partition], axis=1).astype(np.int64), axis=0)
+    return [Lane(rank, partition, replicas[rank]) for rank, partition in pairs.tolist()]
+
+
+def _by_number(steps: Steps, only: range | None) -> tuple[list[int], list[Column]]:
+    """Return the numbers of steps, all or some, and for each the rows of its replicas."""
+    numbers, which = np.unique(steps.step, return_inverse=True)
+    order = np.argsort(which, kind="stable")
+    edges = np.searchsorted(which[order], np.arange(1, len(numbers)))
+    rows = np.split(order, edges) if len(numbers) else []
+    kept = [(int(n), own) for n, own in zip(numbers, rows, strict=True) if only is None or int(n) in only]
+    return [number for number, _ in kept], [own for _, own in kept]
+
+
+def _keys(table: Tasks | LayerRuns) -> list[tuple[int, ...]]:
+    columns = (table.rank, table.minibatch, table.partition, table.microbatch, table.phase)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _worker(rank: int, partition: int, taking_turns: Collection[int]) -> tuple[int, int]:
+    """Return who computes for a partition: itself, or all that its rank has."""
+    return rank, -1 if rank in taking_turns else partition
+
+
+def _busy(tasks: Tasks, taking_turns: Collection[int]) -> dict[tuple[int, int], int]:
+    """Return how long each worker computes; where its tasks overlap, the time counts once."""
+    busy: dict[tuple[int, int], int] = {}
+    reached: dict[tuple[int, int], int] = {}
+    order = np.argsort(tasks.begin, kind="stable")
+    columns = (tasks.rank, tasks.partition, tasks.begin, tasks.end)
+    for rank, partition, begin, end in zip(*(column[order].tolist() for column in columns), strict=True):
+        worker = _worker(rank, partition, taking_turns)
+        since = max(begin, reached.get(worker, begin))
+        busy[worker] = busy.get(worker, 0) + max(end - since, 0)
+        reached[worker] = max(reached.get(worker, end), end)
+    return busy
