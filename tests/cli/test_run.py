@@ -298,7 +298,7 @@ def test_threads_of_the_program(folder):
         (["-m", "nowhere"], "no module named nowhere"),
         (["--steps", "b:a", "train.py", "1"], "steps must look like"),
         (["--every", "0", "train.py", "1"], "every must be"),
-        (["--logs", "loud", "train.py", "1"], "logs must be a level"),
+        (["--logs", "loud", "train.py", "1"], "logs must be a logging level"),
         (["--max-bytes", "much", "train.py", "1"], "--max-bytes must be a size"),
         (["--stats", "train.py", "train.py", "1"], "train.py"),
         (
@@ -341,7 +341,7 @@ def test_directory_that_is_not_empty(folder):
     done = record(folder, "train.py", 2)
     assert done.returncode == 0
     there, where = done.stderr.splitlines()
-    assert there == f"{folder}/RUN holds a recording already; this one goes into {folder}/RUN-2"
+    assert there == f"{folder}/RUN already holds a recording; this one goes into {folder}/RUN-2"
     assert where == f"pipesight: recorded in {folder}/RUN-2; see it with: pipesight report {folder}/RUN-2"
     assert description(folder / "RUN") == before
     assert {task["args"]["step"] for task in tasks(folder / "RUN-2")} == {0, 1}
@@ -378,8 +378,8 @@ def test_program_that_records_itself(folder):
     assert done.stdout.split() == ["0"] * 3
     own, traced, _ = done.stderr.splitlines()
     assert own == (
-        f"this program is recorded by `pipesight run` already, into {folder}/RUN; observe('{folder}/OWN') steps back, "
-        "and what it would record has to be asked of `pipesight run`"
+        f"`pipesight run` already records this program into {folder}/RUN; observe('{folder}/OWN') records nothing: "
+        "give its options to `pipesight run`"
     )
     assert traced.endswith("trace.start('own') steps back")
     assert len(tasks(folder / "RUN")) == 3 * 4

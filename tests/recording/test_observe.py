@@ -542,19 +542,19 @@ def test_traces_of_processes_that_have_ended_go(run):
     (folder / "rank-00000.pfw.gz").write_bytes(b"")
     with open(folder / "rank-00000-0.pfw.gz") as written:
         fcntl.flock(written, fcntl.LOCK_EX)
-        room = DiskQuota(RunDirectory(run), 75_000)
-        room.make()
+        quota = DiskQuota(RunDirectory(run), 75_000)
+        quota.enforce()
     assert sorted(file.name for file in folder.iterdir()) == [
         "rank-00000-0.pfw.gz",
         "rank-00000-3.pfw.gz",
         "rank-00000.pfw.gz",
     ]
-    assert room.removed == 10
+    assert quota.removed_events == 10
 
 
 def test_limit_that_is_too_small(run):
     """A limit that holds nothing is refused."""
-    with pytest.raises(ValueError, match="max_bytes must be 65,536 or more"):
+    with pytest.raises(ValueError, match="max_bytes must be at least 65,536"):
         observe(run, max_bytes=1000)
 
 
@@ -671,7 +671,7 @@ def test_directory_of_another_recording(run, caplog):
         assert recording.path == run.with_name(where)
         assert {e["args"]["step"] for e in tasks(recording.path)} == set(range(number))
     assert [record.message for record in caplog.records] == [
-        f"{run} holds a recording already; this one goes into {run}-{number}" for number in (2, 3)
+        f"{run} already holds a recording; this one goes into {run}-{number}" for number in (2, 3)
     ]
     (run / "mine.txt").write_text("mine")
     with observe(run, overwrite=True) as recording:
@@ -754,7 +754,7 @@ def test_one_at_a_time(run):
     """One process records one run at a time, and no other trace; what is under way goes on."""
     with observe(run):
         train(pipeline(), 1)
-        with pytest.raises(RuntimeError, match="recorded already, into"), observe(run.parent / "OTHER"):
+        with pytest.raises(RuntimeError, match="already being recorded into"), observe(run.parent / "OTHER"):
             pytest.fail("went on")
         with pytest.raises(RuntimeError, match="a trace is being written already"):
             trace.start(run.parent / "other")
@@ -762,7 +762,7 @@ def test_one_at_a_time(run):
     assert tasks(run)
     with (
         trace.start(run.parent / "mine"),
-        pytest.raises(RuntimeError, match=r"leave out trace\.start"),
+        pytest.raises(RuntimeError, match=r"remove trace\.start"),
         observe(run.parent / "OTHER"),
     ):
         pytest.fail("went on")

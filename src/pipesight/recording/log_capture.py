@@ -27,23 +27,9 @@ from pipesight.logs.context_filter import logger as task_logger
 from pipesight.logs.task_lines import MESSAGE
 from pipesight.stats.sinks.line_file import LineFile
 
-__all__ = ["LogCapture", "level_number"]
+__all__ = ["LogCapture"]
 
 _CALLERS = 4  # frames from a logger's `_log` to its handlers, subclasses included
-
-
-def level_number(level: str | int) -> int:
-    """Return the number of a level.
-
-    Raises:
-        ValueError: There is no such level.
-    """
-    if isinstance(level, int) and not isinstance(level, bool):
-        return level
-    number = logging.getLevelNamesMapping().get(str(level).strip().upper())
-    if number is None:
-        raise ValueError(f"logs must be a level of logging, such as 'info' or 'debug', or None (logs: {level!r})")
-    return number
 
 
 class LogCapture:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["StepSampling", "Steps"]
+__all__ = ["StepRanges", "StepSampling"]
 
 Window: TypeAlias = tuple[int, int | None]
 """The first step and the last, both included; ``None`` for no end."""
 
-Steps: TypeAlias = tuple[int, int | None] | range | Iterable[tuple[int, int | None] | range] | None
+StepRanges: TypeAlias = tuple[int, int | None] | range | Iterable[tuple[int, int | None] | range] | None
 """One window, several, or ``None`` for all steps."""
 
 _FIX = "give the first and the last one: steps=(10, 20), or several such pairs: steps=[(10, 20), (100, 110)]"
@@ -30,7 +30,7 @@ class StepSampling:
     every: int = 1
 
     @classmethod
-    def of(cls, steps: Steps, *, every: int = 1) -> StepSampling:
+    def of(cls, steps: StepRanges, *, every: int = 1) -> StepSampling:
         """Check what a user says.
 
         Raises:

@@ -1,6 +1,6 @@
-"""How much of the disk a rank may take: parts of its trace, those of the processes that it starts, and its log.
+"""The disk quota of a rank: for the parts of its trace, the traces of processes that it starts, and its log.
 
-What is newest stays. A long run is looked at because of what happens now, and each part can be read by itself.
+The newest data stays: a long run is looked at for what happens now, and each part of a trace can be read alone.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _PARTS = 8
 
 
 class DiskQuota:
-    """Shares out a number of bytes, and removes what is too much.
+    """Divides a number of bytes between trace and log, and removes traces that exceed it.
 
     Attributes:
-        removed: How many events were in the files that had to go.
+        removed_events: How many events were in the files that were removed.
     """
 
     LEAST = 64 * 1024
-    """With less, a part would hold next to nothing."""
+    """Bytes. With less, a part of a trace would hold next to nothing."""
 
     def __init__(self, directory: RunDirectory, max_bytes: int | None) -> None:
         self._directory, self._max_bytes = directory, max_bytes
-        self.removed = 0
+        self.removed_events = 0
 
     @property
     def log_bytes(self) -> int | None:
-        """What the log may take."""
+        """Bytes for the log."""
         return None if self._max_bytes is None else self._max_bytes // 10
 
     @property
     def trace_bytes(self) -> int | None:
-        """What all traces may take."""
+        """Bytes for all traces."""
         return None if self._max_bytes is None else self._max_bytes - self._max_bytes // 10
 
     @property
@@ -49,11 +49,11 @@ class DiskQuota:
 
     @property
     def part_bytes(self) -> int | None:
-        """What one of them may take."""
+        """Bytes for each part."""
         return None if self.trace_bytes is None else self.trace_bytes // _PARTS
 
-    def make(self) -> None:
-        """Remove the oldest traces, of processes that have ended, until what is left is little enough."""
+    def enforce(self) -> None:
+        """Remove the oldest traces of processes that have ended, until the rest is within the quota."""
         if self.trace_bytes is None:
             return
         files = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in self._directory.traces())
@@ -62,19 +62,19 @@ class DiskQuota:
             if total <= self.trace_bytes:
                 break
             if _is_child(file) and _is_free(file):
-                self.removed += _events_in(file)
+                self.removed_events += _events_in(file)
                 with contextlib.suppress(OSError):
                     file.unlink()
                 total -= size
 
 
 def _is_child(file: Path) -> bool:
-    """Tell whether a trace is that of a process which the rank has started; the rank removes its own parts."""
+    """Return whether a trace is of a process that the rank started; the rank removes parts of its own trace itself."""
     return any(part.isdecimal() for part in file.name.partition(".")[0].split("-")[2:])
 
 
 def _is_free(file: Path) -> bool:
-    """Tell whether nobody writes a trace any more: whoever does has locked it."""
+    """Return whether nobody is writing a trace: a writer holds a lock on it."""
     try:
         descriptor = os.open(file, os.O_RDONLY)
     except OSError:
