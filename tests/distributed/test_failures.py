@@ -317,7 +317,7 @@ def test_threads_have_let_go_at_exit(tmp_path):
                     os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
         tensors = [torch.ones(2) for _ in range(5)]
         for tensor in tensors:
-            dist.all_reduce(tensor, group=pipeline.places.control)
+            dist.all_reduce(tensor, group=pipeline._mesh.control_group)
         atexit._run_exitfuncs()
         assert [tensor._use_count() for tensor in tensors] == [1] * 5
         """,

@@ -25,8 +25,8 @@ def train(steps, save=True, **settings):
     for k, (x, y) in enumerate(batches([16] * 12)):
         if start <= k < start + steps:
             optimizer.zero_grad()
-            if pipeline.places.mesh.ndim == 2:
-                part = slice(8 * pipeline.places.replica, 8 * pipeline.places.replica + 8)
+            if pipeline._mesh.mesh.ndim == 2:
+                part = slice(8 * pipeline._mesh.replica, 8 * pipeline._mesh.replica + 8)
                 x, y = x[part], y[part]
             losses.append(pipeline.step(x, y, broadcast_loss=True).item())
             optimizer.step()

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from pipesight._padded_gather import PaddedGather
 from pipesight.distributed.failures import RankMonitor
 
 __all__ = ["LAYERS", "Agreement", "DisagreementError", "differences"]
@@ -42,8 +42,8 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup, monitor: RankMonitor) -> None:
         self.group, self._monitor = group, monitor
-        self.ranks = dist.get_process_group_ranks(group)
-        self._lent: list[Tensor] = []  # else a thread of gloo's may be the last to let go, at exit
+        self._all_gather = PaddedGather(group)
+        self.ranks = self._all_gather.ranks
 
     def exchange(self, message: Message) -> dict[int, Message]:
         """Return the messages of all ranks, by rank."""
@@ -77,17 +77,14 @@ class Agreement:
         return messages
 
     def _gather(self, content: bytes, size: int) -> list[bytes]:
-        sent = torch.zeros(size, dtype=torch.uint8, device="cpu")
-        sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        received = [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in self.ranks]
-        self._lent = [sent, *received]
+        sent = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self._monitor.waits_for = _EVERYONE
         try:
-            dist.all_gather(received, sent, group=self.group)
+            rows = self._all_gather(sent, size)
         except RuntimeError as error:
             raise self._monitor.explain(error, _EVERYONE) from None
         self._monitor.waits_for = None
-        return [part.numpy().tobytes() for part in received]
+        return [row.numpy().tobytes() for row in rows]
 
 
 def differences(arguments: Mapping[int, Mapping[str, Any]]) -> str:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipesight._padded_gather import PaddedGather
 from pipesight._torch.distributed import default_store
 
 __all__ = ["MissingRankError", "RankExchange"]
@@ -51,11 +52,11 @@ class RankExchange:
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
         self.group = group
-        self.ranks = dist.get_process_group_ranks(group)
+        self._all_gather = PaddedGather(group)
+        self.ranks = self._all_gather.ranks
         self._timeout = timeout
         self._known: dict[int, list[tuple[str, int]]] = {}  # names and lengths of rows, by hash
         self._count = 0
-        self._lent: list[Tensor] = []  # else a thread of gloo's may be the last to let go, at exit
         self._key = "pipesight/stats/" + hashlib.sha256(str(self.ranks).encode()).hexdigest()
         self._device = torch.device("cpu")
         if "nccl" in str(dist.get_backend(group)):
@@ -109,31 +110,22 @@ class RankExchange:
 
     def _gather(self, sent: Tensor, size: int) -> Tensor:
         """Gather as many numbers from each rank; shorter ones are filled up."""
-        padded = sent.new_zeros(size)
-        padded[: sent.numel()] = sent
-        out = sent.new_empty(len(self.ranks) * size)
-        if self._device.type == "cuda":
-            with torch.cuda.stream(torch.cuda.Stream(self._device)):
-                out = self._collect(out.to(self._device), padded.to(self._device)).cpu()
-        else:
-            out = self._collect(out, padded)
-        return out.view(len(self.ranks), size)
-
-    def _collect(self, out: Tensor, sent: Tensor) -> Tensor:
         began = time.monotonic()
         try:
-            parts = list(out.chunk(len(self.ranks)))
-            self._lent = [sent, *parts]
-            work: Any = dist.all_gather(parts, sent, group=self.group, async_op=True)
-            if self._device.type == "cuda":
-                while not work.is_completed():
-                    if time.monotonic() - began > self._timeout:
-                        raise TimeoutError
-                    time.sleep(0.0002)
-            work.wait(timedelta(seconds=self._timeout))
+            if self._device.type == "cpu":
+                return self._all_gather(sent, size, self._wait)
+            with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                return self._all_gather(sent.to(self._device), size, self._wait).cpu()
         except (RuntimeError, TimeoutError, ValueError) as error:
             raise self._missing(time.monotonic() - began, error) from error
-        return out
+
+    def _wait(self, work: Any) -> None:
+        until = time.monotonic() + self._timeout
+        while self._device.type == "cuda" and not work.is_completed():
+            if time.monotonic() > until:
+                raise TimeoutError
+            time.sleep(0.0002)
+        work.wait(timedelta(seconds=self._timeout))
 
     def _announce(self) -> None:
         """Leave a note that this rank is here, for those who would miss it."""
