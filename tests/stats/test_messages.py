@@ -90,7 +90,7 @@ def test_wrong_values_are_named(tmp_path, capsys):
         ),
         ("WARNING", f"{OVERWRITE} must be 0 or 1, but is 'maybe'; using 1"),
     ]
-    assert capsys.readouterr().err.count("NVDLFW INSPECT - ") == 3
+    assert capsys.readouterr().err.count("pipesight - ") == 3
 
 
 def test_file_names(tmp_path):
@@ -138,7 +138,7 @@ def test_messages(tmp_path, capsys):
     log.close()
     lines = log.path.read_text().splitlines()
     assert found(log) == [("INFO", "i"), ("WARNING", "w"), ("ERROR", "e"), ("CRITICAL", "c")]
-    assert capsys.readouterr().err.splitlines() == [f"NVDLFW INSPECT - {line}" for line in lines[1:]]
+    assert capsys.readouterr().err.splitlines() == [f"pipesight - {line}" for line in lines[1:]]
 
 
 def test_repeated_message(tmp_path):
@@ -270,7 +270,7 @@ def test_log_that_cannot_be_made(tmp_path, capsys):
     log.close()
     assert log.lost == 2
     error = capsys.readouterr().err
-    assert error.count("cannot be written") == 1
+    assert error.count("cannot write") == 1
     assert str(log.path) in error
 
 

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -21,7 +23,7 @@ from hypothesis import strategies as st
 
 import pipesight.trace as trace
 from pipesight.testing import capture_events
-from pipesight.trace import _span, _trace_file
+from pipesight.trace import _span, _trace_file, gpu_spans
 from pipesight.trace._span import Mark, put
 from pipesight.trace._tracer import tracer
 
@@ -643,3 +645,37 @@ def test_bounded_memory(tmp_path):
     assert two < 300e6
     count = subprocess.run(f"zcat {tmp_path / 'run.pfw.gz'} | grep -c compute", shell=True, capture_output=True)
     assert int(count.stdout) == 2_000_000
+
+
+class Unfinished:
+    """An event of CUDA in the stream of a GPU that is far behind."""
+
+    def query(self):
+        return False
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 1.0
+
+
+def test_gpu_spans_that_are_dropped_count_as_lost(tmp_path, monkeypatch, caplog):
+    """Spans of a GPU that is too far behind are dropped to save memory; the count of lost events has them."""
+    monkeypatch.setattr(gpu_spans, "_MOST_PENDING", 5)
+    spans, event = gpu_spans.device_spans, Unfinished()
+    with trace.start(tmp_path / "run") as session:
+        anchor = gpu_spans.Anchor(0, event, 0)
+        task = gpu_spans.DeviceTask(anchor, None, deque([Mock(), Mock()]))
+        task.begin_layer()
+        task.end_layer(ai.compute.forward, (0, 0, 0, 0, "0", 1, 0))
+        task.events[-1] = event
+        for _ in range(8):
+            span = gpu_spans.DeviceSpan(ai.compute.forward, anchor, event)
+            span.end = event
+            spans._pending.append(span)
+        spans._pending.appendleft(task)
+        spans.resolve()
+        assert len(spans._pending) == 5
+    assert session.lost == 2 + 3  # the task and its layer, and the oldest spans
+    assert "lost 5 events of the trace" in caplog.text

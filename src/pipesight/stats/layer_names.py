@@ -1,4 +1,4 @@
-"""The layers of a model by the names that a configuration selects them by."""
+"""The names of a model's layers, as a configuration selects them."""
 
 from __future__ import annotations
 
@@ -7,34 +7,40 @@ from typing import Any
 
 from torch import nn
 
-from pipesight.pipeline.gpipe import GPipe
+from pipesight.pipeline.partition import Partition
 
 __all__ = ["named_layers", "partitions_of"]
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers of a model and their names, as ``named_modules()`` but without the model itself.
+    """Yield the names and layers of a model, as ``named_modules()`` does, without the model itself.
 
-    Those of a `GPipe` have the names they had before the model was cut into partitions.
+    Layers of a `GPipe` have the names they had before the model was partitioned.
     """
     seen: set[nn.Module] = {model}
     yield from _named(model, "", seen)
 
 
 def partitions_of(model: Any) -> dict[nn.Module, int]:
-    """Return the number of the partition of each layer that is in one; over ranks, those of this rank."""
-    pipes = [inner for inner in model.modules() if isinstance(inner, GPipe)] if isinstance(model, nn.Module) else []
-    numbered = [(j, partition) for pipe in pipes for j, partition in enumerate(pipe.partitions)]
-    if not isinstance(model, nn.Module):
+    """Return the partition of each layer that is in one: of a module, or of this rank's part of a pipeline."""
+    if isinstance(model, nn.Module):
+        numbered = [item for inner in model.modules() for item in enumerate(_partitions(inner))]
+    else:
         numbered = list(model.partitions.items())
     return {layer: j for j, partition in numbered for layer in partition.modules()}
 
 
 def _named(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    owners = list(module.partitions) if isinstance(module, GPipe) else [module]
-    for owner in owners:
+    for owner in _partitions(module) or [module]:
         for name, child in owner.named_children():
             if child not in seen:
                 seen.add(child)
                 yield f"{prefix}{name}", child
                 yield from _named(child, f"{prefix}{name}.", seen)
+
+
+def _partitions(module: nn.Module) -> list[nn.Module]:
+    """Return the partitions of a pipeline; none, if the module is something else."""
+    found = getattr(module, "partitions", None)
+    partitions = list(found) if isinstance(found, nn.ModuleList) else []
+    return partitions if all(isinstance(partition, Partition) for partition in partitions) else []

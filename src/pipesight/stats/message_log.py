@@ -1,26 +1,48 @@
-"""The general log: what the statistics session did, and what the user adds with ``log_message``."""
+"""The message log: what a statistics session has to say, and what users add with ``log_message``."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
 
 from pipesight.stats.log_settings import LogSettings, log_file, process_rank
 from pipesight.stats.sinks.line_file import Clock, LineFile
 
-__all__ = ["MessageLog"]
+__all__ = ["MessageLog", "with_prefix"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_prefix: ContextVar[str] = ContextVar("prefix", default="pipesight")
+
+
+def with_prefix(prefix: str, function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``; message logs that it makes begin their lines on stderr with ``prefix``."""
+
+    @functools.wraps(function)
+    def prefixed(*args: P.args, **kwargs: P.kwargs) -> R:
+        token = _prefix.set(prefix)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _prefix.reset(token)
+
+    return prefixed
 
 
 class MessageLog:
     """Writes ``{log_dir}/nvdlfw_inspect_logs/nvdlfw_inspect[_TIMESTAMP]_globalrank-R.log``.
 
-    Messages from WARNING up also go to stderr, after ``NVDLFW INSPECT - ``. There is no handler and no named logger
-    behind it: the logging configuration of the program neither changes nor matters, and a closed log writes nothing.
-    A run has log lines of its own: given ``log``, messages and their levels go there, and there is no file.
+    Messages from WARNING up also go to stderr, after ``pipesight - ``. There is no handler and no named logger behind
+    it: the program's logging configuration neither changes nor matters, and a closed log writes nothing. A recorded run
+    has log lines of its own: given ``log``, messages and their levels go there, and there is no file.
 
     Example::
 
@@ -43,6 +65,7 @@ class MessageLog:
         self.path = log_file(log_dir, "nvdlfw_inspect_logs", rank=rank, settings=self.settings)
         self.lost = 0
         self._complained = False
+        self._prefix = _prefix.get()
         self._log = log
         self._lines = LineFile(self.path, overwrite=self.settings.overwrite)
         self._clock = Clock()
@@ -62,7 +85,7 @@ class MessageLog:
             return
         line = f"{self._clock.now()} - {logging.getLevelName(number)} - {message}\n"
         if number >= logging.WARNING:
-            _to_stderr(line)
+            self._to_stderr(line)
         if self._log is not None:
             self._log(number, str(message))
             return
@@ -76,19 +99,19 @@ class MessageLog:
                 self._complain(error)
 
     def debug(self, message: object) -> None:
-        """Log a message that helps to find out what went wrong."""
+        """Log a message for debugging."""
         self.log_message(message, logging.DEBUG)
 
     def info(self, message: object) -> None:
-        """Log a message that says what happened."""
+        """Log what happened."""
         self.log_message(message, logging.INFO)
 
     def warning(self, message: object) -> None:
-        """Log a message about something that is not as it should be, on stderr too."""
+        """Log a warning, on stderr too."""
         self.log_message(message, logging.WARNING)
 
     def error(self, message: object) -> None:
-        """Log a message about something that failed, on stderr too."""
+        """Log a failure, on stderr too."""
         self.log_message(message, logging.ERROR)
 
     def close(self) -> None:
@@ -100,7 +123,12 @@ class MessageLog:
         if self._complained:
             return
         self._complained = True
-        _to_stderr(f"{self._clock.now()} - WARNING - the log {str(self.path)!r} cannot be written: {error}\n")
+        self._to_stderr(f"{self._clock.now()} - WARNING - cannot write the log {str(self.path)!r}: {error}\n")
+
+    def _to_stderr(self, line: str) -> None:
+        with contextlib.suppress(Exception):  # no stderr, or a closed one, must not end the training
+            sys.stderr.write(f"{self._prefix} - {line}")
+            sys.stderr.flush()
 
 
 def _number(level: int | str) -> int:
@@ -110,9 +138,3 @@ def _number(level: int | str) -> int:
     if number is None:
         raise ValueError(f"unknown log level (level: {level!r}); use logging.INFO or another of logging's levels")
     return number
-
-
-def _to_stderr(line: str) -> None:
-    with contextlib.suppress(Exception):  # no stderr, or a closed one, must not end the training
-        sys.stderr.write(f"NVDLFW INSPECT - {line}")
-        sys.stderr.flush()

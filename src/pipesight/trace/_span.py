@@ -43,10 +43,12 @@ __all__ = [
     "end_innermost",
     "innermost",
     "is_compiling",
+    "lose",
     "next_id",
     "now",
     "on_crowd",
     "on_flush",
+    "on_lost",
     "on_pass",
     "on_thread",
     "past",
@@ -94,9 +96,11 @@ thread_ids: dict[int, tuple[int, str]] = {}
 on_crowd: list[Callable[[], None]] = []
 """Called now and then by whoever records, so that a writer that cannot follow gets help."""
 
-
 on_flush: list[Callable[[bool], None]] = []
 """Called before events are written; with true, before they are written for the last time."""
+
+on_lost: list[Callable[[int], None]] = []
+"""Called with the number of events that were dropped before they reached `EVENTS`."""
 
 on_pass: list[Callable[[bool], None]] = []
 """Called by whoever calls a pipeline: with true when its workers begin, with false when they are through."""
@@ -111,6 +115,12 @@ def _never() -> bool:
 
 is_compiling: Callable[[], bool] = _never
 """Whether ``torch.compile`` is looking at this code rather than running it; torch's own function, once it is there."""
+
+
+def lose(count: int) -> None:
+    """Count events that will be missing from the trace."""
+    for add in on_lost:
+        add(count)
 
 
 def adopt(up: Span) -> Span:

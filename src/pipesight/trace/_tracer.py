@@ -104,6 +104,7 @@ class Tracer:
                 self._complained = False
                 self.encoder = encoder or Encoder()
                 _span.on_crowd.append(self.help_out)
+                _span.on_lost.append(self._count_lost)
                 _span.on_thread.append(self._meet_thread)
                 self._ends.watch()
             self._sinks = (*self._sinks, sink)
@@ -190,6 +191,9 @@ class Tracer:
         kept = [field for k in starts if events[k] is THREAD for field in events[k : k + FIELDS]]
         self.encoder.lost += (len(events) - len(kept)) // FIELDS
         return kept
+
+    def _count_lost(self, count: int) -> None:
+        self.encoder.lost += count
 
     # The thread.
 
@@ -312,6 +316,7 @@ class Tracer:
 
     def _unwatch(self) -> None:
         _span.on_crowd.remove(self.help_out)
+        _span.on_lost.remove(self._count_lost)
         _span.on_thread.remove(self._meet_thread)
         self._ends.unwatch()
 

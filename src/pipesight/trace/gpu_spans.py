@@ -23,7 +23,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pipesight.trace._span import EVENTS, ROOT_ID, Args, next_id, now, on_flush, past, thread_ids
+from pipesight.trace._span import EVENTS, ROOT_ID, Args, lose, next_id, now, on_flush, past, thread_ids
 from pipesight.trace.node import Node
 
 __all__ = ["DeviceSpan", "DeviceSpans", "DeviceTask", "device_spans", "is_capturing"]
@@ -111,7 +111,6 @@ class DeviceSpans:
         os.register_at_fork(after_in_child=self._begin_process)
 
     def _begin_process(self) -> None:
-        self.dropped = 0
         self._spare: defaultdict[int, deque[Any]] = defaultdict(deque)  # an event is of one device for ever
         self._pending: deque[DeviceSpan | DeviceTask] = deque()
         self._anchors: dict[int, Anchor] = {}
@@ -181,10 +180,13 @@ class DeviceSpans:
                 else:
                     self._resolve_task(span)
             while len(self._pending) > _MOST_PENDING:
-                self._pending.popleft()
-                self.dropped += 1
+                self._drop(self._pending.popleft())
         finally:
             self._resolving.release()
+
+    def _drop(self, span: DeviceSpan | DeviceTask) -> None:
+        """Count a span as lost: the GPU is so far behind that keeping more would fill the memory."""
+        lose(1 if isinstance(span, DeviceSpan) else 1 + len(span.layers))
 
     def _flush(self, last: bool) -> None:
         """Do what the writer is to do, before it writes."""

@@ -1,11 +1,11 @@
 """``nvdlfw_inspect.api``, for pipesight: imported ``as debug_api``."""
 
+import pipesight.stats.api
 from pipesight.stats.api import (
     end_debug,
     explain_features,
     get_tensor_reduction_group,
     infer_and_assign_layer_names,
-    initialize,
     initialize_training_step,
     list_features,
     log_message,
@@ -16,6 +16,7 @@ from pipesight.stats.api import (
 from pipesight.stats.extensions.namespaces import (
     attribute as __getattr__,
 )  # namespaces, calls of features, DEBUG_MANAGER
+from pipesight.stats.message_log import with_prefix
 from pipesight.stats.sinks import BaseLogger
 
 __all__ = [
@@ -33,3 +34,6 @@ __all__ = [
     "set_tensor_reduction_group",
     "step",
 ]
+
+initialize = with_prefix("NVDLFW INSPECT", pipesight.stats.api.initialize)
+"""`pipesight.stats.initialize`, with warnings that begin as those of nvdlfw_inspect do."""

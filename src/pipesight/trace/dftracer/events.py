@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, ClassVar, Literal, TypeVar, overload
 
@@ -21,6 +21,7 @@ from pipesight.trace.node import is_recording
 __all__ = ["dft_fn"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _PICKED = ("epoch", "step", "image_idx", "image_size")
 
@@ -149,6 +150,26 @@ class dft_fn:  # noqa: N801
     log_init = log_static = log
 
     # A loop.
+
+    @overload
+    def iter(
+        self,
+        func: Iterable[T],
+        name: str = "loop",
+        iter_name: str = "step",
+        include_yield: bool = True,
+        include_iter: bool = True,
+    ) -> Iterable[T]: ...
+
+    @overload
+    def iter(
+        self,
+        func: AsyncIterable[T],
+        name: str = "loop",
+        iter_name: str = "step",
+        include_yield: bool = True,
+        include_iter: bool = True,
+    ) -> AsyncIterable[T]: ...
 
     def iter(
         self,
