@@ -56,7 +56,7 @@ bench: $(VENV)/.developed $(PEERS)/.installed
 
 # Warnings are errors: a dead link, a page that no menu leads to, a docstring that cannot be read.
 docs: $(VENV)/.documented
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open build/site/index.html"
 
 pictures: $(VENV)/.developed

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import posixpath
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", lead_out, markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Let an example of a docstring begin with one colon: the second is markup that Markdown does not know."""
+    return html.replace("::</p>", ":</p>")
+
+
 def cli_page(parser: argparse.ArgumentParser) -> str:
     """Describe a command and its subcommands as a Markdown page."""
     lines = [
@@ -64,7 +70,7 @@ def _subcommands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParse
 
 def _section(parser: argparse.ArgumentParser) -> list[str]:
     lines = [f"## {parser.prog}", "", _escaped(parser.description or ""), ""]
-    usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
+    usage = textwrap.dedent(parser.format_usage().replace("usage: ", " " * 7)).rstrip()
     lines += ["```text", usage, "```", "", "| argument | meaning |", "|---|---|"]
     for action in parser._actions:
         if action.help != argparse.SUPPRESS:
@@ -75,7 +81,8 @@ def _section(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _signature(action: argparse.Action) -> str:
-    value = action.metavar or (action.dest if not action.option_strings else action.dest.upper())
+    chosen = f"{{{','.join(map(str, action.choices))}}}" if action.choices else None
+    value = action.metavar or chosen or (action.dest if not action.option_strings else action.dest.upper())
     if isinstance(value, tuple):
         value = " ".join(value)
     if not action.option_strings:
