@@ -33,6 +33,7 @@ from pipesight.stats.sinks import (
 )
 from pipesight.stats.sinks.file import format_value
 from support.processes import STRICT_PYTHON
+from support.schemas import validated
 
 LINE = re.compile(
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - INFO - (?P<name>[^\t]*) \t\t\t\t iteration=(?P<iteration>\d{6,})"
@@ -56,7 +57,8 @@ def objects(sink):
     def refuse(word):
         raise ValueError(word)
 
-    return [json.loads(line, parse_constant=refuse) for line in sink.path.read_bytes().split(b"\n")[:-1]]
+    lines = sink.path.read_bytes().split(b"\n")[:-1]
+    return [validated("statistics", json.loads(line, parse_constant=refuse)) for line in lines]
 
 
 @pytest.fixture(params=[FileSink, JsonlSink])

@@ -60,7 +60,7 @@ def description(run):
 
 def statistics(run):
     lines = (run / "stats/rank-00000.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return [validated("statistics", json.loads(line)) for line in lines]
 
 
 def log_lines(run):

@@ -12,11 +12,11 @@ from referencing import Registry, Resource
 
 __all__ = ["NAMES", "read_schema", "validated"]
 
-NAMES = ("comparison", "plan", "report", "run")
+NAMES = ("comparison", "plan", "report", "run", "statistics")
 
 
 def read_schema(name: str) -> Any:
-    """Return a schema: `report`, `comparison`, `plan` or `run`."""
+    """Return the schema of one of `NAMES`."""
     return json.loads(importlib.resources.files("pipesight.report").joinpath(f"{name}.schema.json").read_text())
 
 
