@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["count", "plural"]
+__all__ = ["count_of", "plural"]
 
 
 def plural(number: int, noun: str, several: str | None = None) -> str:
@@ -16,10 +16,10 @@ def plural(number: int, noun: str, several: str | None = None) -> str:
     return f"{noun}s" if several is None else several
 
 
-def count(number: int, noun: str, several: str | None = None) -> str:
+def count_of(number: int, noun: str, several: str | None = None) -> str:
     """Return a number with its noun.
 
-    >>> count(1, "step"), count(1234, "step")
+    >>> count_of(1, "step"), count_of(1234, "step")
     ('1 step', '1,234 steps')
     """
     return f"{number:,} {plural(number, noun, several)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pipesight._plurals import count_of
 from pipesight.analysis.described_pipelines import PipelineFacts
 from pipesight.analysis.measured_costs import SMALL_MESSAGE, Measured
 from pipesight.analysis.rank_links import Link, places_to_look_at
@@ -125,7 +126,7 @@ def _fewer_partitions(situation: Situation, measured: Measured) -> Change | None
     plan = _best(measured, replace(setting, partitions=enough))
     what = "ranks" if measured.facts.ranks is not None else "partitions"
     few = f"{enough} {what if enough > 1 else what[:-1]}"
-    why = f"{setting.partitions} {what} share {enough} processor{'s' * (enough != 1)}, and slow each other down"
+    why = f"{setting.partitions} {what} share {count_of(enough, 'processor')}, and slow each other down"
     text = f"{few} instead of {setting.partitions}: balance={list(plan.balance)}"
     gain = _gain(measured, plan)
     if gain <= WORTH:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipesight._plurals import plural
 from pipesight.analysis.clock_errors import doubts_about_clocks
 from pipesight.analysis.rank_waits import Held
 from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatches
@@ -86,7 +87,7 @@ def remarks_on(run: Run, minibatches: MiniBatches | None = None, spans: Spans | 
     for what, count in left.items() if isinstance(left, dict) else ():
         if isinstance(count, int) and count > 0:
             names = str(what).replace("_", " ")
-            were = f"{names.removesuffix('s')} was" if count == 1 else f"{names} were"
+            were = plural(count, f"{names.removesuffix('s')} was", f"{names} were")
             found.append(Remark(None, f"{count:,} {were} not recorded"))
     if minibatches is None:
         return found
@@ -94,7 +95,7 @@ def remarks_on(run: Run, minibatches: MiniBatches | None = None, spans: Spans | 
         text = f"no optimizer step was seen, so all {count:,} mini-batches count as one step; to separate them, call"
         found.append(Remark(None, f"{text} run.step(number) inside 'with pipesight.observe(...) as run:'"))
     if broken := int((minibatches.kind == INCOMPLETE).sum()):
-        text = "mini-batch is" if broken == 1 else "mini-batches are"
+        text = plural(broken, "mini-batch is", "mini-batches are")
         found.append(Remark(None, f"{broken:,} {text} incomplete; their steps are excluded"))
     return found
 

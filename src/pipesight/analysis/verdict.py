@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipesight._plurals import count_of
 from pipesight.analysis.advice import Change
 from pipesight.analysis.bubble import LOSSES
 from pipesight.analysis.step_breakdown import OUTSIDE
@@ -83,7 +84,7 @@ def verdict_on(
         where = "one device, which computes" if devices == 1 else f"{devices} devices, which compute"
         sentences.append(f"The partitions share {where} {_percent(1 - device_idle)} of the window.")
     if processors is not None and on_processors > processors:
-        few = "1 processor" if processors == 1 else f"{processors} processors"
+        few = count_of(processors, "processor")
         who = "partitions" if workers == partitions else "ranks"
         sentences.append(f"{on_processors} {who} share {few} and slow each other down.")
     inside = max((name for name in LOSSES if name != "fill_and_drain"), key=lambda name: shares.get(name, 0))

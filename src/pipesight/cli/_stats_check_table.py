@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from pipesight._plurals import count_of
 from pipesight.stats.config import Config, FeatureConfig, Section
 from pipesight.stats.config.rules import RuleTable, StatisticRequest, TensorRule
 from pipesight.stats.config.selection import spans
@@ -37,7 +38,7 @@ def print_sections(config: Config, layers: Sequence[str] | None, selected: Mappi
             _print_section(console, section, mine, layers or ())
         if layers is not None:
             rest = len(layers) - len(selected)
-            console.print(f"{len(selected)} of {_count(len(layers), 'layer')} selected, {rest} by no section")
+            console.print(f"{len(selected)} of {count_of(len(layers), 'layer')} selected, {rest} by no section")
         else:
             console.print("to see which layers are selected, add --model module:factory")
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
@@ -58,7 +59,7 @@ def _print_section(console: Console, section: Section, mine: list[str] | None, l
         return
     head = f"{section.name}{line}"
     if mine is not None:
-        head += f": {_count(len(mine), 'layer')}"
+        head += f": {count_of(len(mine), 'layer')}"
     console.print(head, style="bold")
     _indented(console, f"selects {section.selection}")
     for key in section.selection.ignored:
@@ -175,7 +176,3 @@ def _write(form: tuple[str | None, ...], places: Sequence[Sequence[int]]) -> str
 
 def _spans(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else "{" + ",".join(spans(numbers)) + "}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number} {what}s"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from pipesight._plurals import count, plural
+from pipesight._plurals import count_of, plural
 from pipesight.runs.chrome_trace import chrome_trace
 from pipesight.runs.reading.trace_reader import NotATraceError, TraceReader, find_traces
 
@@ -76,8 +76,8 @@ def _to_parquet(options: argparse.Namespace) -> int:
             others = run.write_dataset(output) - run.events
             for note in run.notes:
                 _note(str(note))
-            what = f"{count(run.events, 'span')} and {count(others, 'other event')}"
-            print(f"{what} of {count(len(run.ranks()), 'rank')}, in {output}")
+            what = f"{count_of(run.events, 'span')} and {count_of(others, 'other event')}"
+            print(f"{what} of {count_of(len(run.ranks()), 'rank')}, in {output}")
     except (FileExistsError, FileNotFoundError, NotARunError) as error:
         return _fail(str(error), WRONG)
     except OSError as error:
@@ -200,10 +200,10 @@ def _opened(output: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
 def _report(readers: Sequence[TraceReader], output: Path) -> None:
     if skipped := sum(reader.skipped for reader in readers):
         are = plural(skipped, "is no event", "are no events")
-        _note(f"skipped: {count(skipped, 'line')} that {are}, in {_files([r for r in readers if r.skipped])}")
+        _note(f"skipped: {count_of(skipped, 'line')} that {are}, in {_files([r for r in readers if r.skipped])}")
     if cut := [reader for reader in readers if not reader.whole]:
         _note(f"incomplete: {_files(cut)}; a process was killed, or is still writing")
-    events = count(sum(reader.events for reader in readers), "event")
+    events = count_of(sum(reader.events for reader in readers), "event")
     if output == STDOUT:
         _note(f"{events} of {_files(readers)}")
     else:

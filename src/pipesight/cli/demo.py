@@ -11,6 +11,8 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipesight._plurals import count_of
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -150,7 +152,7 @@ def _summary(begin: str, meter: Meter, training: Training, watch: ActivityMonito
     done = meter.latest
     if done is None:
         return f"{begin} 0 steps"
-    steps = "1 step" if done.step == 1 else f"{done.step} steps"
+    steps = count_of(done.step, "step")
     lines = [
         f"{begin} {steps} in {done.elapsed:.1f} s, {done.samples_per_second:.0f} samples/s",
         f"loss {done.first_loss:.3f} at first, {done.loss:.3f} at last",

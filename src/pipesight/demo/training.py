@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipesight._plurals import count_of
 from pipesight.balance import balance_by_size
 from pipesight.demo.model import char_gpt
 from pipesight.demo.sonnets import SonnetText
@@ -78,8 +79,8 @@ class Training:
         """What is trained where, in lines of less than 80 columns."""
         parameters = sum(p.numel() for p in self.pipe.parameters())
         gpus = len({device for device in self.pipe.devices if device.type == "cuda"})
-        where = "the CPU" if not gpus else "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        microbatches = "1 micro-batch" if self.pipe.chunks == 1 else f"{self.pipe.chunks} micro-batches"
+        where = count_of(gpus, "GPU") if gpus else "the CPU"
+        microbatches = count_of(self.pipe.chunks, "micro-batch", "micro-batches")
         return (
             f"a GPT of {len(self.pipe)} layers and {parameters:,} parameters learns Shakespeare's sonnets\n"
             f"partitions of {self.pipe.balance} layers on {where}\n"

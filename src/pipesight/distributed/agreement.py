@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipesight._padded_gather import PaddedGather
+from pipesight._plurals import plural
 from pipesight.distributed.failures import RankMonitor
 
 __all__ = ["LAYERS", "Agreement", "DisagreementError", "differences"]
@@ -110,7 +111,7 @@ def _by_value(values: Mapping[int, Any]) -> dict[str, list[int]]:
 
 
 def _named(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_few([str(rank) for rank in ranks])}"
+    return f"{plural(len(ranks), 'rank')} {_few([str(rank) for rank in ranks])}"
 
 
 def _few(parts: list[str]) -> str:

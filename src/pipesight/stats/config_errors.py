@@ -7,6 +7,8 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from pipesight._plurals import count_of
+
 __all__ = ["ConfigError", "Document", "Mistakes", "Path", "dotted", "nearest", "placed", "shown"]
 
 Path = tuple[Any, ...]
@@ -35,7 +37,7 @@ class ConfigError(ValueError):
         super().__init__(source, self.mistakes)
 
     def __str__(self) -> str:
-        count = "1 mistake" if len(self.mistakes) == 1 else f"{len(self.mistakes)} mistakes"
+        count = count_of(len(self.mistakes), "mistake")
         return "\n  ".join([f"{count} in the configuration{' ' * bool(self.source)}{self.source}:", *self.mistakes])
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipesight._plurals import count_of
 from pipesight._torch.distributed import default_store
 from pipesight.stats.nonfinite import Bad, NonfiniteError, Place
 
@@ -149,7 +150,7 @@ class NonfiniteReporter:
         first, last = self._ends
         self._warn(
             f"NaN or Inf in {self._bad} of {self._seen} logged iterations{so_far}, first in {first} and last in "
-            f"{last}, in {len(self._names)} tensor{'s' * (len(self._names) > 1)}"
+            f"{last}, in {count_of(len(self._names), 'tensor')}"
         )
 
     def _where_it_is(self, bad: Bad) -> str:

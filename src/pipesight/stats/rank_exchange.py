@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipesight._padded_gather import PaddedGather
+from pipesight._plurals import plural
 from pipesight._torch.distributed import default_store
 
 __all__ = ["MissingRankError", "RankExchange"]
@@ -152,7 +153,7 @@ class RankExchange:
             )
         if not absent:
             return MissingRankError(f"merging statistics over ranks {self.ranks} failed: {error}")
-        who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
+        who = f"{plural(len(absent), 'rank')} {', '.join(map(str, absent))}"
         return MissingRankError(
             f"{who} did not come to step() to merge statistics over ranks {self.ranks} (waited {waited:.0f} s); "
             "every rank of the group must call step() in each iteration, or all must pass skip_reduction=True"

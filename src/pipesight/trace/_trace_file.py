@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from pipesight._launcher import launched_rank, restarts, with_attempt
 from pipesight._logger import own_logger
+from pipesight._plurals import count_of
 from pipesight.trace._encode import NAMING, Encoder
 from pipesight.trace._waiting import wait
 
@@ -201,7 +202,7 @@ class TraceFile:
         """Say how many events were lost, unless that was said."""
         if self.lost != self._lost_said:
             self._lost_said = self.lost
-            logger.warning("lost %s of the trace %s", f"{self.lost:,} event{'s' * (self.lost != 1)}", self.path)
+            logger.warning("lost %s of the trace %s", count_of(self.lost, "event"), self.path)
 
     def _wait(self, done: threading.Event) -> bool:
         if self._thread is None and not self._events_put and not self.lost:

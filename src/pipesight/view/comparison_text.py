@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipesight._plurals import plural
 from pipesight.analysis.changed_layers import CHANGED, LayerChange, layer_changes
 from pipesight.analysis.report import Report
 from pipesight.analysis.same_layers import same_layers
@@ -236,7 +237,7 @@ def _others(comparison: Comparison, changed: int) -> str:
     same, more = len(comparison.layers) - changed, max(changed - LAYERS, 0)
     words = [f"{more:,} more layers changed"] if more else []
     if same:
-        words.append(f"{same:,} {'layer takes' if same == 1 else 'layers take'} the same time, to within {CHANGED:.0%}")
+        words.append(f"{same:,} {plural(same, 'layer takes', 'layers take')} the same time, to within {CHANGED:.0%}")
     return f"{'; '.join(words)}." if words else ""
 
 

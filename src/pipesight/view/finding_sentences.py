@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipesight._plurals import count_of, plural
 from pipesight.analysis.collectives import Collective
 from pipesight.analysis.rank_links import Link
 from pipesight.analysis.rank_waits import Held
@@ -48,7 +49,9 @@ def nonfinite_in(report: Report) -> Finding | None:
     text += f" ({', '.join(counts)})" if counts else ""
     text += f", on rank {found.rank}" if len(report.ranks) > 1 else ""
     if found.layers > 1 or found.iterations > 1:
-        text += f"; {_count(found.layers, 'layer')} in that iteration, {_count(found.iterations, 'iteration')} in total"
+        text += (
+            f"; {count_of(found.layers, 'layer')} in that iteration, {count_of(found.iterations, 'iteration')} in total"
+        )
     return Finding(f"{text}.", (found.iteration,))
 
 
@@ -93,7 +96,7 @@ def numbers(steps: Sequence[int]) -> str:
     """
     shown = ", ".join(str(step) for step in steps[:STEPS])
     more = f" and {len(steps) - STEPS} more" if len(steps) > STEPS else ""
-    return f"step{'s' * (len(steps) != 1)} {shown}{more}"
+    return f"{plural(len(steps), 'step')} {shown}{more}"
 
 
 def _straggler(straggler: Straggler, *, ranks: bool) -> Finding:
@@ -117,14 +120,16 @@ def _link(link: Link) -> Finding:
 
 def _held(held: Held) -> Finding:
     doing = "code between steps" if held.doing == "between_steps" else TITLES[held.doing]
-    who = f"rank{'s' * (len(held.ranks) != 1)} {ranks_named(held.ranks)}"
+    who = f"{plural(len(held.ranks), 'rank')} {ranks_named(held.ranks)}"
     wait = f"{time(held.wait)}, {percent(held.share)} of the mean step"
     return Finding(f"rank {held.rank}: {doing} keeps {who} waiting {wait}")
 
 
 def _collective(collective: Collective) -> Finding:
     moved = f" of {size(collective.bytes)}" if collective.bytes >= 0 else ""
-    text = f"{collective.name}{moved} among ranks {ranks_named(collective.ranks)}: {_count(collective.calls, 'call')}, "
+    text = (
+        f"{collective.name}{moved} among ranks {ranks_named(collective.ranks)}: {count_of(collective.calls, 'call')}, "
+    )
     text += f"{time(collective.time)} each"
     if collective.last is not None:
         share = f"{collective.last_share:.0%} of the time"
@@ -150,7 +155,3 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 def _remark(remark: Remark) -> Finding:
     return Finding(remark.text if remark.path is None else f"{remark.path}: {remark.text}")
-
-
-def _count(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number:,} {what}s"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from pipesight._plurals import count_of
 from pipesight.analysis.measured_costs import Measured
 from pipesight.plan.plans import UNPIPELINED, WORTH, Plan, distributed_call
 from pipesight.schedule.costs import Costs
@@ -123,7 +124,7 @@ def notes(outcome: Outcome, plans: Sequence[Plan]) -> list[str]:
         crowd = max((plan.setting.partitions for plan in plans), default=0)
         if (processors := known.processors) is not None and crowd > max(processors, known.schedule.devices):
             what = "ranks" if known.facts.ranks is not None else "partitions"
-            few = f"{processors} processor{'s' * (processors != 1)}"
+            few = count_of(processors, "processor")
             found.append(f"plans with {crowd} {what} on {few} are optimistic: the run had fewer")
         error = known.predicted_seconds / known.step_seconds - 1
         if abs(error) > FAR_OFF:

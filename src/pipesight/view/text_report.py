@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from pipesight._plurals import count_of
 from pipesight.analysis.bubble import LOSSES
 from pipesight.analysis.pipeline_report import PartitionReport, PipelineReport
 from pipesight.analysis.report import Overall, Report
@@ -92,9 +93,9 @@ def render(
 
 
 def _head(report: Report, style: Style) -> list[str]:
-    counted = _count(report.events, "event")
+    counted = count_of(report.events, "event")
     if len(report.steps):
-        counted = f"{_count(len({*report.steps.step.tolist()}), 'step')}, {counted}"
+        counted = f"{count_of(len({*report.steps.step.tolist()}), 'step')}, {counted}"
     if len(report.ranks) > 1:
         counted = f"{len(report.ranks)} ranks, {counted}"
     title = style.plain(report.path)
@@ -111,13 +112,15 @@ def _head(report: Report, style: Style) -> list[str]:
 def _shape(pipeline: PipelineReport) -> str:
     """Describe a pipeline."""
     facts = pipeline.facts
-    where = f" on {_count(pipeline.workers, 'rank')}" if pipeline.workers < pipeline.partitions else ""
-    words = [f"{_count(pipeline.partitions, 'partition')}{where}, {_count(pipeline.chunks, 'micro-batch', 'es')}"]
+    where = f" on {count_of(pipeline.workers, 'rank')}" if pipeline.workers < pipeline.partitions else ""
+    words = [
+        f"{count_of(pipeline.partitions, 'partition')}{where}, {count_of(pipeline.chunks, 'micro-batch', 'micro-batches')}"
+    ]
     words += [facts.schedule] if facts.schedule else []
     words += [f"balance {list(facts.balance)}"] if facts.balance and len(facts.balance) <= 16 else []
     words += [f"checkpoint {facts.checkpoint}"] if facts.checkpoint else []
     words += [f"batch {facts.batch_size}"] if facts.batch_size else []
-    words += [_count(pipeline.replicas, "replica")] if pipeline.replicas > 1 else []
+    words += [count_of(pipeline.replicas, "replica")] if pipeline.replicas > 1 else []
     return ", ".join(words)
 
 
@@ -145,7 +148,7 @@ def _speed(report: Report, overall: Overall, style: Style) -> list[str]:
     dash = "-" if style.ascii else "\N{EN DASH}"
     spread = f", p10{dash}p90 {time(overall.time.low)}{dash}{time(overall.time.high)}" if overall.steps > 1 else ""
     rows = [
-        ["Step time", time(overall.time.median), f"median of {_count(overall.steps, 'step')}{spread}"],
+        ["Step time", time(overall.time.median), f"median of {count_of(overall.steps, 'step')}{spread}"],
         ["Throughput", *_throughput(overall)],
         ["Bubble", percent(overall.bubble), _bubble_note(overall, dash)],
         ["Schedule", percent(overall.bound), "bubble of the schedule alone, without other losses"],
@@ -231,8 +234,8 @@ def _partitions(pipeline: PipelineReport, report: Report, style: Style) -> list[
     rows, left = _worst(pipeline.rows)
     title = f"Partitions (shares of the mean window, {time(window)})"
     if len(report.pipelines) > 1:
-        batches = _count(pipeline.minibatches, "mini-batch", "es")
-        title += f" of {batches} through {_count(pipeline.partitions, 'partition')}"
+        batches = count_of(pipeline.minibatches, "mini-batch", "mini-batches")
+        title += f" of {batches} through {count_of(pipeline.partitions, 'partition')}"
     losses = [name for name in LOSSES if any(row.losses[name] >= window * 0.0005 for row in pipeline.rows)]
     phases = list(rows[0].phases) if style.width >= 110 and rows else []
     facts = ["device"] * any(row.device is not None for row in rows) + ["rank"] * (len(report.ranks) > 1)
@@ -297,7 +300,7 @@ def _layers(report: Report, style: Style) -> list[str]:
     lines = [style.paint(title, "bold"), *(f"  {line}" for line in columns(table, align="l" + "r" * (len(head) - 1)))]
     if more:
         rest = percent(sum(layer.share for layer in slowest[LAYERS:]))
-        lines.append(style.paint(f"  and {_count(more, 'more layer')}, {rest}", "dim"))
+        lines.append(style.paint(f"  and {count_of(more, 'more layer')}, {rest}", "dim"))
     return lines
 
 
@@ -325,7 +328,7 @@ def _timeline(report: Report, step: int, style: Style) -> list[str]:
         share = percent(bubble) if bubble is not None else ""
         lines.append(f"  {name:>{label}} {left}{coloured(text, phases, style)}{right} {share:>6}".rstrip())
     if len(timeline.labels) > len(shown):
-        more = _count(len(timeline.labels) - len(shown), "more partition")
+        more = count_of(len(timeline.labels) - len(shown), "more partition")
         lines.append(style.paint(f"  and {more}", "dim"))
     return [*lines, *(style.paint(line, "dim") for line in _parts_of(report, step, style))]
 
@@ -360,7 +363,3 @@ def _names(report: Report, style: Style) -> list[str]:
         table.append([*cells, f"{name.count:,}", time(name.total), percent(name.total / total)])
     title = "Where the time went (nested spans count twice)"
     return [style.paint(title, "bold"), *(f"  {line}" for line in columns(table, align="llrrr"))]
-
-
-def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"1 {what}" if number == 1 else f"{number:,} {what}{plural}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from pipesight._plurals import count, plural
+from pipesight._plurals import count_of, plural
 from pipesight.runs.reading._decompression import Decompressor
 from pipesight.runs.reading._normalizing import Normalizer
 from pipesight.runs.reading.duckdb_events import FileFacts
@@ -39,11 +39,11 @@ def file_notes(
     if text.damaged:
         unchecked = text.unchecked or normalized is None
         yield note(
-            f"damaged: the checksum fails for {count(text.damaged, 'byte')}; "
+            f"damaged: the checksum fails for {count_of(text.damaged, 'byte')}; "
             + ("some of its events may be wrong" if unchecked else "the events in them are skipped")
         )
     if facts.lost:
-        yield note(f"{count(facts.lost, 'event')} {plural(facts.lost, 'was', 'were')} lost while recording")
+        yield note(f"{count_of(facts.lost, 'event')} {plural(facts.lost, 'was', 'were')} lost while recording")
     if file.form == "lines":
         last = text.tail.rstrip(b"\0 \t\r\n")
         is_broken_off = not text.tail.endswith((b"\n", b"]", b"}")) and normalized is None
@@ -57,7 +57,7 @@ def file_notes(
             yield note("incomplete: it was cut off")
     skipped = facts.damaged + (normalized.skipped if normalized is not None else 0) - expected
     if skipped > 0:
-        yield note(f"skipped: {count(skipped, 'line')} that {plural(skipped, 'is no event', 'are no events')}")
+        yield note(f"skipped: {count_of(skipped, 'line')} that {plural(skipped, 'is no event', 'are no events')}")
     if not facts.spans and file.form != "records":
         yield note("it contains no spans")
     if whole and text.has_surrogates:

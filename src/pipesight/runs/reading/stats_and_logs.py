@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pipesight._plurals import count, plural
+from pipesight._plurals import count_of, plural
 from pipesight.runs.format import rank_in
 from pipesight.runs.reading._decompression import Decompressor
 from pipesight.runs.reading._foreign_formats import records, statistics_of
@@ -77,7 +77,7 @@ def statistics(
                 skipped += bool(line.strip("\0 \r\n\t"))
         if skipped:
             are = plural(skipped, "is no JSON object", "are no JSON objects")
-            note(Note(path, f"skipped: {count(skipped, 'line')} that {are}"))
+            note(Note(path, f"skipped: {count_of(skipped, 'line')} that {are}"))
 
 
 def foreign_statistics(path: Path, rank: int) -> Iterator[dict[str, Any]]:

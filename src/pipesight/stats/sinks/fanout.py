@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from pipesight._logger import own_logger
+from pipesight._plurals import count_of
 from pipesight.stats.sinks.record import Record, Sink
 
 __all__ = ["Sinks"]
@@ -60,7 +61,7 @@ class Sinks:
                 self._sinks = []
                 for sink, count in self._lost.items():
                     if count:
-                        values = "1 value" if count == 1 else f"{count} values"
+                        values = count_of(count, "value")
                         self._warn(f"{values} in all could not be written to {sink}")
 
     def _for_each(self, act: Callable[[Sink], object], count: int) -> None:

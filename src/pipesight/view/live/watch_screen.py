@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipesight._plurals import count_of
 from pipesight.analysis.bubble import LOSSES
 from pipesight.analysis.latest_step import LiveFigures, StepFigures
 from pipesight.analysis.report import Report
@@ -159,7 +160,7 @@ def _timeline(report: Report, figures: LiveFigures, most: int, style: Style) -> 
         text = coloured(drawn.lines[k], drawn.phases[k], style)
         lines.append(f"  {drawn.labels[k]:>{label}} {left}{text}{right} {now:>6} {usual:>7}")
     if more := len(drawn.lines) - max(shown, 1):
-        lines.append(style.paint(f"  and {more} more partition{'s' * (more != 1)}", "dim"))
+        lines.append(style.paint(f"  and {count_of(more, 'more partition')}", "dim"))
     return lines[:most]
 
 
