@@ -242,7 +242,7 @@ def test_watching_that_fails(caplog):
         assert [count(), count()] == [start + 1, start + 2]
         patches.undo()
     assert [record.message for record in caplog.records] == [
-        "Owner.before could not be recorded; the program goes on"
+        "Owner.before could not be recorded; the program continues"
     ] * 2
     caplog.clear()
     harmless(fails_before)(None)

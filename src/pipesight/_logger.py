@@ -33,7 +33,7 @@ class OwnLogger(logging.LoggerAdapter[logging.Logger]):
             with _failing:
                 failed, self._failed = self._failed, True
             if not failed and logging.raiseExceptions:
-                text = f"a handler of the logger {self.logger.name!r} failed, which is shown once; training goes on\n"
+                text = f"a handler of the logger {self.logger.name!r} failed, which is shown once; training continues\n"
                 with contextlib.suppress(Exception):  # stderr may be closed, or None
                     sys.stderr.write(text + traceback.format_exc())
 

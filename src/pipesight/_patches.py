@@ -43,7 +43,7 @@ class Patches:
             owner: A module or a class.
             name: Of a function, or of a method.
             around: Must call what it is given, once, with these arguments, and return the result. If it fails itself,
-                that is reported once, and the program goes on without it.
+                that is reported once, and the program continues without it.
             may_raise: Let errors of ``around`` reach the program.
         """
         with _changing:
@@ -87,7 +87,7 @@ class _Complaint:
     def __call__(self) -> None:
         if not self.made:
             self.made = True
-            logger.exception("%s could not be recorded; the program goes on", self._about)
+            logger.exception("%s could not be recorded; the program continues", self._about)
 
 
 class _Layer:

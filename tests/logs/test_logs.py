@@ -348,7 +348,7 @@ def test_handler_that_raises_does_not_break_a_pass(kind, broken, caplog, capfd, 
 
 def test_report_of_a_failing_observer_that_cannot_be_logged(broken, capfd, monkeypatch):
     """An observer is detached, and training goes on, even if its failure cannot be logged."""
-    monkeypatch.setattr(context.logger, "_failed", False)
+    monkeypatch.setattr(context.observer.logger, "_failed", False)
 
     class Failing(context.Observer):
         def task_started(self, where):

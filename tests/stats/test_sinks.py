@@ -592,7 +592,7 @@ def test_what_is_forgiven():
         sinks.write(SIX)
     assert (sinks.lost, len(after.calls)) == (18, 18)
     assert told == [
-        "statistics could not be written to Failing (OSError: disk); training goes on, and what is lost is counted"
+        "statistics could not be written to Failing (OSError: disk); training continues, and what is lost is counted"
     ]
     sinks.close()
     assert told[1:] == ["18 values in all could not be written to Failing"]

@@ -447,7 +447,7 @@ def test_impossible_directory(tmp_path, caplog):
         record(4)
     assert session.lost == 7
     warning, _ = caplog.records
-    assert "training goes on" in warning.getMessage()
+    assert "training continues" in warning.getMessage()
 
 
 def test_read_only_directory(tmp_path):

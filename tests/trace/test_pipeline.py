@@ -176,7 +176,7 @@ def test_no_cost_without_a_trace():
 
 def test_transfer(monkeypatch):
     """Tensors that come from another device have a span, with the devices and the size."""
-    observer = next(o for o in context._attached if type(o).__name__ == "PipelineSpans")
+    observer = next(o for o in context.observer._attached if type(o).__name__ == "PipelineSpans")
     where = context.Where()
     with capture_events() as events:
         observer.transfer_started(where, "cpu", "cuda:0", 64)

@@ -239,7 +239,7 @@ class TraceFile:
     def _say(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("events of the trace %s are being lost: %s; training goes on", self.path, why)
+            logger.warning("events of the trace %s are being lost: %s; training continues", self.path, why)
 
     # For the thread that writes.
 
@@ -273,7 +273,7 @@ class TraceFile:
             if self._descriptor is None:
                 self._open()
             self._append(block)
-        except Exception as error:  # the disk's, or of ours: training goes on
+        except Exception as error:  # the disk's, or of ours: training continues
             self._fail(events, str(error) or type(error).__name__)
             self._abandon()
         else:

@@ -258,7 +258,7 @@ class Tracer:
             for text, events in blocks:
                 for sink in sinks:
                     sink.put(text, events)
-        except Exception:  # of ours: training goes on
+        except Exception:  # of ours: training continues
             self._lose(batch)
             self._complain("some events")
 

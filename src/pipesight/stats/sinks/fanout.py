@@ -77,7 +77,7 @@ class Sinks:
                 if name not in self._lost:
                     self._warn(
                         f"statistics could not be written to {name} ({type(error).__name__}: {error}); "
-                        "training goes on, and what is lost is counted"
+                        "training continues, and what is lost is counted"
                     )
                 self._lost[name] = self._lost.get(name, 0) + count
         if raised:
