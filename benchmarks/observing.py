@@ -1,8 +1,8 @@
-"""The cost of observing the demo's training: everything recorded, tasks and layers alone, and steps left out.
+"""The cost of observing the demo's training: everything recorded, tasks and layers alone, and no step.
 
 All in one process: blocks of steps, observed and not, take turns. Each is timed once what it records is being written:
 
-    round 0   |  off  |  | warm | on   |  | warm | left out |      ratios are taken within a round, then their median
+    round 0   |  off  |  | warm | on   |  | warm | none |          ratios are taken within a round, then their median
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from pipesight.recording import observe
 
 __all__ = ["run"]
 
-OFF, TRACED, DEFAULT, LEFT_OUT = "not observed", "tasks and layers", "and log lines", "steps left out"
+OFF, TRACED, DEFAULT, LEFT_OUT = "not observed", "tasks and layers", "and log lines", "no step recorded"
 NEVER = (10**9, None)
 LAUNCHES = replace(training.ON_CPU, batch=512)
 """For a GPU: it waits for the host all the time, so all that the host does shows. No goal, but good to know."""
