@@ -1,18 +1,54 @@
-"""Without devices, GPipe takes the GPUs that are there. Only the tests in tests/cuda are about them."""
+"""Options and fixtures for all tests."""
 
 from __future__ import annotations
+
+import os
+
+# Tests run beside each other, and threads that wait for work of a few numbers spin. Processes that tests start get it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
 import torch
 
+from support import quick
+
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("anywhere", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("anywhere"), max_examples=10)
 hypothesis.settings.load_profile("anywhere")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="only tests that start no process, one case of each")
+
+
+def pytest_configure(config):
+    if config.option.quick:
+        hypothesis.settings.load_profile("quick")
+
+
+def pytest_ignore_collect(collection_path, config):
+    if config.option.quick and collection_path.name in quick.ELSEWHERE:
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.quick:
+        chosen = quick.pick(items)
+        left = set(items) - set(chosen)
+        items[:] = chosen
+        config.hook.pytest_deselected(items=list(left))
+
+
+def pytest_collection_finish(session):
+    if session.config.option.quick:
+        quick.forbid_processes()
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(request, monkeypatch):
-    """Hide the GPUs from all other tests, so that these are the same on every machine."""
+    """Hide the GPUs from all tests but those in tests/cuda: without devices, GPipe takes the GPUs that are there."""
     if request.path.parent.name != "cuda":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

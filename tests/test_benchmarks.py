@@ -12,6 +12,8 @@ from benchmarks.page import JSON, MARKDOWN, render
 from benchmarks.results import Section, load, merge, save
 from benchmarks.tables import Goal, Spread, Table, show, show_goals, take_tables
 
+pytestmark = pytest.mark.slow  # results say which commit they are of: git is asked
+
 
 def outcome(name: str, milliseconds: list[float]) -> Outcome:
     turns = [Turn(seconds=time / 1e3, peak_bytes=0, cpu_seconds=0.0) for time in milliseconds]

@@ -152,6 +152,7 @@ def test_killed_run_is_told_up_to_its_last_step(made):
     assert any("incomplete" in remark.text for remark in report.remarks)
 
 
+@pytest.mark.slow
 @given(cut=st.integers(1, 16))
 @settings(deadline=None, max_examples=16)
 def test_cut_anywhere(tmp_path_factory, cut):

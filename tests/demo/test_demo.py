@@ -133,6 +133,7 @@ def test_next_command_is_the_one_that_was_typed():
         assert ended.stdout.splitlines()[-1] == f"    {typed} demo --help"
 
 
+@pytest.mark.slow
 def test_recording_goes_where_it_is_told(tmp_path):
     """The demo records into ``--out``, and replaces a recording that is there."""
     for _ in range(2):
@@ -381,6 +382,7 @@ def test_no_thread_outlives_the_demo(capsys):
 # What it trains.
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     """A few steps are enough to learn which characters are frequent."""
     training = Training(partitions=2, chunks=2, checkpoint="never", seed=0)
@@ -389,6 +391,7 @@ def test_training_lowers_the_loss():
     assert measured[-1] < 3
 
 
+@pytest.mark.slow
 def test_seed_decides_the_losses():
     """Another seed gives other losses."""
     first, again, other = (Training(partitions=1, chunks=1, checkpoint="never", seed=seed).step() for seed in (1, 1, 2))

@@ -496,6 +496,7 @@ class Compiler:
         return torch.compile(layer, backend=self)
 
 
+@pytest.mark.slow
 @QUIET_COMPILER
 @MODES
 def test_compiled_layers(checkpoint):

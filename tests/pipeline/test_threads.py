@@ -338,6 +338,7 @@ def test_output_outlives_the_model():
     assert soon(lambda: set(threading.enumerate()) <= others)
 
 
+@pytest.mark.slow
 def test_model_deleted_by_its_own_layer():
     """The last reference to a model may go while it runs, even in one of its own threads."""
     others = set(threading.enumerate())

@@ -88,7 +88,8 @@ def brute_force(costs, setting, limit=math.inf):
     return min(fitting, default=math.inf), min(max(plan.memory_bytes) for plan in plans)
 
 
-@settings(deadline=None, max_examples=150)
+@pytest.mark.slow
+@settings(deadline=None, max_examples=60)
 @given(problems())
 def test_balance_is_the_best_of_all(problem):
     """No other balance has a shorter simulation, in any schedule and checkpoint mode, and the plan says so."""
@@ -98,7 +99,8 @@ def test_balance_is_the_best_of_all(problem):
     assert plan.proven
 
 
-@settings(deadline=None, max_examples=150)
+@pytest.mark.slow
+@settings(deadline=None, max_examples=60)
 @given(problems())
 def test_balance_is_the_best_of_all_without_looking_at_all(problem):
     """Branch and bound finds what looking at all balances finds."""
@@ -115,6 +117,7 @@ def test_balance_is_the_best_of_all_without_looking_at_all(problem):
     assert plan.step_seconds == pytest.approx(best, rel=1e-8)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(layered(), st.integers(1, 2), st.integers(1, 2), st.sampled_from(CHECKPOINT_MODES))
 def test_many_interleaved_balances_are_improved(costs, n, groups, checkpoint):
@@ -135,7 +138,8 @@ def test_many_interleaved_balances_are_improved(costs, n, groups, checkpoint):
                 assert plan.step_seconds <= predict(costs, setting, other).step_seconds * (1 + 1e-8)
 
 
-@settings(deadline=None, max_examples=100)
+@pytest.mark.slow
+@settings(deadline=None, max_examples=50)
 @given(problems(), st.integers(0, 60), st.booleans())
 def test_memory_limit_is_kept(problem, limit, few):
     """Of the balances that fit, the best is found; if none does, the error says how much the least needs."""
@@ -154,7 +158,7 @@ def test_memory_limit_is_kept(problem, limit, few):
     assert max(plan.memory_bytes) <= limit
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(problems())
 def test_bounds_hold(problem):
     """No cut is faster than its bound; GPipe's is its time."""

@@ -503,6 +503,7 @@ def test_no_log(run):
 # Sizes.
 
 
+@pytest.mark.slow
 def test_old_parts_go(run):
     """With a limit, the trace is rotated: the newest steps stay, and what is gone is counted."""
     limit = 128 * 1024

@@ -237,6 +237,7 @@ def test_log_lines(run, follow):
 # Files as they grow.
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(cuts=st.lists(st.integers(0, 10_000), max_size=12), compress=st.booleans())
 def test_cut_anywhere(tmp_path_factory, cuts, compress):

@@ -224,10 +224,11 @@ def test_our_trace_converted(tmp_path):
 
 WHOLE = json.dumps({"traceEvents": EVENTS}, indent=1).encode()
 examples = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
 
 
+@pytest.mark.slow
 @examples
 @given(cut=st.integers(0, len(WHOLE) - 1))
 def test_chrome_trace_cut_anywhere(cut, tmp_path):

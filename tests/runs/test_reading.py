@@ -537,10 +537,11 @@ def is_part(some: list[tuple[Any, ...]], whole: list[tuple[Any, ...]]) -> bool:
 
 
 some_examples = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
 
 
+@pytest.mark.slow
 @some_examples
 @given(cut=st.integers(0, len(WHOLE)), packed=st.booleans())
 def test_cut_anywhere(cut, packed, tmp_path):
@@ -554,6 +555,7 @@ def test_cut_anywhere(cut, packed, tmp_path):
         assert content[:cut].count(b"}\n") <= len(found)
 
 
+@pytest.mark.slow
 @some_examples
 @given(place=st.integers(0, len(WHOLE) - 1), bit=st.integers(0, 7))
 def test_any_bit_flipped(place, bit, tmp_path):
@@ -567,6 +569,7 @@ def test_any_bit_flipped(place, bit, tmp_path):
     assert len(found) >= len(TRUTH) - 14
 
 
+@pytest.mark.slow
 @some_examples
 @given(
     content=st.binary(max_size=200), start=st.sampled_from([b"", b"[\n", b"\x1f\x8b\x08", b'{"traceEvents":[', b"{"])
@@ -578,6 +581,7 @@ def test_any_bytes(content, start, tmp_path):
         contents(tmp_path / name)
 
 
+@pytest.mark.slow
 @some_examples
 @given(
     pieces=st.lists(st.sampled_from([*LINES[:3], b"\n", b"]", b",", b"{", b'"', b"\0", b"\xff", b"NaN"]), max_size=9)
@@ -635,6 +639,7 @@ def test_log_lines(tmp_path):
     assert (third.message, third.time) == ("again", 1794736802000000)
 
 
+@pytest.mark.slow
 @some_examples
 @given(content=st.binary(max_size=300))
 def test_any_bytes_as_statistics_and_logs(content, tmp_path):

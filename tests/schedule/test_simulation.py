@@ -75,7 +75,7 @@ def times(rng, *shape):
     return rng.choice([0.0, 1.0, 1.0, 2.0, 0.1, rng.random()], size=shape)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(schedules(), st.integers(0, 2**32))
 def test_equals_a_plain_loop_over_events(schedule, seed):
     """Every begin and end is that of running one task after the other, for each step of a batch."""

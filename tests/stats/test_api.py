@@ -581,6 +581,7 @@ def test_a_forked_child_leaves_the_session_to_its_parent(tmp_path):
     assert list(values(tmp_path).values()) == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.slow
 def test_memory_stays_the_same(tmp_path):
     """Ten thousand steps leave nothing behind in memory."""
     logger = Logger()

@@ -88,6 +88,7 @@ def test_fullgraph_says_why(tmp_path):
         compiled(torch.randn(4, 3), torch.randn(3, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch.compile asks for at a graph break
 def test_gradients(tmp_path):
     """Gradients of a compiled function are those of the plain one."""

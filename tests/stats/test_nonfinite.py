@@ -375,6 +375,7 @@ def test_raise_names_the_first(tmp_path):
     assert {line["order"] for line in lines(tmp_path) if line["layer"] == "3" and line["tensor"] == "activation"} == {0}
 
 
+@pytest.mark.slow
 def test_one_line_for_many_tensors_and_steps(tmp_path, capsys):
     """A run that stays bad is reported once, counted after 10 and 100 bad steps and at the end."""
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))

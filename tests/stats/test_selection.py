@@ -161,6 +161,7 @@ HARD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", HARD)
 def test_patterns_that_take_exponential_time(pattern, tmp_path, monkeypatch):
     """One that would take years on a name is an error with its line, the name and a fix; on other names it matches."""

@@ -296,7 +296,8 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.text(st.characters(exclude_categories=()), max_size=10), representable, max_size=5))
 def test_what_json_can_say_comes_back(args):
     """Any JSON value that is no deeper than eight comes back equal."""
@@ -315,7 +316,8 @@ def cut_depth(value, depth=-1):
     return value
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(simple | st.binary(max_size=5) | st.tuples(simple), anything, max_size=5))
 def test_no_value_breaks_a_line(args):
     """Whatever is given, each event is one line, and the line is JSON that any reader takes."""

@@ -254,6 +254,7 @@ def test_thread_name_beside_a_lost_event(tmp_path, caplog):
     assert "loader" in {line["args"]["name"] for line in lines_of(session.path) if line["name"] == "thread_name"}
 
 
+@pytest.mark.slow
 def test_overfull_buffer_is_said(tmp_path, monkeypatch, caplog):
     """Events that are dropped because nothing takes them are counted once each, by however many threads, and said."""
     monkeypatch.setattr("pipesight.trace._tracer._CROWDED", 8 * 10_000)

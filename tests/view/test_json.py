@@ -92,6 +92,7 @@ def test_ranks_and_evaluations(tmp_path):
 odd = st.none() | st.booleans() | st.floats() | st.text(max_size=4) | st.lists(st.floats(), max_size=2)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(["command", "host", "started", "outcome", "world_size", "pipelines"]), odd))
 @settings(deadline=None, max_examples=25)
 def test_any_facts_are_plain(tmp_path_factory, facts):
