@@ -1,5 +1,8 @@
 # make demo   train the demo model over two to four partitions, as suits the machine
-# make test   lint, types and tests
+# make quick  the tests that start no process, no browser and no ranks: what to run while working
+# make test   lint, types and all tests
+# make cover  all tests once more, for the lines that none of them runs
+# make compat all tests on the oldest and newest torch and Python, each in .venv-compat: those that are installed
 # make lint   lint and types alone
 # make lint-js  lint the JavaScript of the page with biome, which npm installs into node_modules
 # make fuzz   the fuzzers, with other cases than the few of make test: make fuzz CASES=10000 ONLY=engine
@@ -16,6 +19,10 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
 CASES  ?= 1000
+# Of make compat; CPU builds of torch: make compat INDEX="--index-url https://download.pytorch.org/whl/cpu"
+PYTHONS ?= 3.11 3.13
+TORCHES ?= 2.6.0 2.13.0
+INDEX  ?=
 ONLY   ?=
 BENCH  ?=
 
@@ -27,15 +34,43 @@ BIOME  := node_modules/.bin/biome
 # Tests start many processes; none of them should have to compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint lint-js fuzz bench docs pictures clean
+.PHONY: demo quick test cover compat lint lint-js fuzz bench docs pictures clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(BIN)/pipesight demo
 
+quick: $(VENV)/.developed
+	$(BIN)/pytest --quick -n $(JOBS) --dist worksteal
+
 test: lint
 	$(BIN)/pytest -rs -n $(JOBS) --dist worksteal -m "not alone"
 	$(BIN)/pytest -rs -m alone
+
+cover: $(VENV)/.developed
+	$(BIN)/coverage erase
+	-$(BIN)/coverage run -m pytest -n $(JOBS) --dist worksteal --timeout 0 -m "not alone"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage html --quiet
+	$(BIN)/coverage report --skip-covered --sort=miss
+	@echo "open build/coverage/index.html"
+
+compat: $(foreach python,$(PYTHONS),$(foreach torch,$(TORCHES),compat-$(python)-$(torch)))
+
+# compat-3.11-2.6.0: Python 3.11 with torch 2.6.0, in .venv-compat/3.11-2.6.0
+compat-%:
+	@set -e; python=python$(firstword $(subst -, ,$*)); bin=.venv-compat/$*/bin; \
+	if ! $$python -c "" 2> /dev/null; then echo "compat $*: skipped, as $$python is not installed"; exit 0; fi; \
+	if [ ! -e $$bin/../.developed ]; then \
+		$$python -m venv .venv-compat/$*; \
+		$$bin/pip install --quiet --disable-pip-version-check torch==$(lastword $(subst -, ,$*)) $(INDEX); \
+		$$bin/pip install --quiet --disable-pip-version-check --editable ".[dev]" \
+			--editable shims/torchgpipe --editable shims/dftracer --editable shims/nvdlfw_inspect; \
+		touch $$bin/../.developed; \
+	fi; \
+	echo "compat $*"; \
+	$$bin/pytest -rs -n $(JOBS) --dist worksteal -m "not alone"; \
+	$$bin/pytest -rs -m alone
 
 lint: $(VENV)/.developed
 	$(BIN)/ruff check .
@@ -64,7 +99,7 @@ pictures: $(VENV)/.developed
 	$(BIN)/python docs/pictures/take.py
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis node_modules
+	rm -rf $(VENV) $(PEERS) .venv-compat .coverage* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis node_modules
 
 $(BIOME):
 	npm install --silent --no-save --no-package-lock --no-audit --no-fund --prefix . @biomejs/biome@2.6.7
