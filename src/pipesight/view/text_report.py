@@ -113,9 +113,8 @@ def _shape(pipeline: PipelineReport) -> str:
     """Describe a pipeline."""
     facts = pipeline.facts
     where = f" on {count_of(pipeline.workers, 'rank')}" if pipeline.workers < pipeline.partitions else ""
-    words = [
-        f"{count_of(pipeline.partitions, 'partition')}{where}, {count_of(pipeline.chunks, 'micro-batch', 'micro-batches')}"
-    ]
+    chunks = count_of(pipeline.chunks, "micro-batch", "micro-batches")
+    words = [f"{count_of(pipeline.partitions, 'partition')}{where}, {chunks}"]
     words += [facts.schedule] if facts.schedule else []
     words += [f"balance {list(facts.balance)}"] if facts.balance and len(facts.balance) <= 16 else []
     words += [f"checkpoint {facts.checkpoint}"] if facts.checkpoint else []
