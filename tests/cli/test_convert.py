@@ -361,7 +361,7 @@ def test_dataset_that_exists(tmp_path):
     assert convert("run", "--to", "parquet", "--force", cwd=tmp_path).returncode == 0
     assert not (tmp_path / "run.parquet/mine").exists()
     (tmp_path / "mine").mkdir()
-    for output, error in (("mine", "is no dataset"), ("run", "is the run itself"), ("-", "standard output")):
+    for output, error in (("mine", "is not a dataset"), ("run", "is the run itself"), ("-", "standard output")):
         ended = convert("run", "--to", "parquet", "--force", "-o", output, cwd=tmp_path)
         assert ended.returncode == 2
         assert error in ended.stderr

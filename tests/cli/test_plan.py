@@ -203,11 +203,11 @@ def test_processors_that_partitions_share(recorded):
         (["--partitions", "7"], "too few layers for the partitions (layers: 6, partitions: 7)"),
         (["--partitions", "0"], "'0' is not a positive integer"),
         (["--chunks", "33"], "chunks: 33, samples: 32"),
-        (["--schedule", "dualpipe"], "'dualpipe' is none of gpipe, 1f1b, interleaved, zero-bubble"),
+        (["--schedule", "dualpipe"], "'dualpipe' is not one of gpipe, 1f1b, interleaved, zero-bubble"),
         (["--schedule", "interleaved", "--chunks", "3"], "no schedule is possible"),
         (["--memory", "much"], "'much' is not a size, such as 16GiB"),
-        (["--link-bandwidth", "25"], "'25' is not a speed, such as 25GB/s"),
-        (["--model", "x:y"], "--model and --sample go together"),
+        (["--link-bandwidth", "25"], "'25' is not a bandwidth, such as 25GB/s"),
+        (["--model", "x:y"], "--model and --sample must be given together"),
     ],
 )
 def test_what_cannot_be(recorded, args, words):
@@ -230,7 +230,7 @@ def test_runs_that_cannot_be_planned(tmp_path):
         assert "Traceback" not in ended.stderr
     ended = plan()
     assert ended.returncode == 2
-    assert "nothing to plan by" in ended.stderr
+    assert "nothing to plan from" in ended.stderr
 
 
 def test_a_page_that_cannot_be_written(recorded):
@@ -254,7 +254,7 @@ def test_models_without_a_run(tmp_path):
     for name, words in (
         ("mine:broken", "no model today"),
         ("mine:number", "must name a function or a module"),
-        ("mine:biuld", "there is no 'biuld'"),
+        ("mine:biuld", "no attribute 'biuld'"),
     ):
         ended = again("--model", name, "--sample", "16x8", "--partitions", "2")
         assert (ended.returncode, words in ended.stderr) == (2, True), ended.stderr

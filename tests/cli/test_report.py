@@ -117,8 +117,8 @@ def test_reader_that_goes_away(run):
         (["--partition", "2"], "there is no partition 2 (partitions: 0 to 1)"),
         (["--layer", "x"], "no layer is named 'x' (layers: l0, l1)"),
         (["--step", "12"], "no tasks of step 12 were recorded"),
-        (["--width", "10"], "the width must be at least 60"),
-        (["--fail-over", "2"], "a share must lie between 0 and 1"),
+        (["--width", "10"], "the width must be an integer from 60"),
+        (["--fail-over", "2"], "a share must be between 0 and 1"),
     ],
 )
 def test_what_cannot_be_is_2(run, options, words):
@@ -222,7 +222,7 @@ def test_no_bubble_is_no_success(tmp_path):
     made.task(0, partition=0, microbatch=0, phase="forward", begin=0, dur=100)
     ended = report(made.write(), "--fail-over", "0.3")
     assert ended.returncode == 2
-    assert "there is no bubble to hold against --fail-over" in ended.stderr
+    assert "the bubble cannot be computed" in ended.stderr
 
 
 def test_pages_of_what_was_asked_for(run, tmp_path):

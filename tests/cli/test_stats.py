@@ -246,26 +246,26 @@ def test_mistakes_are_printed_without_a_traceback(check):
         ),
         (
             ["config.yaml", "--model", "models:plian"],
-            "--model models:plian: there is no 'plian'; did you mean 'plain'?",
+            "--model models:plian: no attribute 'plian'; did you mean 'plain'?",
         ),
         (
             ["config.yaml", "--model", "models.py:plain"],
-            "--model takes the name of a module, without .py (--model models.py:plain); write --model models:plain\n",
+            "--model needs the name of a module, without .py (--model models.py:plain); write --model models:plain\n",
         ),
         (
             ["config.yaml", "--model", "./src/models.py:plain"],
-            "--model takes the name of a module, without .py (--model ./src/models.py:plain); "
+            "--model needs the name of a module, without .py (--model ./src/models.py:plain); "
             "write --model src.models:plain\n",
         ),
         (
             ["config.yaml", "--model", "/src/models.py:plain"],
-            "--model takes the name of a module, without .py (--model /src/models.py:plain); "
+            "--model needs the name of a module, without .py (--model /src/models.py:plain); "
             "write --model models:plain, in /src\n",
         ),
         (["config.yaml", "--model", "models:number"], "--model must name a function or a module"),
         (["config.yaml", "--model", "models:fails"], "--model models:fails failed: RuntimeError: no weights here ("),
         (["config.yaml", "--model", "models:leaves"], "--model models:leaves failed: SystemExit: 3 ("),
-        (["config.yaml", "--model", "models:makes_nothing"], "--model must make an nn.Module"),
+        (["config.yaml", "--model", "models:makes_nothing"], "--model must return an nn.Module"),
     ],
 )
 def test_what_cannot_be_checked_is_told_in_one_line(check, tmp_path, args, error):

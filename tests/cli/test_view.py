@@ -442,7 +442,7 @@ def test_not_there_yet(tmp_path):
         assert view.process.stderr is not None
         assert view.process.stderr.readline() == f"waiting for a recording in {run.folder}\n"
         run.begin()
-        assert view.process.stderr.readline() == f"{run.folder} is going on\n"
+        assert view.process.stderr.readline() == f"{run.folder} is running\n"
         run.step()
         run.end()
         assert "has ended: ok" in view.process.stderr.readline()
@@ -516,7 +516,7 @@ def test_interrupt(listening, tmp_path):
     run.step()
     with viewing(run.folder) as view, view.events() if listening else contextlib.nullcontext() as events:
         assert not listening or next(events)
-        assert view.process.stderr.readline() == f"{run.folder} is going on\n"
+        assert view.process.stderr.readline() == f"{run.folder} is running\n"
         assert view.interrupt() == ("", "")
         assert not listening or list(events) == []
 
@@ -529,7 +529,7 @@ def test_port(tmp_path, finished):
         port = taken.getsockname()[1]
         ended = fail(finished, "--port", port)
     assert ended.returncode == 1
-    assert ended.stderr == f"pipesight view: error: port {port} is in use; leave out --port to take a free one\n"
+    assert ended.stderr == f"pipesight view: error: port {port} is in use; omit --port to use a free one\n"
     with viewing(finished, "--port", port) as view:
         assert view.port == port
 
@@ -539,7 +539,7 @@ def test_no_port(port, finished):
     """What is no port is refused in one line."""
     ended = fail(finished, f"--port={port}")
     assert ended.returncode == 2
-    assert f"a port is a number from 0 to 65535 (given: '{port}')" in ended.stderr
+    assert f"a port must be a number from 0 to 65535 (port: '{port}')" in ended.stderr
 
 
 def test_no_run(tmp_path):

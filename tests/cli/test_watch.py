@@ -122,7 +122,7 @@ def test_terminal(run):
     with terminal(run.folder) as seen:
         seen.wait_until_seen("waiting for a recording")
         run.begin()
-        seen.wait_until_seen("no whole step yet")
+        seen.wait_until_seen("no complete step yet")
         run.step()
         run.step()
         run.say("2026-11-15T10:00:00.123456 WARNING train [step 1] the loss is large")
@@ -146,13 +146,13 @@ def test_terminal_is_left_as_it_was(run):
     run.begin()
     run.step()
     with terminal(run.folder) as seen:
-        seen.wait_until_seen("going on")
+        seen.wait_until_seen("running")
         seen.process.send_signal(signal.SIGINT)
         stays = seen.end()
     assert "Traceback" not in seen.text
     assert seen.text.count("\x1b[?1049h") == seen.text.count("\x1b[?1049l") == 1
     assert seen.text.rindex("\x1b[?25h") > seen.text.rindex("\x1b[?25l")
-    assert "going on" in stays
+    assert "running" in stays
 
 
 def test_nonfinite_in_terminal(run):
@@ -237,7 +237,7 @@ def test_pipe_restarted(run):
         again.end()
         lines = watch.stdout.read().splitlines()
         assert watch.wait(LIMIT) == 0
-    assert lines[0] == f"{run.folder}: started anew, this is attempt 1"
+    assert lines[0] == f"{run.folder}: restarted; this is attempt 1"
     assert [line.partition("   ")[0] for line in lines[1:3]] == ["step 0", "step 1"]
     assert lines[3:] == [f"{run.folder}: has ended: ok"]
 

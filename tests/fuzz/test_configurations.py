@@ -16,7 +16,7 @@ from fuzz.cases import account, fuzz
 from pipesight.stats.config import Config, ConfigError, load
 from pipesight.stats.registry import default_registry
 
-importlib.import_module("pipesight.stats.features")  # registers those there are from the start
+importlib.import_module("pipesight.stats.builtin_features")  # registers those there are from the start
 NAMES = [
     "decoder.0.fc1",
     "decoder.0.attn.qkv",

@@ -1,4 +1,4 @@
-"""The model and the sample that options name."""
+"""The model and the sample batch that options name: ``--model`` and ``--sample``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["ModelError", "find_model", "find_sequential", "make_sample"]
 
 
 class ModelError(ValueError):
-    """The model cannot be had."""
+    """The model cannot be imported or built."""
 
 
 def find_model(name: str) -> nn.Module:
-    """Return the model that ``module:factory`` makes, or is.
+    """Return the model that ``module:factory`` returns, or is.
 
     Raises:
         ModelError: There is none.
@@ -40,14 +40,14 @@ def find_model(name: str) -> nn.Module:
         with _own_arguments(name.partition(":")[0]):
             model = found()
     except (Exception, SystemExit) as error:
-        raise ModelError(f"--model {name} failed: {_told(error)}") from error
+        raise ModelError(f"--model {name} failed: {_one_line(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ModelError(f"--model must make an nn.Module (--model {name} made: {type(model).__name__})")
+        raise ModelError(f"--model must return an nn.Module (--model {name} returned: {type(model).__name__})")
     return model
 
 
 def find_sequential(name: str) -> nn.Sequential:
-    """Return the ``nn.Sequential`` that ``module:factory`` makes, or is; of a ``GPipe``, what it was made of.
+    """Return the ``nn.Sequential`` that ``module:factory`` returns, or is; for a ``GPipe``, the one it was built from.
 
     Raises:
         ModelError: There is none.
@@ -60,15 +60,15 @@ def find_sequential(name: str) -> nn.Sequential:
     if isinstance(found, GPipe):
         return nn.Sequential(OrderedDict(child for part in found.partitions for child in part.named_children()))
     if not isinstance(found, nn.Sequential):
-        raise ModelError(f"--model must make an nn.Sequential (--model {name} made: {type(found).__name__})")
+        raise ModelError(f"--model must return an nn.Sequential (--model {name} returned: {type(found).__name__})")
     return found
 
 
 def make_sample(text: str) -> Tensor:
-    """Return a tensor of the shape and type that ``32x128:int64`` says: zeros, or random numbers from 0 to 1.
+    """Return a tensor of a shape and type such as ``32x128:int64``: random numbers from 0 to 1, or zeros for integers.
 
     Raises:
-        ValueError: It says none.
+        ValueError: It is not a shape and type.
     """
     import torch
 
@@ -77,7 +77,7 @@ def make_sample(text: str) -> Tensor:
     dtype = getattr(torch, kind or "float32", None)
     if not isinstance(dtype, torch.dtype) or not all(part.isdecimal() and int(part) for part in sizes):
         raise ValueError(
-            f"--sample must be a shape, and a type after it: 32x3x224x224, or 32x128:int64 (got: {text!r})"
+            f"--sample must be a shape, optionally with a type: 32x3x224x224, or 32x128:int64 (--sample: {text!r})"
         )
     numbers = [int(part) for part in sizes]
     return torch.rand(numbers).to(dtype) if dtype.is_floating_point else torch.zeros(numbers, dtype=dtype)
@@ -93,13 +93,13 @@ def _find(name: str) -> object:
             fix = f"write --model {file}:{attribute}, in {Path(*folders)}"
         else:
             fix = f"write --model {'.'.join([*folders, file])}:{attribute}"
-        raise ModelError(f"--model takes the name of a module, without .py (--model {name}); {fix}")
+        raise ModelError(f"--model needs the name of a module, without .py (--model {name}); {fix}")
     sys.path.insert(0, os.getcwd())
     try:
         with _own_arguments(module_name):
             found: object = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise ModelError(f"--model {name}: cannot import {module_name!r}: {_told(error)}") from error
+        raise ModelError(f"--model {name}: cannot import {module_name!r}: {_one_line(error)}") from error
     for part in attribute.split("."):
         try:
             found = getattr(found, part)
@@ -107,17 +107,17 @@ def _find(name: str) -> object:
             from pipesight.stats.config_errors import nearest
 
             close = nearest(part, [word for word in dir(found) if not word.startswith("_")])
-            raise ModelError(f"--model {name}: there is no {part!r}{close}") from None
+            raise ModelError(f"--model {name}: no attribute {part!r}{close}") from None
     return found
 
 
 @contextlib.contextmanager
 def _own_arguments(module_name: str) -> Iterator[None]:
-    """Let a module that reads the command line find its own file there, and no arguments."""
+    """Let a module that parses the command line find its own name there, and no arguments."""
     before = sys.argv
     sys.argv = [module_name]
     try:
-        with contextlib.suppress(ImportError, ValueError):  # the import says it better
+        with contextlib.suppress(ImportError, ValueError):  # the import reports it better
             spec = importlib.util.find_spec(module_name)
             sys.argv = [(spec and spec.origin) or module_name]
         yield
@@ -125,8 +125,8 @@ def _own_arguments(module_name: str) -> Iterator[None]:
         sys.argv = before
 
 
-def _told(error: BaseException) -> str:
-    """Return what went wrong and where, in one line."""
+def _one_line(error: BaseException) -> str:
+    """Return an error and where it was raised, in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

@@ -1,4 +1,4 @@
-"""Sizes, times and speeds as people write them: 16GiB, 10us, 25GB/s."""
+"""Sizes, times and bandwidths as people write them: 16GiB, 10us, 25GB/s."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 
-__all__ = ["bandwidth", "bytes_text", "seconds", "seconds_text", "size"]
+__all__ = ["bandwidth", "bytes_text", "quota", "seconds", "seconds_text", "size"]
 
 _SIZES = {"": 1, "B": 1} | {
     f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("KMGT", 1) for i in ("", "i")
@@ -24,13 +24,33 @@ def size(text: str) -> float:
     return _value(text, {unit.lower(): value for unit, value in _SIZES.items()}, "a size, such as 16GiB or 800MB")
 
 
+def quota(text: str) -> int | None:
+    """Return the bytes of ``--max-bytes``, where every unit counts by 1024; ``None`` for 0, which is no limit.
+
+    >>> quota("500M"), quota("2GiB"), quota("0")
+    (524288000, 2147483648, None)
+
+    Raises:
+        ValueError: It is not a size.
+    """
+    units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    number, unit = text.strip().lower().removesuffix("b").removesuffix("i"), ""
+    if number[-1:] in units:
+        number, unit = number[:-1], number[-1:]
+    try:
+        bytes_ = float(number) * units[unit]
+    except ValueError:
+        raise ValueError(f"--max-bytes must be a size such as 500M or 2G (--max-bytes: {text!r})") from None
+    return int(bytes_) or None
+
+
 def bandwidth(text: str) -> float:
-    """Return bytes a second; bits, with a small b, are divided by 8.
+    """Return bytes per second; bits, with a small b, are divided by 8.
 
     >>> bandwidth("25GB/s"), bandwidth("100Gb/s")
     (25000000000.0, 12500000000.0)
     """
-    what = "a speed, such as 25GB/s or 100Gb/s"
+    what = "a bandwidth, such as 25GB/s or 100Gb/s"
     amount, slash, unit = text.strip().rpartition("/")
     if not slash or unit != "s":
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")

@@ -1,4 +1,4 @@
-"""What `pipesight stats check` prints: for each section its layers, and a table of what is logged of them."""
+"""The output of `pipesight stats check`: for each section its layers, and a table of what is logged."""
 
 from __future__ import annotations
 

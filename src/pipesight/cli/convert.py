@@ -1,4 +1,4 @@
-"""`pipesight convert`: a trace for viewers that do not open it as it is, or a run for engines that take large ones."""
+"""`pipesight convert`: a trace for other viewers, or a run as a Parquet dataset."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipesight.runs.reading.trace_reader import NotATraceError, TraceReader, fin
 __all__ = ["add_to", "run"]
 
 WRONG, FAILED = 2, 1
-"""Exit codes: what was asked cannot be; it could, but reading or writing failed."""
+"""Exit codes: wrong usage; reading or writing failed."""
 LEVEL = 4  # of gzip: a seventh smaller than 3, and faster than 6
 STDOUT = Path("-")
 
@@ -28,33 +28,35 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     """Add the subcommand and its options."""
     parser = subcommands.add_parser(
         "convert",
-        help="make one file of a trace, or of a folder of traces, for other viewers; or a dataset of a run",
-        description="Make one file of a trace and the parts that follow it, or of all traces in a folder; or a dataset "
-        "of a run. Traces that were cut off, or are still being written, are taken as far as they go.",
+        help="convert traces for Perfetto, or a run into a Parquet dataset",
+        description="Convert a trace with all its parts, or all traces in a folder, into one file that Perfetto "
+        "opens; or convert a run into a Parquet dataset. Traces that are incomplete, or still being written, are "
+        "converted as far as they go.",
     )
     add = parser.add_argument
-    add("trace", type=Path, metavar="TRACE", help="a .pfw.gz or .pfw file, or a folder of such")
+    add("trace", type=Path, metavar="TRACE", help="a .pfw.gz or .pfw file, or a folder with such files")
     add(
         "--to",
         choices=["chrome", "parquet"],
         default="chrome",
-        help='chrome: a JSON object {"traceEvents": [...]}, for chrome://tracing and Perfetto; parquet: a folder of '
-        "Parquet files with every event, for `pipesight report`, pandas, polars, DuckDB, Dask and Spark (chrome)",
+        help='chrome: a JSON object {"traceEvents": [...]}, for Perfetto and chrome://tracing; parquet: a folder of '
+        "Parquet files with every event, for `pipesight report`, pandas, polars, DuckDB, Dask and Spark (default: "
+        "chrome)",
     )
     add(
         "-o",
         "--output",
         type=Path,
         metavar="FILE",
-        help="where to write, compressed if it ends in .gz; - is the standard output (TRACE with .json for .pfw.gz; of "
-        "a folder, trace.json in it; to Parquet, TRACE with .parquet)",
+        help="the output, compressed if it ends in .gz; - is the standard output (default: TRACE with .json instead of "
+        ".pfw.gz; for a folder, trace.json in it; for Parquet, TRACE with .parquet)",
     )
-    add("--force", action="store_true", help="replace FILE if it is there")
+    add("--force", action="store_true", help="replace FILE if it exists")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, say what was made of what, and return the exit code."""
+    """Convert, print what was converted, and return the exit code."""
     return _to_parquet(options) if options.to == "parquet" else _to_chrome(options)
 
 
@@ -89,7 +91,7 @@ def _check_folder(output: Path, trace: Path, *, force: bool) -> None:
     from pipesight.runs.reading.run import is_dataset
 
     if output == STDOUT:
-        raise FileNotFoundError("a dataset is a folder, and does not go to the standard output; name one with -o")
+        raise FileNotFoundError("a dataset is a folder, so it cannot go to the standard output; name a folder with -o")
     if not output.absolute().parent.is_dir():
         raise FileNotFoundError(f"no such folder: {str(output.parent)!r}")
     if not output.exists():
@@ -97,7 +99,7 @@ def _check_folder(output: Path, trace: Path, *, force: bool) -> None:
     if trace.exists() and output.samefile(trace):
         raise FileExistsError(f"the output is the run itself: {str(output)!r}; name another folder with -o")
     if not is_dataset(output):
-        raise FileExistsError(f"the output exists, and is no dataset: {str(output)!r}; name another folder with -o")
+        raise FileExistsError(f"the output exists, and is not a dataset: {str(output)!r}; name another folder with -o")
     if not force:
         raise FileExistsError(f"the output exists: {str(output)!r}; replace it with --force, or name another with -o")
 
@@ -127,7 +129,7 @@ def _to_chrome(options: argparse.Namespace) -> int:
 
 
 def _readers(trace: Path) -> list[TraceReader]:
-    """Return the files to read; leave out those in a folder that are no traces, and say so."""
+    """Return the traces to read; skip files in a folder that are no traces, with a note."""
     readers = []
     refusal: NotATraceError | None = None
     for path in find_traces(trace, refuse=lambda path, why: _note(f"{path}: {why}")):
@@ -168,7 +170,7 @@ def _check(output: Path, traces: Sequence[Path], *, force: bool) -> None:
 
 @contextlib.contextmanager
 def _opened(output: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
-    """Open the output; it appears under its name when all of it is there."""
+    """Open the output; it gets its name once it is complete."""
     if output == STDOUT:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -179,7 +181,7 @@ def _opened(output: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
         final = output.resolve()
         partial = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}")
         try:
-            raw = partial.open("xb")  # follows no link that somebody put there
+            raw = partial.open("xb")  # does not follow a link
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(output)) from None
         try:
@@ -194,7 +196,7 @@ def _opened(output: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
             partial.unlink(missing_ok=True)
 
 
-# What to say.
+# Output.
 
 
 def _report(readers: Sequence[TraceReader], output: Path) -> None:

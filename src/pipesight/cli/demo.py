@@ -1,4 +1,4 @@
-"""`pipesight demo`: train a small GPT over a few partitions, and watch them work."""
+"""`pipesight demo`: train a small GPT as a pipeline, and watch its partitions work."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = ["add_to", "run"]
 CHARACTERS = 200
 INDENT = "    "
 NARROWEST, WIDTH = 20, 79
-"""Columns that a line takes at most, in the narrowest terminal that counts and in wide ones."""
-NEXT = "Next: train a model of your own, as README.md says, or try more of the demo:"
+"""The least and the most columns that lines are wrapped at."""
+NEXT = "Next: train your own model, as README.md shows, or try other settings of the demo:"
 RECORDED = {
     "every layer": {
         "enabled": True,
@@ -41,7 +41,7 @@ RECORDED = {
         },
     }
 }
-"""The statistics that the page of the demo shows."""
+"""The statistics on the page of the demo."""
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -50,46 +50,55 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "demo",
         help="train a small GPT as a pipeline, and watch its partitions work",
         description="Train a character-level GPT on Shakespeare's sonnets, as a pipeline on the GPUs of this machine "
-        "or else on its CPU, show what each partition is doing, and report where the time went. Ctrl-C ends it.",
+        "or else on its CPU. Show what each partition is doing, and report where the time went. Press Ctrl-C to stop.",
     )
     add = parser.add_argument
     add(
         "--partitions",
         type=int,
         metavar="N",
-        help="cut the model's 8 layers into 1 to 8 partitions (as many as there are GPUs, or else processors: 2 to 4)",
+        help="cut the 8 layers into 1 to 8 partitions (default: the number of GPUs, or else processors, from 2 to 4)",
     )
     add(
         "--chunks",
         type=int,
         default=4,
         metavar="N",
-        help="cut each batch into N micro-batches: 1 to 32 on the CPU, 1 to 512 on a GPU (4; the batch is small, and "
-        "more would make it slower)",
+        help="cut each batch into N micro-batches: 1 to 32 on the CPU, 1 to 512 on a GPU (default: 4)",
     )
     add(
         "--checkpoint",
         choices=["always", "except_last", "never"],
         default="except_last",
-        help="which micro-batches are run again before their backward instead of keeping activations (except_last)",
+        help="which micro-batches to recompute instead of keeping their activations (default: except_last)",
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=float, default=20.0, metavar="S", help="train for S seconds (20)")
-    length.add_argument("--steps", type=int, metavar="N", help="train for N steps instead, however long they take")
-    add("--seed", type=int, default=0, metavar="N", help="same losses for the same seed, partitions and chunks (0)")
+    length.add_argument("--seconds", type=float, default=20.0, metavar="S", help="train for S seconds (default: 20)")
+    length.add_argument("--steps", type=int, metavar="N", help="train for N steps instead")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed; equal seeds, partitions and chunks give equal losses (default: 0)",
+    )
     add(
         "--out",
         type=Path,
         default=Path("demo-run"),
         metavar="RUN",
-        help="record into this folder, and replace the recording that is there (demo-run)",
+        help="record into this folder, replacing an earlier recording (default: demo-run)",
     )
-    add("--plain", action="store_true", help="print lines, as when the output is no terminal")
+    add(
+        "--plain",
+        action="store_true",
+        help="print lines instead of a live display, as when the output is not a terminal",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, show how it goes, and return the exit code."""
+    """Train, show the progress, and return the exit code."""
     from rich.console import Console
 
     from pipesight.demo.partition_activity import ActivityMonitor
@@ -130,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(recorded: Path) -> int:
-    """Say what the recording tells, as `pipesight report` does, and make its page."""
+    """Print the report of the recording, and write its page."""
     from pipesight.cli.command import main
 
     return main(["report", os.fspath(recorded), "--html"])
@@ -157,9 +166,9 @@ def _summary(begin: str, meter: Meter, training: Training, watch: ActivityMonito
         f"{begin} {steps} in {done.elapsed:.1f} s, {done.samples_per_second:.0f} samples/s",
         f"loss {done.first_loss:.3f} at first, {done.loss:.3f} at last",
     ]
-    if all(device.type == "cpu" for device in training.pipe.devices):  # a GPU is at work when its worker no longer is
+    if all(device.type == "cpu" for device in training.pipe.devices):  # a GPU may be busy when its worker no longer is
         shares = [min(1.0, seconds / done.elapsed) for seconds in watch.seconds]
-        lines.append(f"partitions at work {', '.join(f'{share:.0%}' for share in shares)} of the time")
+        lines.append(f"partitions busy {', '.join(f'{share:.0%}' for share in shares)} of the time")
     return "\n".join(lines)
 
 
@@ -169,7 +178,7 @@ def _fit(text: str, columns: int) -> str:
 
 
 def _command() -> str:
-    """Return what to type to run `pipesight` once more: what was typed this time, if that was it."""
+    """Return how to call `pipesight` again: as it was called this time."""
     typed = Path(sys.argv[0])
     if typed.name == "__main__.py" and typed.parent.name == "pipesight":
         return f"{shlex.quote(sys.orig_argv[0])} -m pipesight"

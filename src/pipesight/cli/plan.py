@@ -1,4 +1,4 @@
-"""`pipesight plan`: what another balance, number of chunks, checkpoint mode or schedule would give."""
+"""`pipesight plan`: simulate other balances, numbers of chunks, checkpoint modes and schedules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["add_to", "run"]
 
 FAILED, WRONG = 1, 2
-"""Exit codes: reading or writing failed; what was asked cannot be."""
+"""Exit codes: reading or writing failed; wrong usage, or nothing fits."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 MODES = ("always", "except_last", "never")
 
@@ -29,38 +29,65 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = subcommands.add_parser(
         "plan",
         help="simulate other balances, chunks, checkpoint modes and schedules",
-        description="Simulate schedules with the times of a run, or of a model that is profiled, and find the best "
+        description="Simulate schedules with the times of a recorded run or of a profiled model, and find the best "
         "balance for each.",
-        epilog="exit codes: 0 there is a plan; 1 reading or writing failed; 2 there is nothing to plan by, or nothing "
-        "that fits",
+        epilog="exit codes: 0 there is a plan; 1 reading or writing failed; 2 wrong usage, or no plan fits",
     )
     add = parser.add_argument
-    add("run_path", type=Path, metavar="RUN", nargs="?", help="a run directory, a folder of traces, or a trace")
-    add("--partitions", type=_numbers, metavar="N,..", help="how many devices or ranks there are (as the run had)")
-    add("--chunks", type=_numbers, metavar="M,..", default=[], help="numbers of micro-batches (powers of two)")
-    add("--schedule", type=_words(SCHEDULES), metavar="NAME,..", default=[*SCHEDULES], help=", ".join(SCHEDULES))
-    add("--checkpoint", type=_words(MODES), metavar="MODE,..", default=[*MODES], help=", ".join(MODES))
-    add("--rounds", type=_number, metavar="V", help="stages a device where they are interleaved (as the run had, or 2)")
-    add("--memory", type=size, metavar="SIZE", default=math.inf, help="what a device may hold at most, such as 16GiB")
+    add("run_path", type=Path, metavar="RUN", nargs="?", help="a run directory, a folder of traces, or one trace")
+    add("--partitions", type=_numbers, metavar="N,..", help="numbers of devices or ranks (default: as in the run)")
+    add("--chunks", type=_numbers, metavar="M,..", default=[], help="numbers of micro-batches (default: powers of two)")
+    add(
+        "--schedule",
+        type=_words(SCHEDULES),
+        metavar="NAME,..",
+        default=[*SCHEDULES],
+        help=f"{', '.join(SCHEDULES)} (default: all)",
+    )
+    add(
+        "--checkpoint",
+        type=_words(MODES),
+        metavar="MODE,..",
+        default=[*MODES],
+        help=f"{', '.join(MODES)} (default: all)",
+    )
+    add(
+        "--rounds",
+        type=_number,
+        metavar="V",
+        help="stages per device in interleaved schedules (default: as in the run, or 2)",
+    )
+    add(
+        "--memory",
+        type=size,
+        metavar="SIZE",
+        default=math.inf,
+        help="memory of each device, such as 16GiB (default: no limit)",
+    )
     add(
         "--parameter-scale",
         type=float,
         metavar="X",
         default=2.0,
-        help="bytes held for each byte of parameters: 2 with gradients, 4 with those and Adam (2)",
+        help="bytes held per byte of parameters: 2 with gradients, 4 with gradients and Adam (default: 2)",
     )
-    add("--link-bandwidth", type=bandwidth, metavar="SPEED", help="between devices, such as 25GB/s (as recorded)")
-    add("--link-latency", type=seconds, metavar="TIME", help="between devices, such as 10us (none)")
+    add(
+        "--link-bandwidth",
+        type=bandwidth,
+        metavar="SPEED",
+        help="bandwidth between devices, such as 25GB/s (default: as recorded)",
+    )
+    add("--link-latency", type=seconds, metavar="TIME", help="latency between devices, such as 10us (default: none)")
     add(
         "--model",
         metavar="MODULE:FACTORY",
-        help="profile this model: instead of a run, or to know how much memory its layers need; a function without "
-        "arguments, or an nn.Sequential, found from the current directory",
+        help="profile this model, instead of a run or to learn how much memory its layers need: a function without "
+        "arguments, or an nn.Sequential, importable from the current directory",
     )
-    add("--sample", metavar="SHAPE", help="a batch for it, and its type: 32x3x224x224, or 32x128:int64")
-    add("--all", action="store_true", help="show all plans, not only the best of each schedule and mode")
+    add("--sample", metavar="SHAPE", help="shape and type of a batch for the model: 32x3x224x224, or 32x128:int64")
+    add("--all", action="store_true", help="show all plans, not only the best of each schedule and checkpoint mode")
     add("--json", action="store_true", help="print JSON")
-    add("--html", type=Path, metavar="FILE", help="also draw the recorded and the planned timeline")
+    add("--html", type=Path, metavar="FILE", help="also draw the recorded and the planned timelines")
     parser.set_defaults(run=run)
 
 
@@ -85,7 +112,7 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-# What to plan by.
+# Costs and plans.
 
 
 def _plan(options: argparse.Namespace) -> Outcome:
@@ -97,13 +124,13 @@ def _plan(options: argparse.Namespace) -> Outcome:
     outcome = Outcome(costs, (), measured)
     if not math.isinf(options.memory) and not outcome.knows_memory:
         raise ValueError(
-            "--memory needs the size of layers, which the run does not tell; add --model MODULE:FACTORY --sample SHAPE"
+            "--memory needs the sizes of layers, which the run does not have; add --model MODULE:FACTORY --sample SHAPE"
         )
     counts = options.partitions or ([measured.devices] if measured is not None else [])
     if not options.partitions and measured is not None and measured.crowded and measured.processors is not None:
         counts = [*counts, min(measured.processors, len(costs.layers))]
     if not counts:
-        raise ValueError("without a run, say how many devices there are: --partitions N")
+        raise ValueError("without a run, the number of devices is needed: --partitions N")
     chunks = options.chunks
     possible = [
         setting
@@ -121,7 +148,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
     if not possible:
         raise ValueError(
             f"no schedule is possible (schedule: {','.join(options.schedule)}, partitions: {counts}, chunks: {chunks}, "
-            f"layers: {len(costs.layers)}); interleaved ones need layers for all rounds, and chunks that are a "
+            f"layers: {len(costs.layers)}); interleaved schedules need a layer per stage, and chunks that are a "
             "multiple of the partitions; 1f1b needs at least as many chunks as partitions"
         )
     plans = best_plans(costs, possible, memory=options.memory, parameter_scale=options.parameter_scale)
@@ -134,7 +161,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
 
 
 def _rounds(measured: Measured | None) -> int:
-    """Return how many stages a device has where they are interleaved, unless that is said."""
+    """Return the number of stages per device in interleaved schedules, unless it is given."""
     recorded = measured.schedule.stages // measured.devices if measured is not None else 1
     return recorded if recorded > 1 else 2
 
@@ -143,9 +170,11 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
     from pipesight.pipeline.profiled_costs import profile, with_sizes
 
     if options.run_path is None and options.model is None:
-        raise ValueError("there is nothing to plan by; name a run, or a model: --model MODULE:FACTORY --sample SHAPE")
+        raise ValueError("nothing to plan from; give a run, or a model: --model MODULE:FACTORY --sample SHAPE")
     if (options.model is None) != (options.sample is None):
-        raise ValueError("--model and --sample go together, as in --model train:build_model --sample 32x3x224x224")
+        raise ValueError(
+            "--model and --sample must be given together, as in --model train:build_model --sample 32x3x224x224"
+        )
     profiled = None
     if options.model is not None:
         from pipesight.cli._model_option import find_sequential, make_sample
@@ -180,7 +209,7 @@ def _link(options: argparse.Namespace) -> Link | None:
     return Link(bandwidth=options.link_bandwidth or math.inf, latency=options.link_latency or 0.0)
 
 
-# What to say.
+# Output.
 
 
 def _print(options: argparse.Namespace, outcome: Outcome) -> None:
@@ -195,9 +224,9 @@ def _print(options: argparse.Namespace, outcome: Outcome) -> None:
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if any(not plan.proven for plan in shown):
-        print("* another balance may be faster; the search ended before all were ruled out")
+        print("* another balance may be faster: the search stopped before it had ruled out all others")
     if len(shown) < len(outcome.plans):
-        print(f"the best of {len(outcome.plans)} plans for each schedule and checkpoint mode; --all shows the others")
+        print(f"the best of {len(outcome.plans)} plans for each schedule and checkpoint mode; --all shows all of them")
     for note in notes(outcome, shown):
         print(f"note: {note}")
     if (words := outcome.keep()) is not None:
@@ -215,7 +244,7 @@ def _page(options: argparse.Namespace, outcome: Outcome) -> str:
 
     timelines = []
     if (known := outcome.measured) is not None:
-        text = f"step {seconds_text(known.step_seconds)}, bubble {known.bubble:.1%}; a mini-batch of usual length"
+        text = f"step {seconds_text(known.step_seconds)}, bubble {known.bubble:.1%}; a typical mini-batch"
         what = f"Recorded: {known.schedule_name}, {known.schedule.chunks} chunks, checkpoint {known.checkpoint}"
         timelines.append(Timeline(what, text, known.schedule, known.begin, known.end))
     drawn = {id(plan): plan for plan in (outcome.fastest_to_run(), outcome.plans[0]) if plan is not None}
@@ -244,7 +273,7 @@ def _numbers(text: str) -> list[int]:
 
 
 class _words:  # noqa: N801 (used like a function)
-    """Reads some of several words, separated by commas."""
+    """Parses known words, separated by commas."""
 
     def __init__(self, known: tuple[str, ...]) -> None:
         self._known = known
@@ -253,5 +282,5 @@ class _words:  # noqa: N801 (used like a function)
         words = [word.strip() for word in text.split(",")]
         for word in words:
             if word not in self._known:
-                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(self._known)}")
+                raise argparse.ArgumentTypeError(f"{word!r} is not one of {', '.join(self._known)}")
         return words

@@ -17,38 +17,50 @@ if TYPE_CHECKING:
 __all__ = ["add_to", "run"]
 
 FAILED, WRONG, OVER = 1, 2, 3
-"""Exit codes: reading or writing failed; what was asked cannot be; the bubble is larger than allowed."""
+"""Exit codes: reading or writing failed; no such run, or wrong usage; the bubble is larger than allowed."""
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand and its options."""
     parser = subcommands.add_parser(
         "report",
-        help="say how large the bubble of a run is, why, and what to change",
-        description="Say how large the bubble of a run is, why, and what to change; or what differs between two runs.",
-        epilog="exit codes: 0 all is well; 1 reading or writing failed; 2 there is no run, attempt, step, partition "
-        "or layer like that; 3 the bubble is larger than --fail-over allows",
+        help="show how large the bubble of a run is, why, and what to change",
+        description="Show how large the bubble of a run is, why, and what to change; or compare two runs. The bubble "
+        "is the share of the time from the first forward to the last backward of a mini-batch in which partitions are "
+        "idle.",
+        epilog="exit codes: 0 success; 1 reading or writing failed; 2 no such run, attempt, step, partition or layer; "
+        "3 the bubble is larger than --fail-over allows",
     )
     add = parser.add_argument
-    add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or a trace")
-    add("other_path", type=Path, metavar="RUN_B", nargs="?", help="another one, to compare with the first")
-    add("--json", action="store_true", help="print JSON, as report.schema.json describes it")
-    add("--steps", type=_steps, metavar="A:B", help="only steps A to B, both included; 10:, :20 and 15 work too")
-    add("--partition", type=int, metavar="J", help="only this partition, and its layers")
-    add("--layer", metavar="NAME", help="only layers of this name; * stands for any part of one")
-    add("--attempt", type=int, metavar="N", help="this attempt of a run that was restarted, from 0 (the last)")
-    add("--step", type=int, metavar="N", help="draw this step, and open the page at it (a typical one)")
-    add("--width", type=_width, metavar="W", help="columns to write in, at least 60 (those of the terminal)")
+    add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or one trace")
+    add("other_path", type=Path, metavar="RUN_B", nargs="?", help="a second run, to compare with the first")
+    add("--json", action="store_true", help="print JSON, described by report.schema.json")
+    add("--steps", type=_steps, metavar="A:B", help="only steps A to B, both included; also 10:, :20 or 15")
+    add("--partition", type=int, metavar="J", help="only partition J and its layers")
+    add("--layer", metavar="NAME", help="only layers of this name; * matches any part of it")
+    add("--attempt", type=int, metavar="N", help="attempt N of a restarted run, counted from 0 (default: the last)")
+    add("--step", type=int, metavar="N", help="draw step N, and open the page at it (default: a typical step)")
+    add(
+        "--width",
+        type=_width,
+        metavar="W",
+        help="columns of the output, at least 60 (default: the width of the terminal)",
+    )
     add(
         "--html",
         nargs="?",
         type=Path,
         const=True,
         metavar="FILE",
-        help="also write the page of what is asked for, to FILE or to report.html in RUN, or beside RUN where that is "
-        "a file; of two runs, to comparison.html in RUN_B",
+        help="also write an HTML page to FILE (default: report.html in RUN, or next to it if RUN is a file; for two "
+        "runs, comparison.html in RUN_B)",
     )
-    add("--fail-over", type=_share, metavar="SHARE", help="end with exit code 3 if the bubble is larger: 0.3, or 30%%")
+    add(
+        "--fail-over",
+        type=_share,
+        metavar="SHARE",
+        help="exit with code 3 if the bubble is larger than 0.3 or 30%%, for example",
+    )
     parser.set_defaults(run=run)
 
 
@@ -93,7 +105,7 @@ def _report(options: argparse.Namespace) -> int:
         print(f"the page is {page}", file=sys.stderr if options.json else sys.stdout)
     latest = first if options.other_path is None else second
     if options.fail_over is not None and latest.overall is None:
-        return _fail("there is no bubble to hold against --fail-over: no step of a pipeline is complete", WRONG)
+        return _fail("--fail-over: the bubble cannot be computed, since no step of a pipeline is complete", WRONG)
     if options.fail_over is not None and latest.overall is not None and latest.overall.bubble > options.fail_over:
         return _fail(f"the bubble is {latest.overall.bubble:.1%}, over {options.fail_over:.1%}", OVER)
     return 0
@@ -103,7 +115,7 @@ def _analyse(path: Path, options: argparse.Namespace) -> Report:
     from pipesight.runs.reading.run import open_run
 
     with open_run(path, attempt=options.attempt) as opened:
-        from pipesight.analysis.report import analyse  # by now, most of what it needs has been imported
+        from pipesight.analysis.report import analyse  # most of what it needs has been imported by now
 
         return analyse(opened, steps=options.steps, partition=options.partition, layer=options.layer)
 
@@ -116,7 +128,7 @@ def _write_page(options: argparse.Namespace, output: Path | None) -> Path:
 
 
 def _look(options: argparse.Namespace) -> dict[str, Any]:
-    """Return how to write: for a terminal, or for whatever reads the standard output."""
+    """Return the width, and whether the output takes colours and more than ASCII."""
     width = options.width or min(shutil.get_terminal_size((80, 24)).columns, 200)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "")
@@ -147,13 +159,13 @@ def _steps(text: str) -> range:
             return range(first, last + 1)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"steps must be A:B with A <= B, as in 10:20 (steps: {text!r})")
+    raise argparse.ArgumentTypeError(f"steps must be A:B with A <= B, such as 10:20 (steps: {text!r})")
 
 
 def _width(text: str) -> int:
     if text.isascii() and text.isdecimal() and 60 <= int(text) <= 10_000:
         return int(text)
-    raise argparse.ArgumentTypeError(f"the width must be at least 60 (width: {text!r})")
+    raise argparse.ArgumentTypeError(f"the width must be an integer from 60 to 10000 (width: {text!r})")
 
 
 def _share(text: str) -> float:
@@ -163,4 +175,4 @@ def _share(text: str) -> float:
         share = -1.0
     if 0 <= share <= 1:
         return share
-    raise argparse.ArgumentTypeError(f"a share must lie between 0 and 1, as 0.3 or 30% (share: {text!r})")
+    raise argparse.ArgumentTypeError(f"a share must be between 0 and 1, such as 0.3 or 30% (share: {text!r})")

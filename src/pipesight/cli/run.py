@@ -1,4 +1,4 @@
-"""`pipesight run`: a program as it is, recorded into a run directory."""
+"""`pipesight run`: run an unchanged program, and record it into a run directory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipesight._launcher import launched_rank
+from pipesight.cli._quantities import quota
 
 __all__ = ["add_to", "run"]
 
 WRONG, FAILED, INTERRUPTED = 2, 1, 128 + 2
-"""Exit codes: what was asked cannot be; the program raised; it was interrupted. Otherwise it is the program's own."""
+"""Exit codes: wrong usage; the program raised an error; it was interrupted. Else it is the program's own."""
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,25 +30,31 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = subcommands.add_parser(
         "run",
         usage="%(prog)s --out RUN [options] [-m] PROGRAM [ARGS ...]",
-        help="run a program and record what it does into a run directory",
+        help="run a program, and record it into a run directory",
         description="Run a Python program as `python PROGRAM ARGS` would, and record into a run directory: tasks and "
         "layers of pipelines, data loading, optimizers, communication, checkpoints, statistics and log lines. The "
-        "program needs no change. Under torchrun: torchrun --nproc-per-node 2 -m pipesight run --out RUN PROGRAM.",
+        "program needs no change. With torchrun: torchrun --nproc-per-node 2 -m pipesight run --out RUN PROGRAM.",
     )
     add = parser.add_argument
-    # Required, too; but argparse would say so before it named an option that it does not know, such as --ot.
-    add("--out", type=Path, metavar="RUN", help="the run directory; if it holds a recording, RUN-2 is the next")
-    add("--overwrite", action="store_true", help="replace the recording that is in RUN instead")
-    add("--stats", type=Path, metavar="FILE", help="log the tensor statistics that this YAML file chooses")
-    add("--steps", metavar="A:B", help="record steps A to B only, both included; 10:, :20, 15 or 0:2,100:102 work too")
-    add("--every", type=int, default=1, metavar="N", help="record each Nth step only (1)")
-    add("--logs", default="info", metavar="LEVEL", help="keep log lines from this level on, or none (info)")
-    add("--no-trace", action="store_true", help="record no events, only statistics and log lines")
+    # Also required, but argparse would say so before it names an unknown option, such as --ot.
+    add("--out", type=Path, metavar="RUN", help="the run directory; if it already holds a recording, RUN-2 is used")
+    add("--overwrite", action="store_true", help="replace the recording in RUN instead")
+    add("--stats", type=Path, metavar="FILE", help="log the tensor statistics that this YAML file selects")
+    add("--steps", metavar="A:B", help="record only steps A to B, both included; also 10:, :20, 15 or 0:2,100:102")
+    add("--every", type=int, default=1, metavar="N", help="record only every Nth step (default: 1)")
+    add(
+        "--logs",
+        default="info",
+        metavar="LEVEL",
+        help="keep log lines from this level on; none keeps no lines (default: info)",
+    )
+    add("--no-trace", action="store_true", help="record no trace, only statistics and log lines")
     add(
         "--max-bytes",
         default="1G",
         metavar="SIZE",
-        help="of trace and log lines of each rank, such as 500M; the oldest go first; 0 for no limit (1G)",
+        help="disk quota for trace and log lines of each rank, such as 500M; the oldest go first; 0 for no limit "
+        "(default: 1G)",
     )
     add("-m", action="store_true", dest="module", help="PROGRAM is the name of a module, as in `python -m`")
     add("program", metavar="PROGRAM", help="a Python file, or with -m a module")
@@ -56,7 +63,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the program, and return the exit code that it would have had."""
+    """Run the program, and return the exit code that it would have without pipesight."""
     try:
         start = _prepare_module(options.program) if options.module else _prepare_script(options.program)
     except OSError as error:
@@ -76,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
             logs=None if options.logs.lower() == "none" else options.logs,
             steps=StepSampling.parse(options.steps).windows,
             every=options.every,
-            max_bytes=_size(options.max_bytes),
+            max_bytes=quota(options.max_bytes),
             overwrite=options.overwrite,
         )
         observation.of_command = True
@@ -85,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         if isinstance(error, OSError) and error.filename is not None:
             return _refuse(f"{error.filename}: {error.strerror or error}")
         return _refuse(str(error).replace("overwrite=True", "--overwrite"))
-    # Python does so itself, but only after it has ended everything: the last of what is registered from here on.
+    # Python does this itself, but only after all exit handlers: registered first, this one runs last.
     atexit.register(_die_of_interrupt)
     sys.argv = [options.program, *options.arguments]
     ended_by: BaseException | None = None
@@ -96,9 +103,9 @@ def run(options: argparse.Namespace) -> int:
         ended_by = raised
     try:
         observation.__exit__(None if ended_by is None else type(ended_by), ended_by, None)
-    except BaseException as late:  # a rank that is missing at the end, for example
+    except BaseException as late:  # such as a rank that is missing at the end
         ended_by = ended_by or late
-    _say_where(options.out if observation.path == options.out.absolute() else observation.path)
+    _print_path(options.out if observation.path == options.out.absolute() else observation.path)
     return _end(ended_by)
 
 
@@ -106,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prepare_script(program: str) -> Callable[[], None]:
-    """Return what runs a file as ``python FILE`` does."""
+    """Return a function that runs a file as ``python FILE`` does."""
     path = os.path.abspath(program)
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "__main__.py")):
@@ -128,7 +135,7 @@ def _prepare_script(program: str) -> Callable[[], None]:
 
 
 def _prepare_module(name: str) -> Callable[[], None]:
-    """Return what runs a module as ``python -m NAME`` does."""
+    """Return a function that runs a module as ``python -m NAME`` does."""
     _set_first_path(os.getcwd())
     spec = _spec(name)
     if spec.submodule_search_locations is not None:
@@ -158,7 +165,7 @@ def _spec(name: str) -> importlib.machinery.ModuleSpec:
 
 
 def _new_main(path: str) -> types.ModuleType:
-    """Put a fresh ``__main__`` in the place of ours, for good: threads, exit handlers and pickle look there."""
+    """Replace our ``__main__`` by a fresh one, for good: threads, exit handlers and pickle look there."""
     main = types.ModuleType("__main__")
     main.__file__ = path
     main.__dict__["__builtins__"] = sys.modules["builtins"]
@@ -173,7 +180,7 @@ def _set_first_path(folder: str) -> None:
 
 
 def _wait_for_threads() -> None:
-    """Wait for threads as Python does before it exits, so that what they do is recorded."""
+    """Wait for threads as Python does before it exits, so that they are recorded to their end."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -183,7 +190,7 @@ def _wait_for_threads() -> None:
 
 
 def _end(error: BaseException | None) -> int:
-    """Do what Python does with what a program raised; return the exit code."""
+    """Handle what the program raised as Python does; return the exit code."""
     if error is None:
         return 0
     if isinstance(error, SystemExit):
@@ -203,7 +210,7 @@ _interrupted = False
 
 
 def _die_of_interrupt() -> None:
-    """Let whoever waits for this process see that Ctrl-C ended it, as Python does: shells end their loops then."""
+    """Let the parent process see that Ctrl-C ended this one, as Python does: shells then end their loops."""
     if _interrupted:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -212,7 +219,7 @@ def _die_of_interrupt() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-# What to say.
+# Messages.
 
 
 def _refuse(message: str) -> int:
@@ -220,18 +227,6 @@ def _refuse(message: str) -> int:
     return WRONG
 
 
-def _say_where(out: Path) -> None:
+def _print_path(out: Path) -> None:
     if not launched_rank():
         print(f"pipesight: recorded in {out}; see it with: pipesight report {out}", file=sys.stderr)
-
-
-def _size(text: str) -> int | None:
-    units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-    number, unit = text.strip().lower().removesuffix("b").removesuffix("i"), ""
-    if number[-1:] in units:
-        number, unit = number[:-1], number[-1:]
-    try:
-        size = float(number) * units[unit]
-    except ValueError:
-        raise ValueError(f"--max-bytes must be a size such as 500M or 2G (--max-bytes: {text!r})") from None
-    return int(size) or None

@@ -1,4 +1,4 @@
-"""`pipesight stats check`: what a configuration of tensor statistics selects, before a run is paid for."""
+"""`pipesight stats check`: check a configuration of tensor statistics before a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 __all__ = ["add_to", "check"]
 
 MISTAKES, UNUSABLE = 1, 2
-"""Exit codes: the configuration is wrong, and what is needed to check it is missing."""
+"""Exit codes: the configuration has mistakes; it cannot be checked."""
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,15 +18,16 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     checker = actions.add_parser(
         "check",
-        help="print what a configuration selects",
+        help="print what a configuration selects, and its mistakes",
         description="Check a configuration of tensor statistics, and print which layers, tensors, statistics and steps "
-        "each of its sections selects. Exit code 0: it is right; 1: it has mistakes; 2: it cannot be checked.",
+        "each section selects.",
+        epilog="exit codes: 0 the configuration is valid; 1 it has mistakes; 2 it cannot be checked",
     )
     checker.add_argument("config", metavar="CONFIG", help="the YAML file")
     checker.add_argument(
         "--model",
         metavar="MODULE:FACTORY",
-        help="list the layers that it selects of this model: a function without arguments, or a module object, found "
+        help="list the layers that it selects in this model: a function without arguments, or an nn.Module, importable "
         "from the current directory, such as train:build_model",
     )
     checker.add_argument(
@@ -34,7 +35,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="DIR",
         action="append",
         default=[],
-        help="a folder of Python files that register features; may be given several times",
+        help="a folder of Python files that register features; can be repeated",
     )
     checker.set_defaults(run=check)
 
@@ -47,7 +48,7 @@ def check(options: argparse.Namespace) -> int:
     from pipesight.stats.registry import default_registry
 
     try:
-        importlib.import_module("pipesight.stats.features")  # registers those there are from the start
+        importlib.import_module("pipesight.stats.builtin_features")  # registers the built-in features
         registry = default_registry().copy()
         registry.load_entry_points()
         registry.load_feature_dirs(options.feature_dir)

@@ -1,4 +1,4 @@
-"""`pipesight view`: the page of a run in a browser, which follows the run while it goes on."""
+"""`pipesight view`: the page of a run in a browser, live while the run is going."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["add_to", "run"]
 
 WRONG, FAILED = 2, 1
-"""Exit codes: there is no run and none can appear; the port cannot be had."""
+"""Exit codes: there is no run, and none can appear; the port is not available."""
 LAST_PORT = 65535
 
 
@@ -24,21 +24,21 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     """Add the subcommand and its options."""
     parser = subcommands.add_parser(
         "view",
-        help="show a run in the browser, also while it goes on",
-        description="Serve the page of a run to browsers on this machine, and keep it up to date while the run goes "
-        "on. A run that is not there yet is waited for. Only who has the address that is printed can see it. Ctrl-C "
-        "ends it.",
+        help="show a run in the browser, live while it is running",
+        description="Serve the page of a run to browsers on this machine, and update it while the run is going. If the "
+        "run does not exist yet, wait for it. Only those who have the printed address can see the page. Press Ctrl-C "
+        "to stop.",
     )
     add = parser.add_argument
-    add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or a trace")
-    add("--port", type=_port, default=0, metavar="N", help="where to listen on 127.0.0.1 (a free port)")
-    add("--no-browser", action="store_true", help="only print the address")
+    add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or one trace")
+    add("--port", type=_port, default=0, metavar="N", help="the port to listen on, on 127.0.0.1 (default: a free one)")
+    add("--no-browser", action="store_true", help="do not open a browser, only print the address")
     parser.set_defaults(run=run)
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > LAST_PORT:
-        raise argparse.ArgumentTypeError(f"a port is a number from 0 to {LAST_PORT} (given: {text!r})")
+        raise argparse.ArgumentTypeError(f"a port must be a number from 0 to {LAST_PORT} (port: {text!r})")
     return int(text)
 
 
@@ -70,18 +70,18 @@ def _serve(path: Path, *, port: int, browser: bool) -> int:
             print(server.address, flush=True)
             if browser:
                 _open(server.address)
-            _tell(publisher)
+            _print_states(publisher)
     return 0
 
 
 def _port_trouble(port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use; leave out --port to take a free one"
-    return f"cannot listen on port {port}: {error.strerror or error}; leave out --port to take a free one"
+        return f"port {port} is in use; omit --port to use a free one"
+    return f"cannot listen on port {port}: {error.strerror or error}; omit --port to use a free one"
 
 
 def _open(address: str) -> None:
-    """Open a browser, unless it would be one that takes over the terminal."""
+    """Open a browser, unless it would be one that runs in the terminal."""
     import webbrowser
 
     windows = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
@@ -89,8 +89,8 @@ def _open(address: str) -> None:
         threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
 
-def _tell(publisher: Publisher) -> None:
-    """Say how far the run is, whenever that changes, until Ctrl-C."""
+def _print_states(publisher: Publisher) -> None:
+    """Print the state of the run whenever it changes, until Ctrl-C."""
     news = None
     said = ""
     while True:
@@ -98,8 +98,8 @@ def _tell(publisher: Publisher) -> None:
         state = publisher.state
         words = {
             "waiting": f"waiting for a recording in {publisher.path}",
-            "running": f"{publisher.path} is going on",
-            "ended": f"{publisher.path} has ended: {state.outcome}; Ctrl-C ends this too",
+            "running": f"{publisher.path} is running",
+            "ended": f"{publisher.path} has ended: {state.outcome}; press Ctrl-C to stop serving it",
         }[state.phase]
         if words != said:
             print(words, file=sys.stderr, flush=True)

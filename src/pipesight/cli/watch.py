@@ -1,4 +1,4 @@
-"""`pipesight watch`: a run that is going on, in the terminal."""
+"""`pipesight watch`: a running training in the terminal."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ if TYPE_CHECKING:
 __all__ = ["add_to", "run"]
 
 WRONG = 2
-"""Exit code: there is no run and none can appear."""
+"""Exit code: there is no run, and none can appear."""
 INTERVAL = 1.0  # seconds from one look to the next, at least
 SHARE = 2
-"""How many times longer than a look took to wait for the next."""
+"""Pause at least so many times as long as the last look took."""
 LEAST = (40, 8)
-"""Columns and lines below which there is one line a step."""
+"""Columns and lines of the smallest terminal that is drawn in; below, one line per step is printed."""
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand and its options."""
     parser = subcommands.add_parser(
         "watch",
-        help="show a run in the terminal while it goes on",
-        description="Show the last step of a run while it goes on: how long it takes, the bubble of each partition, "
-        "where the time goes, the last log lines. A run that is not there yet is waited for. It ends with the run, or "
-        "by Ctrl-C. Where there is no terminal, it prints a line for each step.",
+        help="show a run in the terminal while it is running",
+        description="Show the last step of a run while it is running: how long it took, the bubble of each partition, "
+        "where the time goes, and the last log lines. If the run does not exist yet, wait for it. Stops when the run "
+        "ends, or on Ctrl-C. If the output is not a terminal, print one line per step.",
     )
     add = parser.add_argument
-    add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or a trace")
-    add("--plain", action="store_true", help="print a line for each step, also in a terminal")
+    add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or one trace")
+    add("--plain", action="store_true", help="print one line per step, even in a terminal")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Watch until the run has ended, and return the exit code."""
+    """Watch until the run ends, and return the exit code."""
     from rich.console import Console
 
     from pipesight.runs.following.follower import Follower, check_place
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-# A line for each step.
+# One line per step.
 
 
 def _print(follower: Follower, *, ascii: bool) -> None:
@@ -97,7 +97,7 @@ def _print(follower: Follower, *, ascii: bool) -> None:
             say(f"{follower.path}: {_state(follower)}")
         if follower.run.attempt.number != attempt:
             shown, attempt = -1, follower.run.attempt.number
-            say(f"{follower.path}: started anew, this is attempt {attempt}")
+            say(f"{follower.path}: restarted; this is attempt {attempt}")
         if changed and (report := _report(follower)) is not None:
             if report.nonfinite is not None:
                 found = report.nonfinite
@@ -112,7 +112,7 @@ def _print(follower: Follower, *, ascii: bool) -> None:
         time.sleep(max(INTERVAL, SHARE * (time.monotonic() - begin)))
 
 
-# A picture that is drawn again and again.
+# A screen that is redrawn.
 
 
 def _watch(follower: Follower, console: Console) -> None:
@@ -126,11 +126,11 @@ def _watch(follower: Follower, console: Console) -> None:
     ):
         for frame in frames:
             live.update(_drawn(frame, console), refresh=True)
-    console.print(_drawn(frame, console, spare=1))  # what was seen last stays
+    console.print(_drawn(frame, console, spare=1))  # the last screen stays
 
 
 def _frames(follower: Follower) -> Iterator[Frame]:
-    """Yield what there is to see, now and then, until the run has ended."""
+    """Yield frames until the run has ended."""
     report: Report | None = None
     yield _frame(follower, report)
     while True:
@@ -174,7 +174,7 @@ def _report(follower: Follower) -> Report | None:
 
 
 def _state(follower: Follower) -> str:
-    """Say how far the run is."""
+    """Return the state of the run in words."""
     state = follower.state
     if state.phase == "waiting":
         return "waiting for a recording"
@@ -182,8 +182,8 @@ def _state(follower: Follower) -> str:
         return f"has ended: {state.outcome}"
     attempt = follower.run.attempt.number
     again = f", attempt {attempt}" if attempt else ""
-    yet = "" if follower.run.steps() else ", no whole step yet"
-    return f"going on{_since(follower.run.description.get('started'))}{again}{yet}"
+    yet = "" if follower.run.steps() else ", no complete step yet"
+    return f"running{_since(follower.run.description.get('started'))}{again}{yet}"
 
 
 def _since(started: object) -> str:

@@ -33,7 +33,7 @@ from typing import Any
 from pipesight._launcher import environment_number, launch, launched_rank, restarts, with_attempt
 from pipesight.runs.format import LOGS, RANKS, RUN_FILE, STATS, TRACE, rank_name
 
-__all__ = ["RunDirectory"]
+__all__ = ["RunDirectory", "later_recording"]
 
 _RANK = re.compile(r"rank-(\d{5,})|globalrank-(\d+)")
 _FOLDERS = (TRACE, STATS, LOGS, RANKS, "nvdlfw_inspect_logs")
@@ -175,6 +175,18 @@ class RunDirectory:
         last = self.path / STATS / f"{self.name}.jsonl"
         with contextlib.suppress(OSError):
             last.rename(last.with_name(f"{self.name}-attempt-{before}.jsonl"))
+
+
+def later_recording(run: Path) -> str | None:
+    """Return the name of the last recording after this one: ``RUN-3``, say, for ``RUN`` or ``RUN-2``."""
+    run = run.absolute()
+    name, _, number = run.name.rpartition("-")
+    is_numbered = number.isascii() and number.isdecimal() and (run.with_name(name) / RUN_FILE).is_file()
+    own, first = (int(number), name) if is_numbered else (1, run.name)
+    last = own
+    while first and (run.with_name(f"{first}-{last + 1}") / RUN_FILE).is_file():
+        last += 1
+    return f"{first}-{last}" if last > own else None
 
 
 def _read(description: Path) -> dict[str, Any]:
