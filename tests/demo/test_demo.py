@@ -86,7 +86,7 @@ def test_output_without_a_terminal_is_plain_lines():
         assert re.fullmatch(rf"step {number} of 0\.\.3  loss \d\.\d{{3}}  [ \d]{{3}}\d samples/s", line)
     assert re.fullmatch(r"trained for 4 steps in \d+\.\d s, \d+ samples/s", trained)
     assert re.fullmatch(r"loss \d\.\d{3} at first, \d\.\d{3} at last", loss)
-    assert re.fullmatch(r"partitions at work (\d+%, ){3}\d+% of the time", shares)
+    assert re.fullmatch(r"partitions busy (\d+%, ){3}\d+% of the time", shares)
     verse, reported = verse.split("where the time went:\n")
     title, *written = verse.strip().splitlines()
     assert title == "what it writes now:"
