@@ -85,7 +85,7 @@ def test_shared_by_the_caller(tmp_path):
         """
         _, _, run = step([InPlace(), add(), linear(), linear()], [3, 1], "never", lambda x: (x, x))
         error = error_of(run)
-        assert "changed a tensor in place that came into it under two names" in str(error), repr(error)
+        assert "changed a tensor in place that it received twice" in str(error), repr(error)
         """,
         tmp_path,
         begin=LAYERS,

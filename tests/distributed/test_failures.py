@@ -81,7 +81,7 @@ def test_a_rank_that_raises(tmp_path):
 
 
 def test_a_rank_that_raises_between_steps(tmp_path):
-    """An exception outside of the pipeline reaches the others, too, though nobody ends them."""
+    """An exception outside the pipeline reaches the others, too, though nobody ends them."""
     body = """
     def between(rank):
         if rank == 1:
@@ -112,15 +112,15 @@ def test_a_rank_that_hangs(inside, tmp_path):
             assert text.startswith("rank 2 hangs in partition 2, layer '2', micro-batch 2, forward, at script.py:")
             assert " in trouble (" in text
         else:
-            assert text.startswith("rank 2 hangs outside of the pipeline, at script.py:")
+            assert text.startswith("rank 2 hangs outside the pipeline, at script.py:")
             assert ", but rank 2 made 1: every rank must call step, eval_step and predict as often" in text
         assert "waited 5 s for" in text
 
 
 def rule(made):
     """Return what follows from a rank that made fewer calls than the others."""
-    counts = f"makes call {made + 1} of the pipeline, step, but rank 1 made {made}"
-    often = "every rank must call step, eval_step and predict as often as the others"
+    counts = f"made call {made + 1} of the pipeline, step, but rank 1 made {made}"
+    often = "every rank must call step, eval_step and predict equally often"
     return f"; rank 0 {counts}: {often}; give each the same number of batches"
 
 
@@ -132,16 +132,20 @@ def test_a_rank_that_leaves_the_loop(tmp_path):
     texts = {tuple(lines) for lines in found if lines is not None}  # torchrun may end others when the first raises
     ((kind, text),) = texts
     assert kind == "RankFailedError"
-    assert text.startswith("rank 1 has left: rank ")
-    assert re.sub(r"; rank \d makes", "; rank 0 makes", text).endswith(rule(made=2))
+    assert text.startswith("rank 1 has exited: rank ")
+    assert re.sub(r"; rank \d made", "; rank 0 made", text).endswith(rule(made=2))
     assert f"]: pipesight.distributed.failures.RankFailedError: {text}" in errors
 
 
 @pytest.mark.parametrize(
     ("end", "begins", "ends"),
     [
-        ("sys.exit(3)", "rank 1 has left: rank ", rule(made=1)),
-        ("os.kill(os.getpid(), 11)", "rank 1 is gone, without an exception: rank ", "is what torchrun tells of it"),
+        ("sys.exit(3)", "rank 1 has exited: rank ", rule(made=1)),
+        (
+            "os.kill(os.getpid(), 11)",
+            "rank 1 died without an exception: rank ",
+            "torchrun reports its exit code or signal",
+        ),
     ],
     ids=["sys.exit", "SIGSEGV"],
 )
@@ -160,7 +164,7 @@ def test_a_rank_that_ends_without_an_exception(end, begins, ends, tmp_path):
         kind, text = found[rank]
         assert kind == "RankFailedError"
         assert text.startswith(begins)
-        assert re.sub(r"; rank \d makes", "; rank 0 makes", text).endswith(ends)
+        assert re.sub(r"; rank \d made", "; rank 0 made", text).endswith(ends)
 
 
 FSDP = {"pp": 2, "dp": 2, "data_parallel": "fsdp"}

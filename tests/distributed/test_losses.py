@@ -201,7 +201,7 @@ def test_losses_of_users(tmp_path):
             pipeline.step(*real)
             pipeline.step(*real)
             piped(drawn, "samples").step(*real)
-        told = [str(warning.message) for warning in caught if "another number each time" in str(warning.message)]
+        told = [str(warning.message) for warning in caught if "a different number each time" in str(warning.message)]
         assert len(told) == pipeline.is_last
         """,
         tmp_path,

@@ -115,7 +115,7 @@ if os.environ.get("KILL"):
 
 
 def test_cut_off(tmp_path):
-    """A checkpoint that is cut off is passed over, with a warning; where none is whole, nothing begins anew."""
+    """An incomplete checkpoint is skipped with a warning; if none is complete, loading raises."""
     body = """
     import glob, re, warnings
     pipeline = DistributedPipeline(tanhs(2), [1, 1], chunks=2, loss_fn=nn.functional.mse_loss)
@@ -141,8 +141,8 @@ def test_cut_off(tmp_path):
     assert extra == 2
     assert len(told) == (rank == 0)
     for text in told:
-        assert re.search(r"step-00000003 is cut off .__1_0.distcp has \\d+ of \\d+ bytes.;", text), text
-        assert text.endswith("; going on from step-00000002 instead")
+        assert re.search(r"step-00000003 is incomplete .__1_0.distcp has \\d+ of \\d+ bytes.;", text), text
+        assert text.endswith("; resuming from step-00000002 instead")
     cut(2, ".metadata", 0)
     extra, told = load()
     assert extra == 1 and len(told) == 2 * (rank == 0), told

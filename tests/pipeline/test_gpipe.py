@@ -530,7 +530,7 @@ def test_non_sequential_module(module):
         GPipe(module, [1])
     assert str(caught.value) == "non-sequential module cannot be partitioned"
     (note,) = caught.value.__notes__
-    assert note.startswith(f"{type(module).__name__} is no nn.Sequential; write it as one")
+    assert note.startswith(f"{type(module).__name__} is not an nn.Sequential; write it as one")
 
 
 def test_sequential_with_its_own_forward():

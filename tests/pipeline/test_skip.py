@@ -592,8 +592,8 @@ def wrong_tensor(self, x):
     [
         (undeclared_stash, {}, RuntimeError, r"'other' is not declared: @skippable\(stash=\['other'\]\)"),
         (undeclared_pop, {}, RuntimeError, r"'other' is not declared: @skippable\(pop=\['other'\]\)"),
-        (double_stash, {"stash": ["skip"]}, RuntimeError, "'skip' is used a second time"),
-        (double_pop, {"pop": ["skip"]}, RuntimeError, "'skip' is used a second time"),
+        (double_stash, {"stash": ["skip"]}, RuntimeError, "'skip' is used twice"),
+        (double_pop, {"pop": ["skip"]}, RuntimeError, "'skip' is used twice"),
         (wrong_command, {}, TypeError, r"must yield stash\(...\) or pop\(...\), but yielded tensor"),
         (wrong_tensor, {"stash": ["skip"]}, TypeError, "only a Tensor or None can be stashed, but 'skip' is list"),
     ],
@@ -678,7 +678,7 @@ def test_string_instead_of_list(what):
 def test_decorator_without_parentheses():
     """A decorator without names is a TypeError that shows them."""
     with pytest.raises(
-        TypeError, match=r"decorates Forgot without names; use @skippable\(stash=\[...\], pop=\[...\]\)"
+        TypeError, match=r"needs the names that Forgot stashes and pops: @skippable\(stash=\[...\], pop=\[...\]\)"
     ):
 
         @skippable

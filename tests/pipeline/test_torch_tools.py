@@ -118,7 +118,7 @@ def test_functional_call(leaves, checkpoint):
         for value in state.values():
             value.requires_grad_()
         output = torch.func.functional_call(pipe, state, (rand(4, 3),))
-        with pytest.raises(RuntimeError, match="has been replaced between forward and backward"):
+        with pytest.raises(RuntimeError, match="was replaced between forward and backward"):
             total(output).backward()
         return
     found = []

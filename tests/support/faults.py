@@ -51,11 +51,11 @@ def verify(case, found):
     """Check that every rank but the one that failed names it, and no other."""
     case = {**DEFAULTS, **case}
     guilty = case["rank"]
-    verb = {"raise": "failed: ValueError: struck", "exit": "(failed: SystemExit: 3|has left)"}.get(case["what"])
+    verb = {"raise": "failed: ValueError: struck", "exit": "(failed: SystemExit: 3|has exited)"}.get(case["what"])
     if verb is None:
-        verb = "is gone, " if case["what"] in ("kill", "_exit") else "(hangs|does not answer)"
+        verb = "died" if case["what"] in ("kill", "_exit") else "(hangs|does not answer)"
     if case["what"] == "exit" and not case["agent"]:
-        verb = f"({verb}|is gone, )"
+        verb = f"({verb}|died)"
     for rank, (code, text) in enumerate(found):
         told = f"rank {rank} of {case}: {code}\n{text}"
         if rank == guilty:
@@ -65,7 +65,7 @@ def verify(case, found):
         assert causes, told
         for cause in causes:
             assert re.match(f"rank {guilty} {verb}", cause), told
-            named = re.findall(r"rank (\d+) (?:failed|hangs|is gone|has left|does not answer)", cause)
+            named = re.findall(r"rank (\d+) (?:failed|hangs|died|has exited|does not answer)", cause)
             assert named == [str(guilty)], told
 
 

@@ -1,7 +1,7 @@
-"""What the ranks tell each other before each step, so that all do the same, or all raise the same error.
+"""Messages that all ranks exchange before each step, so that all do the same, or all raise the same error.
 
-The first rank knows the batch, the last one the target, and any of them may find something wrong. Each sends one small
-message to all; so every rank knows the whole, and the others do not wait for one that has given up.
+The first rank knows the batch, the last one the target, and any of them may find an error. Each sends one small message
+to all, so that no rank waits for another that has already failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EVERYONE = "all ranks to make the same call"
 
 
 class DisagreementError(RuntimeError):
-    """The ranks do not call the same thing, or one of them cannot do it."""
+    """The ranks made different calls, passed different arguments, or one of them reported an error."""
 
 
 class Agreement:
@@ -36,7 +36,7 @@ class Agreement:
 
     Args:
         group: All of them, on gloo.
-        monitor: Says what is wrong if they do not all come.
+        monitor: Explains what is wrong if they do not all answer.
     """
 
     _SIZE = 512  # what most messages fit in; longer ones take a second exchange
@@ -58,7 +58,7 @@ class Agreement:
         return {rank: json.loads(part) for rank, part in zip(self.ranks, texts, strict=True)}
 
     def settle(self, message: Message, error: Exception | None = None) -> dict[int, Message]:
-        """Return the messages of all ranks; raise on every rank if one brings an error, or calls something else."""
+        """Return the messages of all ranks; raise on every rank if one reports an error or makes another call."""
         if error is not None:
             notes = getattr(error, "__notes__", [])
             message["error"] = [type(error).__name__, "\n".join([str(error), *notes])]
@@ -89,7 +89,7 @@ class Agreement:
 
 
 def differences(arguments: Mapping[int, Mapping[str, Any]]) -> str:
-    """Say which arguments differ, given those of each rank by name; nothing if none does."""
+    """Return which arguments differ between ranks, in words; an empty string if none does."""
     told: list[str] = []
     for name in next(iter(arguments.values())):
         groups = _by_value({rank: given[name] for rank, given in arguments.items()})

@@ -18,7 +18,7 @@ from typing import Any
 __all__ = ["Answers", "LivenessPort", "broken", "is_gone", "late"]
 
 _PATIENCE = 1.0  # seconds for a connection
-_RULE = "every rank must call step, eval_step and predict as often as the others; give each the same number of batches"
+_RULE = "every rank must call step, eval_step and predict equally often; give each the same number of batches"
 
 
 @dataclass(slots=True)
@@ -42,38 +42,38 @@ class Answers:
         return {rank: s["calls"] for rank, s in self.states.items() if s["calls"] < self.calls and not s["in_call"]}
 
     def rule(self) -> str:
-        """Return what to say of those that made fewer calls."""
+        """Return the part of the message about ranks that made fewer calls."""
         behind = self.behind()
         if not behind:
             return ""
         who = ", ".join(f"rank {rank} made {calls}" for rank, calls in behind.items())
-        return f"; rank {self.asker} makes call {self.calls} of the pipeline, {self.call}, but {who}: {_RULE}"
+        return f"; rank {self.asker} made call {self.calls} of the pipeline, {self.call}, but {who}: {_RULE}"
 
 
 def broken(answers: Answers, error: str) -> str:
-    """Name the ranks that are gone, where a connection broke: those that ended by themselves, else those that left."""
+    """Name the ranks that died, or else those that exited, after a connection broke."""
     me = f"rank {answers.asker} waited for {answers.waited_for}"
     if answers.gone:
-        gone = "; ".join(f"rank {rank} is gone, without an exception" for rank in sorted(answers.gone))
-        return f"{gone}: {me}; its exit code or signal is what torchrun tells of it"
+        gone = "; ".join(f"rank {rank} died without an exception" for rank in sorted(answers.gone))
+        return f"{gone}: {me}; torchrun reports its exit code or signal"
     left = [rank for rank, state in answers.states.items() if state["left"]]
     if left := left or [rank for rank in answers.behind() if not answers.states[rank]["waits"]]:
-        return f"{'; '.join(f'rank {rank} has left' for rank in sorted(left))}: {me}{answers.rule()}"
+        return f"{'; '.join(f'rank {rank} has exited' for rank in sorted(left))}: {me}{answers.rule()}"
     if answers.silent:
         return f"{'; '.join(f'rank {rank} does not answer' for rank in sorted(answers.silent))}: {me}"
-    return f"a connection between ranks broke, but none of them is gone: {me}, and got: {error}"
+    return f"a connection between ranks broke, but all of them are alive: {me}, and got: {error}"
 
 
 def late(answers: Answers, seconds: float | None) -> str:
-    """Name the ranks that keep the others waiting: those that do not wait themselves, nor answer."""
+    """Name the ranks that keep the others waiting: those that do not wait themselves or do not answer."""
     idle = {rank: state for rank, state in answers.states.items() if not state["waits"]}
-    if not idle and not answers.silent:  # one may wait for something else than the others, outside of the pipeline
+    if not idle and not answers.silent:  # one may wait for something else than the others, outside the pipeline
         idle = {rank: answers.states[rank] for rank in answers.behind()}
     if not idle and not answers.silent:
         everyone = "; ".join(f"rank {rank} waits for {state['waits']}" for rank, state in answers.states.items())
         return f"all ranks wait for each other: {everyone}{answers.rule()}"
-    named = [f"rank {rank} is gone, without an exception" for rank in sorted(answers.gone)]
-    named += [f"rank {rank} {'has left' if s['left'] else 'hangs ' + s['where']}" for rank, s in idle.items()]
+    named = [f"rank {rank} died without an exception" for rank in sorted(answers.gone)]
+    named += [f"rank {rank} {'has exited' if s['left'] else 'hangs ' + s['where']}" for rank, s in idle.items()]
     named += [f"rank {rank} does not answer" for rank in sorted(set(answers.silent) - set(answers.gone))]
     long = "too long" if seconds is None else f"{seconds:g} s"
     waited = f"rank {answers.asker} waited {long} for {answers.waited_for}"
@@ -105,7 +105,7 @@ class LivenessPort:
 
 
 def is_gone(address: dict[str, Any]) -> bool:
-    """Tell whether a process has certainly ended, given its address."""
+    """Return whether a process has certainly ended, given its address."""
     if address["ip"].startswith("127.") and address["host"] != socket.gethostname():
         return False  # not to be reached from here
     try:

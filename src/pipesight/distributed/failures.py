@@ -69,7 +69,7 @@ class Calls:
 
 
 class RankFailedError(RuntimeError):
-    """Another rank failed, is gone, or hangs."""
+    """Another rank failed, died, or hangs."""
 
 
 class RankMonitor:
@@ -168,7 +168,7 @@ class RankMonitor:
         return RankFailedError(note["text"])
 
     def _store_answers(self) -> bool:
-        """Tell whether the other thread got an answer of the store: what keeps it may be gone, or hang."""
+        """Return whether the other thread got an answer of the store: what keeps it may be gone, or hang."""
         before, until = self._rounds, time.monotonic() + _STORE
         while self._thread.is_alive() and self._rounds == before and time.monotonic() < until:
             time.sleep(0.02)
@@ -220,8 +220,8 @@ class RankMonitor:
     def _store_gone(self, waited_for: str) -> str:
         if _outlives_ranks():
             host = os.environ.get("MASTER_ADDR", "?")
-            return f"waited for {waited_for}, but the store on {host} is gone; the cause is told there"
-        what = "does not answer" if self._keeper is not None and not is_gone(self._keeper) else "is gone"
+            return f"waited for {waited_for}, but the store on {host} is gone; see the log there for the cause"
+        what = "does not answer" if self._keeper is not None and not is_gone(self._keeper) else "died"
         return f"rank 0 {what}, and with it the store: rank {self._rank} waited for {waited_for}"
 
     def _answer_of(self, rank: int, number: int) -> dict[str, Any] | None:
@@ -236,7 +236,7 @@ class RankMonitor:
         """Return where this rank is, by partition and layer."""
         where = self._where
         if where.phase is None:
-            return "outside of the pipeline" if not self.calls.inside else "between tasks of the pipeline"
+            return "outside the pipeline" if not self.calls.inside else "between tasks of the pipeline"
         layer = "" if where.layer is None else f", layer '{where.layer}'"
         return f"in partition {where.partition}{layer}, micro-batch {where.microbatch}, {where.phase}"
 
@@ -265,12 +265,12 @@ def _own_client() -> Any:
     store: Any = default_store()
     try:
         return store.clone()
-    except Exception:  # not before torch 2.8, nor for every kind
+    except Exception:  # not before torch 2.8, nor forevery kind
         return store
 
 
 def _outlives_ranks() -> bool:
-    """Tell whether the store is kept by torchrun, and not by the first rank."""
+    """Return whether the store is kept by torchrun, and not by the first rank."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -323,7 +323,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def _tell_uncaught(monitor: RankMonitor) -> None:
-    """Leave a note, too, if the program ends by an exception outside of the pipeline, or say what it comes of."""
+    """Leave a note, too, if the program ends by an exception outside the pipeline, or say what it comes of."""
     before: Hook = sys.excepthook
     reference = weakref.ref(monitor)
 

@@ -1,4 +1,4 @@
-"""Loss scaling over ranks: an overflow on one rank is one of all, so that they skip the same steps and scale alike."""
+"""Loss scaling over ranks: an overflow on one rank counts on all, so that they skip the same steps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def factor(self) -> float | None:
-        """Return what a step multiplies its loss with; ``None`` if the scaler is not enabled."""
+        """Return what a step multiplies its loss by; ``None`` if the scaler is not enabled."""
         if not self.is_enabled():
             return None
         self.scale(torch.zeros((), device=self._mesh.device))  # so that there is a scale
@@ -84,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._agreed(super()._unscale_grads_(*args, **kwargs))
 
     def _agreed(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """Return for every device what was found on any rank."""
+        """Return forevery device what was found on any rank."""
         flags = [float(t.full_tensor() if hasattr(t, "full_tensor") else t) for t in found.values()]
         shared = torch.tensor(max(flags, default=0.0), device="cpu")
         with self._monitor.explaining("the overflows of other ranks"):
@@ -96,7 +96,7 @@ _guarded: Any = WeakIdKeyDictionary()
 
 
 def refuse_plain_scalers(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on, raise where a scaler that knows of this rank only is used for one of these parameters."""
+    """Make torch's own scaler, which knows only this rank, raise if it is used for one of these parameters."""
     _install()
     for parameter in parameters:
         _guarded[parameter] = True
@@ -114,8 +114,8 @@ def _install() -> None:
     def step(self: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         if self.is_enabled() and not isinstance(self, GradScaler) and _is_guarded(optimizer):
             raise RuntimeError(
-                f"{type(self).__name__} of torch sees overflows of this rank only, so ranks of a pipeline would skip "
-                "different steps and scale differently; use pipesight.distributed.GradScaler(pipeline), and "
+                f"torch's {type(self).__name__} sees only the overflows of this rank, so the ranks of a pipeline would "
+                "skip different steps and scale differently; use pipesight.distributed.GradScaler(pipeline), and "
                 "pipeline.step(..., scaler=scaler)"
             )
         return original(self, optimizer, *args, **kwargs)

@@ -67,8 +67,8 @@ def build_model(
         return module, recipe
     if first:
         logger.warning(
-            "the model %s while it is built without memory, so it is built on the CPU, by one rank of a machine after "
-            "the other",
+            "the model %s when it is built on the meta device, so the ranks of each machine build it on the CPU, one "
+            "after the other",
             why,
         )
     for restore in states:
@@ -225,7 +225,7 @@ _QUESTIONS: dict[Any, Any] = {
 
 
 def _is_torch(frame: Any) -> bool:
-    """Tell whether code of torch's asks, which must know; but `torch.nn.init` would do nothing."""
+    """Return whether code of torch's asks, which must know; but `torch.nn.init` would do nothing."""
     name = str(frame.f_globals.get("__name__"))
     return frame.f_globals is globals() or (name.split(".")[0] == "torch" and name != "torch.nn.init")
 

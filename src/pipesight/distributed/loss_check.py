@@ -60,7 +60,7 @@ class LossCheck:
         self._impossible = False
 
     def due(self, call: str, microbatches: int) -> bool:
-        """Tell whether to check this call, on the last rank."""
+        """Return whether to check this call, on the last rank."""
         loss_weights = self._loss_weights
         if self._impossible or loss_weights.given == "samples":
             return False
@@ -129,7 +129,7 @@ class LossCheck:
         with torch.no_grad():
             again = loss_weights.loss_fn(form(outputs[0]), targets[0]).double().item()
         if abs(again - losses[0]) > tolerance:
-            self._give_up("returns another number each time")
+            self._give_up("returns a different number each time")
             return True
         raise _SumError(self._explanation(found, mean, off, losses, tolerance))
 
@@ -152,8 +152,8 @@ class LossCheck:
     def _give_up(self, why: str) -> None:
         self._impossible = True
         warnings.warn(
-            f"loss_fn {why}, so whether the losses of micro-batches add up to that of the batch cannot be checked; to "
-            "average them by samples without a check: loss_weight='samples'",
+            f"loss_fn {why}, so it cannot be checked whether the losses of micro-batches add up to that of the batch; "
+            "to average them by samples without a check, use loss_weight='samples'",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -167,11 +167,11 @@ class LossCheck:
         if off:
             text += f", and the gradients differ by {off:.1%}"
         if not loss_weights.sums and abs(found - sum(losses)) <= tolerance * len(losses):
-            return f"{text}; it is a sum over samples, so give DistributedPipeline loss_weight='sum'"
+            return f"{text}; it is a sum over samples, so pass DistributedPipeline loss_weight='sum'"
         return (
-            f"{text}; give DistributedPipeline the argument loss_weight, what a mean of loss_fn is over: for one that "
-            "leaves out targets of -100, loss_weight=lambda output, target: (target != -100).sum(); or, to average by "
-            "samples nevertheless, loss_weight='samples'"
+            f"{text}; pass DistributedPipeline what loss_fn averages over: for one that ignores targets of -100, "
+            "loss_weight=lambda output, target: (target != -100).sum(); or, to average by samples anyway, "
+            "loss_weight='samples'"
         )
 
 

@@ -101,16 +101,16 @@ class LossWeights:
                 assert callable(self.given)
                 found = self.given(output, target)
                 if isinstance(found, Tensor) and found.is_meta:
-                    raise TypeError("loss_weight returned what depends on the values of the output")
+                    raise TypeError("loss_weight depends on the values of the output")
                 weight = float(found)
             except Exception as error:
                 error.add_note(
-                    "in loss_weight, which is called before the step, with an output that has a shape but no values: "
-                    "weights must be known before the first backward; they may depend on the target"
+                    "in loss_weight, which is called before the step with an output that has a shape but no values: "
+                    "weights must be known before the first backward; use only the target and the output's shape"
                 )
                 raise
             if not (weight >= 0 and math.isfinite(weight)):
-                raise ValueError(f"loss_weight must return a finite number that is not negative, but returned {weight}")
+                raise ValueError(f"loss_weight must return a finite, non-negative number, but returned {weight}")
             weights.append(weight)
         return weights
 

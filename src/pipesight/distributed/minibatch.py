@@ -26,7 +26,7 @@ class BatchLoss:
 
     loss_fn: LossFunction
     targets: list[Any]
-    """One a micro-batch; empty in other partitions, and where no loss is wanted."""
+    """One per micro-batch; empty in other partitions, and where no loss is wanted."""
     weights: list[float]
     """How much the loss of each micro-batch counts."""
     share: float
@@ -61,7 +61,7 @@ class MiniBatch:
     """What all tasks of one mini-batch know, on this rank."""
 
     flows: list[Flow]
-    """One a micro-batch."""
+    """One per micro-batch."""
     inputs: list[tuple[Tensor, ...]]
     """Of the first partition; empty elsewhere."""
     loss: BatchLoss

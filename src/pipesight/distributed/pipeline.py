@@ -264,7 +264,7 @@ class DistributedPipeline:
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(
                 f"scaler must be a pipesight.distributed.GradScaler, but got {type(scaler).__module__}."
-                f"{type(scaler).__qualname__}, which sees overflows of this rank only"
+                f"{type(scaler).__qualname__}, which sees only the overflows of this rank"
             )
         scale = None if scaler is None else scaler.factor()
         with torch.enable_grad():

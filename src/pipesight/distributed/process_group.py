@@ -26,8 +26,8 @@ _LOOKS = 3  # in a row; a thread that waits for the GIL sleeps, too, but not whi
 def init_process_group(backend: str | None = None, **kwargs: Any) -> None:
     """Do what ``torch.distributed.init_process_group`` does, and choose the device of this rank.
 
-    With ``torchrun --max-restarts``, the ranks of another attempt find each other: torch itself may take them for those
-    of the attempt before, whose addresses are still in the store.
+    With ``torchrun --max-restarts``, restarted ranks find each other; torch itself may connect them to addresses of
+    the previous attempt, which are still in the store.
 
     Args:
         backend: ``"nccl"`` where there are GPUs, ``"gloo"`` elsewhere, by default.

@@ -28,7 +28,7 @@ class RecomputingLayers:
         self._found: bool | None = None  # nobody has looked yet
 
     def in_graph(self, ends: Sequence[Tensor]) -> bool:
-        """Tell whether the backward of ``ends`` must not be split."""
+        """Return whether the backward of ``ends`` must not be split."""
         if self._found is None and _has_reentrant(ends):  # which cannot be split at all
             self._found = True
         return bool(self._found)
@@ -50,16 +50,16 @@ class RecomputingLayers:
         self._found = bool(mine)
         if mine:
             warnings.warn(
-                f"layer '{mine[0]}' of partition {j} recomputes in its backward, as torch.utils.checkpoint does: from "
-                "now on the backward of this partition is not split, since it would recompute twice; to split it, use "
-                "the argument checkpoint of DistributedPipeline instead",
+                f"layer '{mine[0]}' of partition {j} recomputes in its backward, as torch.utils.checkpoint does; the "
+                "backward of this partition will not be split, because it would recompute twice; to split it, use "
+                "the checkpoint argument of DistributedPipeline instead",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
 def _has_reentrant(ends: Sequence[Tensor]) -> bool:
-    """Tell whether there is a ``torch.utils.checkpoint(use_reentrant=True)`` in a graph."""
+    """Return whether there is a ``torch.utils.checkpoint(use_reentrant=True)`` in a graph."""
     seen: set[Any] = set()
     todo: list[Any] = [t.grad_fn for t in ends]
     while todo:

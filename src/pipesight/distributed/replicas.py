@@ -1,4 +1,4 @@
-"""Data parallelism inside a stage: its replicas start alike, and their gradients are averaged once a step.
+"""Data parallelism: the replicas of a partition start equal, and their gradients are averaged once per step.
 
 ``ddp`` keeps every replica whole and averages its gradients; ``fsdp`` shards parameters, gradients and so the state of
 optimizers over the replicas (PyTorch's ``fully_shard``). Losses are weighed so that the average is that of the whole

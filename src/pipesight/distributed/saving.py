@@ -1,4 +1,4 @@
-"""Checkpoints of a run: sharded, under the keys of the plain model, and whole or not there.
+"""Checkpoints on disk: sharded, under the keys of the plain model, and either complete or not visible.
 
 ::
 
@@ -6,8 +6,8 @@
     FOLDER/step-00000200/
     FOLDER/.step-00000300.partial/   being written; a run that is killed now resumes from 200
 
-A checkpoint gets its name when all ranks have written, and all at once. Since its keys are those of the plain model,
-another number of partitions or ranks can load it, and so can the plain model::
+A checkpoint is renamed to its final name once all ranks have written. Its keys are those of the plain model, so another
+number of partitions or ranks can load it, and so can the plain model::
 
     torch.distributed.checkpoint.load({"model": model.state_dict()}, checkpoint_id="FOLDER/step-00000200")
 """
@@ -62,23 +62,23 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
     """Return the name of the latest checkpoint that can be read; ``None`` if there is none at all.
 
     Raises:
-        ValueError: There are some, but all are cut off.
+        ValueError: There are some, but all are incomplete.
     """
     broken: dict[Path, str] = {}
     for path in reversed(complete(folder)):
         if (why := _damage(path)) is None:
             for other, reason in broken.items():
-                warnings.warn(f"{other} is cut off ({reason}); going on from {path.name} instead", stacklevel=2)
+                warnings.warn(f"{other} is incomplete ({reason}); resuming from {path.name} instead", stacklevel=2)
             return path.name
         broken[path] = why
     if broken:
         told = "; ".join(f"{path.name}: {why}" for path, why in broken.items())
-        raise ValueError(f"no checkpoint in {folder} is whole ({told}); to begin anew, remove them")
+        raise ValueError(f"no checkpoint in {folder} is complete ({told}); remove them to start from scratch")
     return None
 
 
 def _damage(path: Path) -> str | None:
-    """Say what is missing of a checkpoint; a disk that was full, or a copy that broke off, may have cut it."""
+    """Return what is missing from a checkpoint, cut off by a full disk or an interrupted copy; else ``None``."""
     try:
         metadata = FileSystemReader(path).read_metadata()
     except Exception as error:
@@ -182,15 +182,15 @@ def agree_on_extra(agreement: Agreement, call: Message, extra: Any) -> None:
         error: Exception | None = None
         if not same(other, pickle.loads(pickled)):
             error = ValueError(
-                "extra must be the same on all ranks, since a checkpoint has one "
+                "extra must be the same on all ranks, because a checkpoint holds only one "
                 f"(on rank {first}: {_short(other)}, on rank {dist.get_rank()}: {_short(extra)}); broadcast it "
-                "from one rank, or keep what belongs to a rank in a file of that rank"
+                "from one rank, or save what belongs to one rank in a file of its own"
             )
         agreement.settle({"call": f"extra of {call['call']}"}, error)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Tell whether two values are equal; tensors and arrays are by their numbers, NaN is equal to itself."""
+    """Return whether two values are equal; tensors and arrays are by their numbers, NaN is equal to itself."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -221,15 +221,18 @@ def _short(value: Any) -> str:
 
 
 class Preemption:
-    """Notes the signal; the ranks tell each other before each step, so it is enough that one of them gets it."""
+    """Notes SIGTERM, which precedes a preemption; all ranks then save a checkpoint at the next step and exit.
+
+    The ranks share it before each step, so it is enough that one of them receives the signal.
+    """
 
     def __init__(self) -> None:
         self.asked = False
-        """Whether this rank has got the signal."""
+        """Whether this rank has received the signal."""
         self._save: Callable[[], Path] | None = None
 
     def on_sigterm(self, save: Callable[[], Path]) -> None:
-        """From now on, note the signal; ``save`` writes the checkpoint, and returns where it is."""
+        """Install the signal handler; ``save`` writes the checkpoint and returns its path."""
         self._save = save
         signal.signal(signal.SIGTERM, self._note)
 
@@ -237,9 +240,9 @@ class Preemption:
         self.asked = True
 
     def leave(self) -> None:
-        """Save, and end the process with exit code 143; do nothing if nobody said how to save."""
+        """Save, and exit with code 143; do nothing if `on_sigterm` was not called."""
         if self._save is None:
             return
         path = self._save()
-        logger.warning("saved %s and left, as SIGTERM asked", path)
+        logger.warning("received SIGTERM: saved %s and exiting", path)
         sys.exit(128 + signal.SIGTERM)

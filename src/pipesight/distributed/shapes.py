@@ -1,4 +1,4 @@
-"""What goes over each cut between partitions, found out without running the model.
+"""The shapes of what each micro-batch sends from partition to partition, inferred without running the model.
 
 Every rank keeps the whole model as a skeleton: the layers with tensors that have a shape, a dtype and a device, but no
 memory. Running it costs next to nothing, draws no random number, updates no statistic and calls no hook. All ranks run
@@ -216,8 +216,8 @@ def _call(partition: Partition, value: Any, j: int) -> Any:
             value = layer(value)
         except Exception as error:
             error.add_note(
-                f"in partition {j}, layer '{name}', while shapes were found out: on tensors that have a shape but no "
-                "values, so that a layer cannot look at these"
+                f"in partition {j}, layer '{name}', while inferring shapes with tensors that have no values: a layer "
+                "must not depend on values to decide on shapes"
             )
             raise
     return value

@@ -37,7 +37,7 @@ class SkipForwarding:
         """Those that begin here and end in another partition."""
 
     def ends_here(self, key: SkipKey) -> bool:
-        """Tell whether this partition pops it."""
+        """Return whether this partition pops it."""
         return self._routes.target[key] == self._j
 
     def sort(self, came: list[Tensor], cut: Cut) -> tuple[list[Tensor], dict[SkipKey, Tensor]]:
@@ -69,14 +69,14 @@ class SkipForwarding:
         for key, meta in cut.skips.items():
             tensor = leaving[key] if key in leaving else passing.get(key)
             if (tensor is None) != (meta is None):
-                raise RuntimeError(f"the skip '{key.name}' is {_what(tensor)} here, but {meta or None} was expected")
+                raise RuntimeError(f"the skip '{key.name}' is {_what(tensor)}, but {meta or None} was inferred")
             if tensor is not None:
                 going.append(tensor)
         found = [meta_of(t) for t in going]
         if found != cut.tensors:
             raise RuntimeError(
-                f"the output must be what the shapes of the input say: {', '.join(map(str, cut.tensors))}, but it is "
-                f"{', '.join(map(str, found))}; shapes that depend on values cannot go from rank to rank"
+                f"the output must have the inferred shapes: {', '.join(map(str, cut.tensors))}, but has "
+                f"{', '.join(map(str, found))}; shapes must not depend on the values of tensors"
             )
         return going
 

@@ -73,11 +73,13 @@ def learned_with(module: nn.Sequential, loss_fn: Any, last: Stage, mesh: Pipelin
     if not isinstance(loss_fn, nn.Module) or not any(p.requires_grad for p in loss_fn.parameters()):
         return module
     if "loss_fn" in dict(module.named_children()):
-        raise ValueError("loss_fn has parameters, which are saved as 'loss_fn.*', but so is the layer of that name")
+        raise ValueError(
+            "loss_fn has parameters, which are saved as 'loss_fn.*', but a layer has that name; rename the layer"
+        )
     if data_parallel == "fsdp" and len(mesh.pipelines) > 1:
         raise ValueError(
-            "loss_fn has parameters, which data_parallel='fsdp' does not shard, and optimizers do not take sharded and "
-            "whole ones together; use data_parallel='ddp', or let a layer have them"
+            "loss_fn has parameters, which data_parallel='fsdp' does not shard, and an optimizer cannot mix sharded "
+            "and whole parameters; use data_parallel='ddp', or move them into a layer"
         )
     if not last.is_last:
         return module

@@ -89,7 +89,7 @@ class StepInputs:
         modes = {rank: message["mode"] for rank, message in messages.items()}
         if len(set(modes.values())) > 1:
             raise ValueError(
-                f"all ranks must be in one mode ({modes}); call train() or eval(), and use autocast, on every rank"
+                f"all ranks must be in the same mode ({modes}); call train() or eval(), and use autocast, on every rank"
             )
         n = self._partitions
         sizes = {}

@@ -34,12 +34,12 @@ _WAITS = ("wait", "wait_tensor")
 
 
 def is_symptom(error: BaseException) -> bool:
-    """Tell whether an error comes of a connection to another rank that broke, or of one that was silent too long."""
+    """Return whether an error comes of a connection to another rank that broke, or of one that was silent too long."""
     return _transport_error(error) is not None
 
 
 def is_late(error: BaseException) -> bool:
-    """Tell whether a symptom is that nothing came in time."""
+    """Return whether a symptom is that nothing came in time."""
     found = _transport_error(error)
     return found is not None and re.search(r"imed? ?out", str(found)) is not None
 
@@ -81,7 +81,7 @@ def collective_of(frame: FrameType | None) -> str | None:
 
 
 def _is_calling(frame: FrameType, name: str) -> bool:
-    """Tell whether the innermost frame is in a call of a method of this name."""
+    """Return whether the innermost frame is in a call of a method of this name."""
     code, last = frame.f_code, frame.f_lasti
     if name not in code.co_names:
         return False

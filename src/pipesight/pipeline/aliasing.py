@@ -1,8 +1,8 @@
-"""Tensors that share memory on their way through the partitions, and what layers change in place.
+"""Tensors that share memory, and what layers change in place.
 
-In the plain model, a layer that changes its input in place changes it for everyone who holds it: if it was stashed
-before, the skip is changed as well. Between partitions it is not: each has a graph, and maybe a copy, of its own. That
-would give other numbers without a word, so it is refused.
+In the plain model, a layer that changes its input in place also changes a skip that was stashed from it. In a pipeline
+it does not: each partition has its own graph, and maybe its own copy. The result would be silently wrong, so it is
+refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Region:
     itemsize: int
 
     def overlaps(self, other: Region) -> bool:
-        """Tell whether any element is in both."""
+        """Return whether any element is in both."""
         if self.storage != other.storage or 0 in self.size or 0 in other.size:
             return False
         if self.itemsize != other.itemsize:
@@ -41,7 +41,7 @@ class Region:
 
 
 def region_of(tensor: Tensor | None) -> Region | None:
-    """Return where a tensor is, or ``None`` if it is nowhere that could be shared, as a sparse one."""
+    """Return the memory of a tensor, or ``None`` if it cannot be shared, as that of a sparse one."""
     if tensor is None or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         return None
     return Region(
@@ -62,7 +62,7 @@ class Changes:
             if region is None:
                 continue
             if any(o is not None and n != k and o.overlaps(region) for n, o in enumerate(regions)):
-                raise _refusal(j, "that came into it under two names, in a tuple or as a skip")
+                raise _refusal(j, "that it received twice, in a tuple or as a skip")
             self._changed.append((j, region))
 
     def check_skip(self, name: str, source: int, region: Region | None) -> None:
@@ -74,6 +74,6 @@ class Changes:
 
 def _refusal(j: int, which: str) -> RuntimeError:
     return RuntimeError(
-        f"partition {j} changed a tensor in place {which}: the other would be changed in the plain model, but not in a "
-        "pipeline; use inplace=False, clone() the tensor first, or put these layers into one partition"
+        f"partition {j} changed a tensor in place {which}: the plain model would change both, a pipeline does not; use "
+        "inplace=False, clone() the tensor first, or put these layers into one partition"
     )

@@ -130,7 +130,7 @@ def _check_same(parameters: Sequence[Tensor], tape: Tape) -> None:
     known = {id(parameter) for of_partition in tape.parameters for parameter in of_partition}
     if any(parameter.requires_grad and id(parameter) not in known for parameter in parameters):
         raise RuntimeError(
-            "a parameter of a pipeline has been replaced between its forward and its recomputation by "
+            "a parameter of a pipeline was replaced between its forward and its recomputation by "
             "torch.utils.checkpoint, for example by torch.func.functional_call; keep the pipeline out of the checkpoint"
         )
 
@@ -145,6 +145,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         raise RuntimeError(
-            "gradients that came through GPipe cannot be differentiated again: it does not support double backward "
+            "gradients that come from GPipe cannot be differentiated again: it does not support double backward "
             "(create_graph=True)"
         )

@@ -24,7 +24,7 @@ _in_backward: contextvars.ContextVar[bool] = contextvars.ContextVar("pipelines i
 
 
 def began_in_backward() -> bool:
-    """Tell, in a layer, whether a backward called the pipeline, or one around it: to recompute what it once made."""
+    """Return, in a layer, whether a backward called the pipeline, or one around it, to recompute it."""
     return _in_backward.get()
 
 
@@ -68,13 +68,13 @@ class CallerState:
                 "a pipeline cannot be called from one of its own layers"
                 if where is None or where.phase != "backward"
                 else "a pipeline cannot be called from the backward of one of its own layers, for example by "
-                "saved-tensor hooks that recompute it; use torch.utils.checkpoint, whose hooks stay outside"
+                "saved-tensor hooks that recompute it; use torch.utils.checkpoint instead"
             )
 
     def run(self, function: Callable[..., R], *args: Any) -> R:
-        """Call ``function`` under the settings: as the caller left them, whatever other tasks changed.
+        """Call ``function`` under the caller's state, whatever other tasks changed.
 
-        Each task enters them anew. Autocast caches its casts of the weights until it ends, and one that a checkpointed
+        Each task enters it anew. Autocast caches its casts of the weights until it ends, and one that a checkpointed
         task made without grad must not serve the next task.
         """
         around = self._context.copy()

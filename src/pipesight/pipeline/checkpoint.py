@@ -227,7 +227,7 @@ class Buffers:
 
 
 def _tracked(module: nn.Module, name: str) -> bool:
-    """Tell whether a buffer is one that batch normalisation leaves alone when told not to track."""
+    """Return whether a buffer is one that batch normalisation leaves alone when told not to track."""
     return isinstance(module, BatchNorm) and name in ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -238,7 +238,7 @@ def _differ(before: Tensor | None, after: Tensor | None) -> bool:
 
 
 def changes_input(partition: nn.Module, seen_not_to: bool) -> bool:
-    """Tell whether a partition may change its input in place, by what its layers say of themselves.
+    """Return whether a partition may change its input in place, by what its layers say of themselves.
 
     The first layer is believed. A later one may get the input, too, if those before hand it through; the first time,
     it is taken to, and the caller sees what comes of it.

@@ -1,4 +1,4 @@
-"""`GPipe`: a sequential model on several devices, fed with micro-batches."""
+"""`GPipe`: a sequential model as a pipeline over the devices of one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["GPipe"]
 
 _RECIPE = """
 
-If you do not know a good balance, have the layers timed on a sample of your input:
+If you do not know a good balance, time the layers on a sample of your input:
 
     from pipesight import GPipe
     from pipesight.balance import balance_by_time
@@ -45,9 +45,9 @@ If you do not know a good balance, have the layers timed on a sample of your inp
 
 
 class GPipe(nn.Module):
-    """Runs an ``nn.Sequential`` as a pipeline: consecutive layers on one device each, micro-batch after micro-batch.
+    """Runs an ``nn.Sequential`` as a pipeline: partitions of consecutive layers, each on its device.
 
-    Gradients, hooks and optimizers see an ordinary module. ::
+    Gradients, hooks and optimizers work as for an ordinary module. ::
 
         pipe = GPipe(nn.Sequential(embed, encoder, decoder, head), balance=[2, 2], chunks=4)
         pipe(batch).mean().backward()
@@ -55,10 +55,10 @@ class GPipe(nn.Module):
     Args:
         module: The model; its layers are moved to the devices.
         balance: How many layers each partition takes.
-        devices: One a partition, such as ``["cuda:0", "cuda:1"]`` or ``[0, 1]``; more are not used. By default the
-            CUDA devices in order, or the CPU for every partition where there is none.
-        chunks: How many micro-batches a mini-batch is cut into.
-        checkpoint: Which micro-batches are run again before their backward instead of keeping activations:
+        devices: One per partition, such as ``["cuda:0", "cuda:1"]`` or ``[0, 1]``; extra ones are ignored. By default
+            the CUDA devices in order, or the CPU forevery partition if there is no GPU.
+        chunks: Number of micro-batches per mini-batch.
+        checkpoint: Which micro-batches are recomputed in backward instead of keeping their activations:
             ``"always"`` all of them, ``"except_last"``, or ``"never"``.
         deferred_batch_norm: Let ``nn.BatchNorm*`` track the statistics of the whole mini-batch instead of those of
             each micro-batch.
@@ -106,7 +106,7 @@ class GPipe(nn.Module):
 
     @property
     def chunks(self) -> int:
-        """How many micro-batches a mini-batch is cut into. It may be changed between calls."""
+        """Number of micro-batches per mini-batch. It may be changed between calls."""
         return self._chunks
 
     @chunks.setter
@@ -115,7 +115,7 @@ class GPipe(nn.Module):
 
     @property
     def checkpoint(self) -> CheckpointMode:
-        """Which micro-batches are run again before their backward. It may be changed between calls."""
+        """Which micro-batches are recomputed in backward. It may be changed between calls."""
         return self._checkpoint
 
     @checkpoint.setter
@@ -126,7 +126,7 @@ class GPipe(nn.Module):
         return sum(self._balance)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Return a layer by its place in the original model."""
+        """Return a layer by its index in the original model."""
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -142,7 +142,7 @@ class GPipe(nn.Module):
                 f"GPipe takes one input, but got {1 + len(more)}; pass several tensors as one tuple: model(({names}))"
             )
         if in_transform():
-            raise RuntimeError("torch.func transforms such as grad and vmap cannot look into GPipe; use torch.autograd")
+            raise RuntimeError("torch.func transforms such as vmap and grad cannot see into GPipe; use torch.autograd")
         inputs = as_tuple(input, "input")
         if not self._balance:
             return input
@@ -171,7 +171,7 @@ class GPipe(nn.Module):
         return output
 
     def _engine(self) -> Engine:
-        """Return what runs the partitions, made on first use and again after a copy or a fork."""
+        """Return what runs the partitions, created on first use and again after a copy or a fork."""
         engine: Engine | None = self.__dict__.get("_running")
         if engine is None or not engine.workers.alive:
             partitions = cast(list[Partition], list(self.partitions))
@@ -216,19 +216,19 @@ class GPipe(nn.Module):
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> NoReturn:
-        """Raise ``TypeError``: the devices are chosen when the model is made."""
+        """Raise ``TypeError``: the devices are chosen in the constructor."""
         self._deny_move()
 
     def cpu(self) -> NoReturn:
-        """Raise ``TypeError``: the devices are chosen when the model is made."""
+        """Raise ``TypeError``: the devices are chosen in the constructor."""
         self._deny_move()
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Raise ``TypeError``: the devices are chosen when the model is made."""
+        """Raise ``TypeError``: the devices are chosen in the constructor."""
         self._deny_move()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Let a module around this one change the dtype, but not the device: that of any tensor here is its own."""
+        """Let an enclosing module change the dtype, but not the device, which each tensor here keeps."""
 
         def stay(tensor: Tensor) -> Tensor:
             changed = fn(tensor)
@@ -241,14 +241,14 @@ class GPipe(nn.Module):
     def _deny_move(self) -> NoReturn:
         raise TypeError(
             "denied to move parameters and buffers, because GPipe manages the devices of its partitions "
-            f"(devices: {[str(d) for d in self._devices]}); choose them when it is made: GPipe(..., devices=[...]), "
+            f"(devices: {[str(d) for d in self._devices]}); choose them in the constructor, GPipe(..., devices=[...]), "
             "and move the modules around it one by one"
         )
 
 
 def _deny_change(what: str) -> NoReturn:
     raise AttributeError(
-        f"{what} of a GPipe cannot be changed, since its layers are on their devices; build a new one: "
+        f"{what} of a GPipe cannot be changed, because its layers are already on their devices; build a new one: "
         "GPipe(nn.Sequential(*model), balance=[...], devices=[...])"
     )
 

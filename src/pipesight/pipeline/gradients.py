@@ -1,4 +1,4 @@
-"""Gradients of one mini-batch: those that come in at the outputs, and those of the parameters, summed up."""
+"""Gradients of one mini-batch: run a local graph, sum over micro-batches, and call hooks once for the sum."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OutputGradients:
 
 
 class GradientSum:
-    """Adds up gradients by parameter, in the order in which they come."""
+    """Sums gradients by parameter, in the order in which they arrive."""
 
     def __init__(self) -> None:
         # By id: hashing a tensor goes through Python code.
@@ -42,7 +42,7 @@ class GradientSum:
         self._owned: set[int] = set()
 
     def add(self, parameters: Iterable[Tensor], gradients: list[Tensor | None]) -> None:
-        """Add one gradient a parameter, and empty the list, so that no gradient outlives its addition."""
+        """Add one gradient per parameter, and empty the list, so that no gradient outlives its addition."""
         sums, terms = [], []
         for k, parameter in enumerate(parameters):
             gradient, gradients[k] = gradients[k], None
@@ -62,7 +62,7 @@ class GradientSum:
             add_each(sums, terms)
 
     def merge(self, other: GradientSum) -> None:
-        """Add all of another sum, and forget it there."""
+        """Add all of another sum, and empty that one."""
         gradients: list[Tensor | None] = list(other._sums.values())
         other._sums.clear()
         self._owned |= other._owned - self._sums.keys()
@@ -86,8 +86,8 @@ class GradientSum:
             return
         if not backward_accumulates():
             raise RuntimeError(
-                "a parameter that is used only inside torch.utils.checkpoint(use_reentrant=True) gets a gradient from "
-                ".backward() without inputs= alone, not from torch.autograd.grad; set use_reentrant=False"
+                "a parameter that is used only inside torch.utils.checkpoint(use_reentrant=True) gets a gradient only "
+                "from .backward() without inputs=, not from torch.autograd.grad; set use_reentrant=False"
             )
         torch.autograd.backward(late, [self.take(parameter) for parameter in late])
 
@@ -116,10 +116,10 @@ def run_graph(
 
 
 def silence_hooks(parameters: Iterable[Tensor]) -> None:
-    """Let the hooks of parameters wait for the gradient of the whole mini-batch, and keep still if there is none.
+    """Make the hooks of parameters wait for the gradient of the whole mini-batch, and skip them if there is none.
 
     Autograd calls those of ``Tensor.register_hook`` wherever a gradient reaches the parameter, also for one micro-batch
-    inside a partition. And it calls all of them for every parameter that some output depends on, also if the caller's
+    inside a partition. And it calls all of them forevery parameter that some output depends on, also if the caller's
     loss leaves that output out.
     """
     backward = current_backward()
@@ -133,7 +133,7 @@ def silence_hooks(parameters: Iterable[Tensor]) -> None:
 
 
 def expect_no_gradient(parameters: Iterable[Tensor]) -> None:
-    """Let hooks know that these parameters get nothing from the pipeline, though perhaps from elsewhere."""
+    """Tell hooks that these parameters get no gradient from the pipeline, though perhaps from elsewhere."""
     for parameter in parameters:
         for hook in (post_accumulate_hooks(parameter) or {}).values():
             if isinstance(hook, _AfterHook):
@@ -141,7 +141,7 @@ def expect_no_gradient(parameters: Iterable[Tensor]) -> None:
 
 
 class _WaitingHook:
-    """A hook of ``Tensor.register_hook`` that keeps still inside of partitions, but notes that it was called."""
+    """A hook of ``Tensor.register_hook`` that does nothing inside partitions but note that it was called."""
 
     def __init__(self, hook: Callable[[Tensor | None], Tensor | None]) -> None:
         functools.update_wrapper(self, hook, updated=())
@@ -164,7 +164,7 @@ class _WaitingHook:
 
 
 class _AfterHook:
-    """A hook of ``register_post_accumulate_grad_hook`` that keeps still if nothing was accumulated."""
+    """A hook of ``register_post_accumulate_grad_hook`` that does nothing if nothing was accumulated."""
 
     def __init__(self, hook: Callable[[Tensor], None]) -> None:
         functools.update_wrapper(self, hook, updated=())

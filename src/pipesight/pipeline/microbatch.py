@@ -1,4 +1,4 @@
-"""A mini-batch cut into micro-batches, and put together again."""
+"""Split a mini-batch into micro-batches, and concatenate their outputs."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def as_tuple(value: object, what: str) -> tuple[Tensor, ...]:
 
 
 def scatter(tensors: tuple[Tensor, ...], chunks: int) -> list[tuple[Tensor, ...]]:
-    """Cut each tensor along its first dimension as ``torch.chunk`` does: at most ``chunks`` micro-batches.
+    """Split each tensor along its first dimension as ``torch.chunk`` does: at most ``chunks`` micro-batches.
 
-    A batch smaller than ``chunks`` gives one micro-batch a sample, an empty one a single empty micro-batch.
+    A batch smaller than ``chunks`` gives one micro-batch per sample, an empty one a single empty micro-batch.
     """
     if not tensors:
         raise ValueError("input must hold at least one Tensor, but got an empty tuple")
     if any(t.dim() == 0 for t in tensors):
-        raise ValueError("input must have a batch dimension to be cut into micro-batches, but got a 0-d Tensor")
+        raise ValueError("input must have a batch dimension to be split into micro-batches, but got a 0-d Tensor")
     sizes = [t.size(0) for t in tensors]
     if len(set(sizes)) > 1:
         raise ValueError(f"all input tensors must have the same batch size (first dimensions: {sizes})")
@@ -64,11 +64,11 @@ def gather(outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Concatenate the outputs of all micro-batches along the first dimension."""
     counts = {len(output) for output in outputs}
     if len(counts) > 1:
-        raise RuntimeError(f"every micro-batch must give the same number of outputs, but they gave {sorted(counts)}")
+        raise RuntimeError(f"all micro-batches must return the same number of outputs, but returned {sorted(counts)}")
     if any(t.dim() == 0 for output in outputs for t in output):
         raise RuntimeError(
-            "the output must keep its batch dimension to be put together from micro-batches, but a layer returned a "
-            "0-d Tensor; compute the loss outside of the pipeline"
+            "the output must have a batch dimension to be concatenated from micro-batches, but a layer returned a 0-d "
+            "Tensor; compute the loss outside the pipeline"
         )
     if len(outputs) == 1:
         return [t.detach() for t in outputs[0]]

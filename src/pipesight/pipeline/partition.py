@@ -45,7 +45,7 @@ class Partition(nn.Sequential):
 
 
 def _watch_backward(input: object, output: object, name: str, where: Where) -> None:
-    """Tell the observers when backward comes to a layer.
+    """Tell the observers when backward reaches a layer.
 
     Its backward starts when the gradient reaches a node of its output, and ends when the next layer's starts or the
     task ends. A layer that adds no node has none.
@@ -75,7 +75,7 @@ def verify_sequential(module: nn.Module) -> None:
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
             f"non-sequential module cannot be partitioned: {type(module).__name__} is an nn.Sequential "
-            "with a forward of its own, which would not be called"
+            "with its own forward, which would not be called"
         )
     first: dict[nn.Module | None, str] = {}
     for name, child in module._modules.items():  # named_children() leaves out repeated layers
@@ -98,8 +98,8 @@ def non_sequential(module: object) -> TypeError:
     """Return the error about a module that cannot be cut; a note says what to do."""
     error = TypeError("non-sequential module cannot be partitioned")
     error.add_note(
-        f"{type(module).__name__} is no nn.Sequential; write it as one, nn.Sequential(layer, layer, ...), in which "
-        "each layer takes the output of the layer before; see docs/how-to/sequential.md"
+        f"{type(module).__name__} is not an nn.Sequential; write it as one, nn.Sequential(layer, layer, ...), in which "
+        "each layer takes the output of the one before; see docs/how-to/sequential.md"
     )
     return error
 
@@ -182,6 +182,6 @@ class PlacedPartition:
         now = {*self.layers.parameters(), *self.trainable()}
         if any(weight not in now for weight in weights):
             raise RuntimeError(
-                "a parameter of a checkpointed partition has been replaced between forward and backward, for example "
+                "a parameter of a checkpointed partition was replaced between forward and backward, for example "
                 "by torch.func.functional_call; use checkpoint='never'"
             )

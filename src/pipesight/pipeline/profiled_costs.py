@@ -61,7 +61,7 @@ def with_sizes(costs: Costs, profiled: Costs) -> Costs:
     """
     if len(costs.layers) != len(profiled.layers):
         raise ValueError(
-            f"the model must be that of the run (layers of the model: {len(profiled.layers)}, "
+            f"the model must be the one of the run (layers of the model: {len(profiled.layers)}, "
             f"of the run: {len(costs.layers)})"
         )
     layers = [_with_size(layer, known) for layer, known in zip(costs.layers, profiled.layers, strict=True)]

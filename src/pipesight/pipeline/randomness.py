@@ -1,4 +1,4 @@
-"""A random stream of its own for every task.
+"""A random stream of its own forevery task.
 
 PyTorch has one default generator per device, shared by all threads. Workers that drew from it side by side would get
 numbers in an order that changes from run to run, and a recomputation could not get those of the first forward again.
@@ -61,7 +61,7 @@ SavedGenerators: TypeAlias = dict[torch.Generator, Tensor]
 
 
 class PassRandomness:
-    """The seeds of one pass, one a device, drawn from the caller's generators when first needed.
+    """The seeds of one pass, one per device, drawn from the caller's generators when first needed.
 
     Those are the default ones, or in a pipeline that is a layer of another, those of the outer task. Partitions in
     other processes share a seed, and draw none themselves (:func:`next_seed`).
@@ -178,7 +178,7 @@ def end_task() -> SavedGenerators:
 
 @functools.cache
 def _install() -> Any:
-    """Register our kernel for every random operator, and our view of the state; once in a process, about 0.2 s."""
+    """Register our kernel forevery random operator, and our view of the state; once in a process, about 0.2 s."""
     key = dispatch_key(SPARE_KEY)
     everything = torch.library.Library("_", "IMPL", SPARE_KEY)
     everything.fallback(torch.library.fallthrough_kernel)
@@ -247,7 +247,7 @@ def _run(op: Any, ours: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_certain(op: Any, args: Any, kwargs: Any) -> bool:
-    """Tell whether an operator that could drop elements, such as fused attention, has nothing to draw."""
+    """Return whether an operator that could drop elements, such as fused attention, has nothing to draw."""
     for position, argument in enumerate(schema_of(op).arguments):
         if argument.name in ("dropout_p", "dropout"):
             return not (args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value))

@@ -14,8 +14,8 @@ A layer declares what it stashes and pops, and its ``forward`` yields the comman
             skip = yield pop("skip")
             return self.conv(input) + skip
 
-In a plain ``nn.Sequential`` the tensor waits in the thread; in a ``GPipe`` it goes straight from the source's device
-to the target's, and its gradient straight back.
+In a plain ``nn.Sequential`` the tensor stays in the thread; in a ``GPipe`` it is copied straight from the source's
+device to the target's, and its gradient straight back.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Keeps equal skip names of different parts of a model apart; see ``isolate`` of a skippable layer.
+    """Separates equal skip names of different parts of a model; see ``isolate`` of a skippable layer.
 
     Example::
 
@@ -69,7 +69,7 @@ class SkipKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class stash:  # noqa: N801 (a command, written like a function call)
-    """``yield stash(name, tensor)`` puts ``tensor`` (or ``None``) aside for the layer that pops ``name``."""
+    """``yield stash(name, tensor)`` stores ``tensor`` (or ``None``) for the layer that pops ``name``."""
 
     name: str
     """Of the skip."""
@@ -96,11 +96,11 @@ class SkipTracker:
         self.tensors: dict[Hashable, Tensor | None] = {} if tensors is None else tensors
 
     def stash(self, key: Hashable, tensor: Tensor | None) -> None:
-        """Put ``tensor`` aside; a second one under the same key replaces the first."""
+        """Store ``tensor``; a second one under the same key replaces the first."""
         self.tensors[key] = tensor
 
     def pop(self, key: Hashable) -> Tensor | None:
-        """Take out what was put aside, or raise ``KeyError``."""
+        """Remove and return what was stored, or raise ``KeyError``."""
         return self.tensors.pop(key)
 
 
@@ -130,12 +130,14 @@ class use_tracker:  # noqa: N801 (a context manager, written like a function cal
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
     """Declare the skip connections of a module class whose ``forward`` yields :class:`stash` and :class:`pop`.
 
-    The class stays what it was, so that parameters, pickling and ``isinstance`` do too; it gains
+    The class itself is kept, and with it parameters, pickling and ``isinstance``; it gains
     ``isolate(namespace, *, only=None)``, which moves its names (or those in ``only``) into a namespace and returns
     the layer.
     """
     if isinstance(stash, type):
-        raise TypeError(f"skippable decorates {_class(stash)} without names; use @skippable(stash=[...], pop=[...])")
+        raise TypeError(
+            f"skippable needs the names that {_class(stash)} stashes and pops: @skippable(stash=[...], pop=[...])"
+        )
     stashes, pops = _names("stash", stash), _names("pop", pop)
     if twice := sorted(stashes & pops):
         raise ValueError(f"a layer cannot stash and pop the same name (names: {', '.join(twice)})")
@@ -159,7 +161,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
 
 def _drive(layer: nn.Module, body: object, stashes: frozenset[str], pops: frozenset[str]) -> Any:
-    """Run the generator that a skippable ``forward`` is, and obey its commands."""
+    """Run the generator of a skippable ``forward``, and carry out its commands."""
     due_stashes, due_pops = set(stashes), set(pops)
     if isinstance(body, Generator):
         resume = functools.partial(body.send, None)
@@ -199,7 +201,7 @@ def _take(due: set[str], declared: frozenset[str], name: str, verb: str) -> None
     if name not in declared:
         raise RuntimeError(f"'{name}' is not declared: @skippable({verb}=['{name}'])")
     if name not in due:
-        raise RuntimeError(f"'{name}' is used a second time; a layer can {verb} a name once")
+        raise RuntimeError(f"'{name}' is used twice; a layer can {verb} a name only once")
     due.discard(name)
 
 
@@ -235,7 +237,7 @@ def skip_keys(layer: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Check that every stash of a sequential model meets exactly one pop, after it.
+    """Check that every stash of a sequential model has exactly one pop, in a later layer.
 
     Raises:
         TypeError: Some do not; the message lists all of them.
@@ -265,7 +267,7 @@ def verify_skippables(module: nn.Sequential) -> None:
         raise TypeError(
             "every stash needs exactly one pop in a later layer, but:\n"
             + "".join(f"  * {line}\n" for line in wrong)
-            + "equal names of different pairs can be told apart with layer.isolate(Namespace())"
+            + "to use a name for several pairs, isolate each: layer.isolate(Namespace())"
         )
 
 

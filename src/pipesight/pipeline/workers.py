@@ -25,11 +25,11 @@ Job: TypeAlias = Callable[[Where], None]
 
 
 class Pace:
-    """Tells whether the tasks of a pipeline are so brief that its workers had better take turns.
+    """Decides whether tasks are so brief that the workers should take turns.
 
-    Every operator lets go of Python's lock and asks for it again. Workers that do little else wake each other up more
-    than they work: below about 120 µs a task, partitions side by side are slower than one after the other. How long a
-    task takes by itself shows only in turns, so a pass that might be brief is followed by one in turns, for a trial.
+    Every operator releases the GIL and takes it again. Workers that do little else spend their time waking each other
+    up: below about 120 µs per task, partitions in parallel are slower than one after the other. How long a task takes
+    alone shows only in turns, so a pass that might be brief is followed by one in turns, as a trial.
     """
 
     BRIEF = 120e-6
@@ -42,7 +42,7 @@ class Pace:
         self._usual: float | None = None
 
     def learn(self, seconds: float, *, in_turns: bool) -> None:
-        """Note how long a task took, on average, in a pass that was run in turns or was not."""
+        """Note the average duration of a task in a pass, run in turns or not."""
         if in_turns:
             # An average over the last few passes: other programs disturb one now and then.
             self._usual = seconds if self._usual is None else self._usual + (seconds - self._usual) / 4
@@ -56,10 +56,10 @@ class Pace:
 
 
 class Workers:
-    """A thread for every partition on the CPU and for every GPU.
+    """One thread per partition on the CPU, and one per GPU.
 
-    Partitions on one GPU could only take turns, and threads that launch kernels in turns lose more time with Python's
-    lock than they win. Passes from several callers run one after the other in each thread.
+    Partitions on one GPU share a thread: several would only compete for the GIL to launch kernels on one device.
+    Passes of several callers run one after the other in each thread.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -79,7 +79,7 @@ class Workers:
 
     @property
     def alive(self) -> bool:
-        """Whether the threads exist in this process: a fork does not take them along."""
+        """Whether the threads exist in this process: a forked one does not have them."""
         return self._pid == os.getpid()
 
     def run(self, jobs: Sequence[Job], abort: Callable[[], None]) -> None:
@@ -90,13 +90,13 @@ class Workers:
         """
         if not self.alive:
             raise RuntimeError(
-                "backward must run in the process that ran forward, but that was another one before a fork; "
-                "run forward here too"
+                "backward must run in the process that ran forward, but this process was forked after it; run forward "
+                "here too"
             )
         unfinished = _Countdown(len(jobs))
         sent: list[None] = []
         try:
-            # Every worker sees the passes in one order, or two callers could wait for each other for ever.
+            # Every worker sees the passes in one order, or two callers could wait for each other forever.
             # A single C call hands out all jobs, so that an interrupt falls before it or after it.
             with self._submitting:
                 sent.extend(map(SimpleQueue.put, self._inboxes, [unfinished.counting(job) for job in jobs]))
