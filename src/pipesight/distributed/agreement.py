@@ -22,7 +22,7 @@ __all__ = ["LAYERS", "Agreement", "DisagreementError", "differences"]
 Message = dict[str, Any]
 
 LAYERS = "the layers of the model"
-"""The argument whose value is a fingerprint, which is another for another balance, too."""
+"""The argument whose value is a fingerprint; it also changes with the balance."""
 
 _EVERYONE = "all ranks to make the same call"
 
@@ -39,7 +39,7 @@ class Agreement:
         monitor: Explains what is wrong if they do not all answer.
     """
 
-    _SIZE = 512  # what most messages fit in; longer ones take a second exchange
+    _SIZE = 512  # bytes, enough for most messages; longer ones take a second exchange
 
     def __init__(self, group: dist.ProcessGroup, monitor: RankMonitor) -> None:
         self.group, self._monitor = group, monitor
@@ -94,7 +94,7 @@ def differences(arguments: Mapping[int, Mapping[str, Any]]) -> str:
     for name in next(iter(arguments.values())):
         groups = _by_value({rank: given[name] for rank, given in arguments.items()})
         if len(groups) > 1 and not (name == LAYERS and any(text.startswith("balance:") for text in told)):
-            # A fingerprint says nothing to a reader.
+            # A fingerprint means nothing to a reader.
             values = ["some", *["others"] * (len(groups) - 1)] if name == LAYERS else list(groups)
             told.append(
                 f"{name}: " + _few([f"{v} on {_named(r)}" for v, r in zip(values, groups.values(), strict=True)])
@@ -103,7 +103,7 @@ def differences(arguments: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _by_value(values: Mapping[int, Any]) -> dict[str, list[int]]:
-    """Return the ranks that have each value, as text."""
+    """Return the ranks by value, which is given as text."""
     groups: dict[str, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(str(value), []).append(rank)

@@ -23,7 +23,7 @@ _RULE = "every rank must call step, eval_step and predict equally often; give ea
 
 @dataclass(slots=True)
 class Answers:
-    """What is known of the ranks, from one of them that asked."""
+    """What one rank, the asker, has found out about all of them."""
 
     asker: int
     waited_for: str
@@ -32,13 +32,13 @@ class Answers:
     call: str
     """The last of them."""
     states: Mapping[int, Mapping[str, Any]]
-    """Of those that answered, or left word when they ended: what they wait for, where they are, their calls."""
+    """Of ranks that answered, or left a note when they exited: what they wait for, where they are, their calls."""
     silent: Collection[int]
     gone: Collection[int]
-    """Of the silent ones, those whose process has ended."""
+    """Those of the silent ranks whose process has ended."""
 
     def behind(self) -> dict[int, int]:
-        """Return the calls of those that have made fewer, and do not wait in another."""
+        """Return the numbers of calls of ranks that made fewer than the asker and are not in one."""
         return {rank: s["calls"] for rank, s in self.states.items() if s["calls"] < self.calls and not s["in_call"]}
 
     def rule(self) -> str:
@@ -81,7 +81,7 @@ def late(answers: Answers, seconds: float | None) -> str:
 
 
 class LivenessPort:
-    """A port that is open as long as this process is there."""
+    """A port that is open as long as this process is alive."""
 
     def __init__(self) -> None:
         self._socket = socket.socket()
@@ -89,14 +89,14 @@ class LivenessPort:
         self._socket.listen(1024)
         reference = weakref.ref(self._socket)
 
-        def close() -> None:  # a child, such as a worker of a loader, may live longer
+        def close() -> None:  # a child, such as a data loader worker, may outlive this process
             if (mine := reference()) is not None:
                 mine.close()
 
         os.register_at_fork(after_in_child=close)
 
     def address(self) -> dict[str, Any]:
-        """Return where others find this process."""
+        """Return host, IP address and port, for `is_gone`."""
         return {"host": socket.gethostname(), "ip": _own_ip(), "port": self._socket.getsockname()[1]}
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class LivenessPort:
 def is_gone(address: dict[str, Any]) -> bool:
     """Return whether a process has certainly ended, given its address."""
     if address["ip"].startswith("127.") and address["host"] != socket.gethostname():
-        return False  # not to be reached from here
+        return False  # unreachable from here
     try:
         with socket.create_connection((address["ip"], address["port"]), timeout=_PATIENCE):
             return False
@@ -118,7 +118,7 @@ def is_gone(address: dict[str, Any]) -> bool:
 
 
 def _own_ip() -> str:
-    """Return the address under which those see this host who reach it by way of the master's network."""
+    """Return the address of this host in the network of ``MASTER_ADDR``."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", "localhost"), 9))  # sends nothing
         return str(probe.getsockname()[0])

@@ -1,17 +1,17 @@
-"""When a rank fails or hangs: the others learn which one, and why, and do not wait for it.
+"""When a rank fails or hangs, the others find out which one and why, and stop waiting for it.
 
-The store of the process group is the notice board::
+The ranks share notes in the store of the process group::
 
-    failure          what the first rank that failed wrote: everyone raises that
+    failure          the note of the first rank that failed: all ranks raise it
     told/RANK        this rank has read it
-    question         how often ranks asked where all of them are, since they waited too long, or a connection broke
+    question         how often a rank has asked all others where they are, after a timeout or a broken connection
     state/RANK       the answer of each
-    left/RANK        how many calls a rank made that has ended since, as Python ends
-    address/RANK     where to see whether the process is still there
+    left/RANK        how many calls a rank made that has exited since
+    address/RANK     where to check whether the process is alive
 
-A rank that fails writes its note and closes its connections. Those who wait for it get an error at once, wherever they
-wait: in the pipeline, in a collective of a layer, or in one of the user's between steps. They look at the board, and
-raise `RankFailedError` with the cause.
+A rank that fails writes its note and closes its connections. Ranks that wait for it get an error at once, wherever they
+wait: in the pipeline, in a collective of a layer, or in one of the user's between steps. They read the note and raise
+`RankFailedError` with the cause.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from pipesight.distributed.symptoms import collective_of, is_late, is_symptom, s
 __all__ = ["RankFailedError", "RankMonitor"]
 
 _PATIENCE = 1.0  # seconds for a note to appear, after a connection broke
-_ANSWERS = 5.0  # seconds for ranks to answer that are there
+_ANSWERS = 5.0  # seconds for ranks to answer
 _STORE = 15.0  # and for the store
-_LINGERS = 5.0  # seconds that the rank with the store waits for others to read the note
+_LINGERS = 5.0  # seconds that the rank with the store waits for others to read a note
 _NO_TAG = 1_000_003  # of nothing that is ever sent: a real message must not meet a receiver of another size
-_COURTESY = 0.3  # seconds in which the rank with the cause prints it first
+_COURTESY = 0.3  # seconds for the rank that failed to print its error first
 
 
 @dataclasses.dataclass(slots=True)
 class Calls:
-    """The calls of a pipeline that a rank has begun."""
+    """Counts the calls of a pipeline on this rank."""
 
     begun: int = 0
     last: str = ""
@@ -60,7 +60,7 @@ class Calls:
 
     @contextlib.contextmanager
     def running(self, call: str, number: int) -> Iterator[None]:
-        """Count a call, which is under way in this block."""
+        """Count a call that runs in this block."""
         self.begun, self.last, self.inside = number, call, True
         try:
             yield
@@ -73,11 +73,11 @@ class RankFailedError(RuntimeError):
 
 
 class RankMonitor:
-    """What one pipeline knows of the other ranks.
+    """Watches the other ranks of one pipeline, and answers their questions about this one.
 
     Args:
-        groups: Those that it uses, the one with all ranks first.
-        where: The place of this rank.
+        groups: The process groups of the pipeline, the one with all ranks first.
+        where: The context of this rank.
         timeout: Seconds after which a rank that keeps others waiting counts as hanging, if the user chose any.
     """
 
@@ -106,7 +106,7 @@ class RankMonitor:
         weakref.finalize(self, _leave, *kept)  # at exit at the latest
 
     def fail(self, error: BaseException) -> None:
-        """Let the others know that this rank fails, and do not let them wait."""
+        """Tell the others that this rank fails, and end their wait for it."""
         self._note(error)
         self._break()
 
@@ -121,7 +121,7 @@ class RankMonitor:
             self._store.compare_set("failure", "", note)
 
     def _break(self) -> None:
-        """Close the connections, by a wait that is too short: gloo has no other way."""
+        """Close the connections, with a wait that times out at once: gloo has no other way."""
         for group in self._groups:
             for peer in range(dist.get_world_size(group)):
                 with contextlib.suppress(Exception):
@@ -136,7 +136,7 @@ class RankMonitor:
 
     @contextlib.contextmanager
     def explaining(self, waited_for: str) -> Iterator[None]:
-        """Explain errors of the transport in a block that waits for other ranks."""
+        """Turn transport errors in a block that waits for other ranks into `RankFailedError`."""
         self.waits_for = waited_for
         try:
             yield
@@ -148,7 +148,7 @@ class RankMonitor:
             self.waits_for = None
 
     def explain(self, error: BaseException, waited_for: str | None = None) -> RankFailedError:
-        """Return what an error of the transport is really about."""
+        """Return the error that names the rank behind a transport error."""
         notes = getattr(error, "__notes__", [])
         waited_for = waited_for or f"other ranks {notes[0] if notes else self._place()}"
         self._symptom = waited_for
@@ -168,14 +168,14 @@ class RankMonitor:
         return RankFailedError(note["text"])
 
     def _store_answers(self) -> bool:
-        """Return whether the other thread got an answer of the store: what keeps it may be gone, or hang."""
+        """Return whether the store answers the other thread: the rank that hosts it may have died, or hang."""
         before, until = self._rounds, time.monotonic() + _STORE
         while self._thread.is_alive() and self._rounds == before and time.monotonic() < until:
             time.sleep(0.02)
         return self._rounds != before
 
     def _read(self, patience: float) -> dict[str, Any] | None:
-        """Return the note on the board; wait a while for it, and longer if a rank is about to write one."""
+        """Return the note of a failure; wait a while for it, and longer if a rank is about to write one."""
         until = latest = time.monotonic() + patience
         try:
             asked = self._store.add("question", 0) if patience else 0
@@ -193,14 +193,14 @@ class RankMonitor:
             return None
 
     def _diagnose(self, error: BaseException, waited_for: str, hurry: bool) -> None:
-        """Ask all ranks where they are, and post which of them is the cause, unless somebody else has."""
+        """Ask all ranks where they are, and write a note that names the cause, unless another rank has."""
         with contextlib.suppress(Exception):
             number = self._store.add("question", 1)
             states: dict[int, Any] = {self._rank: self._state()}
             silent, gone = [rank for rank in self._ranks if rank not in states], set[int]()
             until = time.monotonic() + _ANSWERS
             while not self._store.check(["failure"]) and time.monotonic() < until:
-                # First: one that left has left word before its process was gone.
+                # First: a rank that exited left its note before its process ended.
                 gone = {rank for rank in silent if is_gone(json.loads(self._store.get(f"address/{rank}")))}
                 answers = {rank: answer for rank in silent if (answer := self._answer_of(rank, number)) is not None}
                 states |= answers
@@ -233,7 +233,7 @@ class RankMonitor:
         return None
 
     def _place(self) -> str:
-        """Return where this rank is, by partition and layer."""
+        """Return the partition, layer, micro-batch and phase that this rank is in."""
         where = self._where
         if where.phase is None:
             return "outside the pipeline" if not self.calls.inside else "between tasks of the pipeline"
@@ -261,7 +261,7 @@ class RankMonitor:
 
 
 def _own_client() -> Any:
-    """Return a client of the default store that answers while the main thread waits for something from it."""
+    """Return a client of the default store that can be used while the main thread waits for the store."""
     store: Any = default_store()
     try:
         return store.clone()
@@ -270,7 +270,7 @@ def _own_client() -> Any:
 
 
 def _outlives_ranks() -> bool:
-    """Return whether the store is kept by torchrun, and not by the first rank."""
+    """Return whether torchrun hosts the store, and not the first rank."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -298,7 +298,7 @@ def _leave(
     ranks: Sequence[int],
     calls: Calls,
 ) -> None:
-    """Leave word for those who go on; if the store ends with this rank, let them read what is there first."""
+    """Leave a note for the remaining ranks; if this rank hosts the store, let them read it first."""
     ended.set()
     if thread is not threading.current_thread():
         thread.join(timeout=1)  # at work while Python ends, it could crash it
@@ -323,7 +323,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def _tell_uncaught(monitor: RankMonitor) -> None:
-    """Leave a note, too, if the program ends by an exception outside the pipeline, or say what it comes of."""
+    """Also write a note if an exception outside the pipeline ends the program, or name the cause of it."""
     before: Hook = sys.excepthook
     reference = weakref.ref(monitor)
 

@@ -1,15 +1,14 @@
-"""Initial weights of some layers of a model that nobody holds whole.
+"""Initialise the weights of this rank's layers only, without the whole model in memory.
 
-A factory builds the model on the ``meta`` device, where tensors have shapes but no memory. It does not notice: asked
-for their device, tensors say ``cpu``, since there are models that leave out their initialisation on ``meta``. Meanwhile
-every operator is written down. To fill the layers of one partition, the operators that made their tensors run again,
-for real::
+A factory builds the model on the ``meta`` device, where tensors have shapes but no memory. It does not notice: tensors
+report the device ``cpu``, because some models skip their initialisation on ``meta``. Every operator is recorded. To
+initialise the layers of one partition, the operators that made their tensors run again, for real::
 
-    factory()          empty(8, 8) ──> uniform_() ──> ...        on meta, written down
-    materialise(...)   the same, for the tensors of some layers  on the CPU, with numbers
+    factory()          empty(8, 8) ──> uniform_() ──> ...        on meta, recorded
+    materialise(...)   the same, for the tensors of some layers  on the CPU, with values
 
-Each layer draws from a stream seeded by ``torch.initial_seed()`` and its name, so that its weights depend on nothing
-else: not on the layers before it, nor on how many ranks there are.
+Each layer draws from a stream seeded by ``torch.initial_seed()`` and its name, so that its weights depend neither on
+the layers before it nor on the number of ranks.
 
 A model that looks at values while it is built, or leaves a tensor without any, cannot be built so. It is built whole on
 the CPU, by one rank of a machine after the other: each keeps its own layers and frees the others before the next rank
@@ -47,12 +46,12 @@ logger = logging.getLogger(__name__)
 def build_model(
     factory: Callable[[], nn.Module], own: Callable[[int], set[int]], *, first: bool
 ) -> tuple[nn.Module, Recipe | None]:
-    """Return the model of a factory, and the recipe for its weights if none has memory yet.
+    """Return the model that a factory builds, and the recipe for its weights unless it already has them.
 
     Args:
         factory: Builds it.
-        own: Returns which layers are those of this rank, given how many there are.
-        first: Whether this rank logs what becomes of it.
+        own: Returns which layers belong to this rank, given how many there are.
+        first: Whether this rank logs a warning if the model has to be built on the CPU.
     """
     states = _generators()
     try:
@@ -125,11 +124,11 @@ class Recipe:
         self._operators: list[_Operator] = []
 
     def note(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Write an operator down."""
+        """Record an operator."""
         self._operators.append(_Operator(function, args, kwargs, output))
 
     def without_values(self, module: nn.Module) -> str | None:
-        """Return the name of a tensor that nothing was written to, if there is one."""
+        """Return the name of a tensor that was never initialised, if there is one."""
         written: set[int] = set()
         for operator in self._operators:
             written |= operator.written()
@@ -168,7 +167,7 @@ class Recipe:
 
 
 def _meta_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return the tensors of a module itself that have no memory, and where they are: attributes too."""
+    """Return the meta tensors of a module itself, plain attributes included, and the dictionaries that hold them."""
     return [
         (values, key, tensor)
         for values in (module._parameters, module._buffers, vars(module))
@@ -189,7 +188,7 @@ class _Noting(TorchDispatchMode):
 
 
 class _Pretending(TorchFunctionMode):
-    """Puts tensors on the meta device, lets them say ``cpu``, and keeps the numbers of ``torch.tensor([1.0])``."""
+    """Puts tensors on the meta device, lets them report ``cpu``, and records the values of ``torch.tensor([1.0])``."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -225,13 +224,13 @@ _QUESTIONS: dict[Any, Any] = {
 
 
 def _is_torch(frame: Any) -> bool:
-    """Return whether code of torch's asks, which must know; but `torch.nn.init` would do nothing."""
+    """Return whether torch's own code asks, which must know; except `torch.nn.init`, which would do nothing."""
     name = str(frame.f_globals.get("__name__"))
     return frame.f_globals is globals() or (name.split(".")[0] == "torch" and name != "torch.nn.init")
 
 
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do all of ``tensor.to(...)`` but go to the CPU."""
+    """Do ``tensor.to(...)`` without the move to the CPU."""
     if func is Tensor.cpu:
         return args[0]
     rest = [value.dtype if isinstance(value, Tensor) else value for value in args[1:] if not _is_cpu(value)]
@@ -245,7 +244,7 @@ def _is_cpu(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _whole_truncated_normal(recipe: Recipe) -> Iterator[None]:
-    """Write truncated normal draws down as one operator: how many draws they take depends on the numbers."""
+    """Record a truncated normal as one operator: how many draws it takes depends on the values."""
     original = getattr(nn.init, TRUNCATED_NORMAL)
 
     def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -291,7 +290,7 @@ def _seed(name: str) -> int:
 
 
 def _give_up(module: nn.Sequential, own: set[int]) -> None:
-    """Take the memory of all layers but some."""
+    """Free the memory of all layers but some."""
     mine = {id(t) for k, layer in enumerate(module) if k in own for t in (*layer.parameters(), *layer.buffers())}
     hollow: dict[int, Tensor] = {}
     for k, layer in enumerate(module):
@@ -309,7 +308,7 @@ def _hollow(tensor: Tensor) -> Tensor:
 
 
 def _generators() -> list[Callable[[], Any]]:
-    """Return what sets the generators of Python and NumPy back: the second attempt draws what the first one drew."""
+    """Return functions that reset the generators of Python and NumPy, for a second attempt to draw the same."""
     state = random.getstate()
     found: list[Callable[[], Any]] = [lambda: random.setstate(state)]
     numpy = sys.modules.get("numpy")
@@ -321,7 +320,7 @@ def _generators() -> list[Callable[[], Any]]:
 
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
-    """Be the only rank of this job on this machine in the block."""
+    """Hold a lock between the ranks of this job on this machine."""
     path = Path(tempfile.gettempdir()) / f"pipesight-{os.getuid()}-{os.environ.get('MASTER_PORT', '0')}.lock"
     while True:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)

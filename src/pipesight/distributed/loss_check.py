@@ -1,8 +1,8 @@
-"""Whether micro-batches add up: the loss of many of them at once is the weighted mean of theirs, and so are gradients.
+"""Check that the weighted losses of micro-batches, and their gradients, add up to those of the whole batch.
 
-No other error is as quiet as weights that do not fit a loss: training goes on, with gradients that are off. So at the
-first step, the second, the fourth and so on, the last rank keeps the outputs of micro-batches and evaluates the loss on
-all of them together. That takes memory, so it keeps a gibibyte of outputs at the most, but two micro-batches at least.
+Weights that do not fit a loss are a silent error: training goes on with wrong gradients. So at the first step, the
+second, the fourth and so on, the last rank keeps the outputs of micro-batches and evaluates the loss on all of them
+together. It keeps at most 1 GiB of outputs, but at least two micro-batches.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Evidence:
 
 
 def collect(flows: Sequence[Flow]) -> Evidence:
-    """Return what to fill during a step."""
+    """Return an empty record for a step to fill."""
     size = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in flows[0].cuts[-1].output)
     return Evidence(min(len(flows), max(2, _MEMORY // max(1, size))))
 
 
 class LossCheck:
-    """Says when to check, and checks.
+    """Decides which calls to check, and checks them.
 
     Args:
         loss_weights: The loss, and how its micro-batches are weighed.
@@ -60,7 +60,7 @@ class LossCheck:
         self._impossible = False
 
     def due(self, call: str, microbatches: int) -> bool:
-        """Return whether to check this call, on the last rank."""
+        """Return whether this call is to be checked. For the last rank."""
         loss_weights = self._loss_weights
         if self._impossible or loss_weights.given == "samples":
             return False
@@ -75,17 +75,17 @@ class LossCheck:
         return (number + 1) & number == 0
 
     def passed(self, call: str) -> None:
-        """Note that a call was right, or was not checked."""
+        """Note that a call passed the check, or was not checked."""
         self._passed[call] = self._passed.get(call, 0) + 1
 
     def verify(self, evidence: Evidence, targets: Sequence[Any], weights: Sequence[float], factor: float) -> bool:
-        """Raise ``ValueError`` if micro-batches do not add up; tell whether that could be seen.
+        """Raise ``ValueError`` if micro-batches do not add up; return whether the check was possible.
 
         Args:
             evidence: What the step kept.
             targets: Of its micro-batches.
             weights: Of its micro-batches.
-            factor: What a step multiplies the loss with, apart from the weight.
+            factor: What a step multiplies the loss by, apart from the weight.
         """
         try:
             with _kept_buffers(self._loss_weights.loss_fn):
@@ -180,7 +180,7 @@ class _SumError(Exception):
 
 
 def _rounding(loss: Tensor, outputs: Sequence[Tensor], losses: Sequence[float]) -> tuple[float, float]:
-    """Return the precision of the numbers, and how far from each other losses may be that should be equal."""
+    """Return the precision of the numbers, and how much losses that should be equal may differ."""
     floats = [t.detach() for t in (loss, *outputs) if t.is_floating_point()]
     eps = max([torch.finfo(t.dtype).eps for t in floats], default=1e-12)
     size = max(abs(x) for x in losses if math.isfinite(x))
@@ -191,7 +191,7 @@ def _rounding(loss: Tensor, outputs: Sequence[Tensor], losses: Sequence[float]) 
 def _difference(
     expected: Sequence[Tensor | None], parts: Sequence[Sequence[Tensor | None]], outputs: Sequence[Sequence[Tensor]]
 ) -> float:
-    """Return how far the gradients of micro-batches are from those of all at once, as a share of these."""
+    """Return the relative difference between the gradients of micro-batches and those of the whole batch."""
     apart = size = 0.0
     for whole, mine, places in zip(expected, parts, outputs, strict=True):
         start = 0
@@ -206,7 +206,7 @@ def _difference(
 
 @contextlib.contextmanager
 def _kept_buffers(loss_fn: Any) -> Iterator[None]:
-    """Leave the buffers of a loss as they were."""
+    """Restore the buffers of a loss module after the block."""
     buffers = list(loss_fn.buffers()) if isinstance(loss_fn, nn.Module) else []
     saved = [buffer.detach().clone() for buffer in buffers]
     try:

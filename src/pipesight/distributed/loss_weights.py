@@ -1,10 +1,10 @@
-"""What the loss of each micro-batch counts, so that a step is one on the whole batch.
+"""How much the loss of each micro-batch counts, so that a step gives the gradients of the whole batch.
 
 Most losses are a mean. Their micro-batches are weighed by what the mean is over::
 
     loss of the batch = sum(weight[i] * loss[i]) / sum(weight)
 
-which is samples, unless the loss leaves some out (``ignore_index``), or counts some more than others (``weight``). All
+which is samples, unless the loss ignores some (``ignore_index``), or counts some more than others (``weight``). All
 weights, those of other replicas too, must be known before the first backward, so they come from the target; of the
 output, only the shape is known by then.
 """
@@ -34,7 +34,7 @@ _F = nn.functional
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What a loss of torch's was told."""
+    """The settings of one of torch's losses."""
 
     function: Callable[..., Tensor] | None = None
     """``cross_entropy`` or ``nll_loss``, the ones whose mean is over other than samples."""
@@ -48,7 +48,7 @@ class LossWeights:
 
     Args:
         loss_fn: That of the user.
-        loss_weight: How, if the user said so: by a function of output and target, or by name.
+        loss_weight: The user's choice, if any: a function of output and target, or a name.
     """
 
     def __init__(self, loss_fn: LossFunction, loss_weight: LossWeight | None) -> None:
@@ -63,7 +63,7 @@ class LossWeights:
 
     @property
     def takes_output(self) -> bool:
-        """Whether it asks a function of the user's."""
+        """Whether the weights come from a function of the user's."""
         return callable(self.given)
 
     @property
@@ -73,12 +73,12 @@ class LossWeights:
 
     @property
     def exact(self) -> bool:
-        """Whether this is a loss of torch's, whose mean is known."""
+        """Whether this is one of torch's losses, whose mean is known."""
         return self.given is None and _settings_of(self.loss_fn).function is not None
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Something that is another after a change of the loss."""
+        """A value that changes when the loss does."""
         now = _settings_of(self.loss_fn)
         return id(self.loss_fn), now.function, now.reduction, now.ignore_index, now.weight is None
 

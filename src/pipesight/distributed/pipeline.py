@@ -52,30 +52,29 @@ class DistributedPipeline:
             optimizer.step()
 
     Args:
-        module: The model, or a function without arguments that builds it. The function is called with tensors that
-            have no memory; each rank gives memory and initial weights to its own layers only. The weights depend on the
-            seed and the layer, not on the number of ranks. If the function needs values, or leaves a tensor without
-            any, it is called on the CPU instead, by one rank of a machine after the other, with the seed of the rank.
+        module: The model, or a function without arguments that builds it. The function runs on the meta device; each
+            rank allocates and initialises only its own layers. The weights depend on the seed and the layer, not on
+            the number of ranks. If the function needs values, or leaves a tensor uninitialised, the ranks of each
+            machine call it on the CPU instead, one after the other, with the seed of the rank.
         balance: How many layers each partition takes.
-        chunks: How many micro-batches a mini-batch is cut into.
+        chunks: Number of micro-batches per mini-batch.
         schedule: One of ``pipesight.distributed.schedule_names()``.
         loss_fn: Takes output and target of a micro-batch, returns their loss. The losses of micro-batches are averaged
             so that the loss is that of the whole batch, or summed if ``loss_fn.reduction`` is ``"sum"``. If it is a
             module with parameters, these are trained, and saved as ``loss_fn.*``, on the last rank.
-        loss_weight: What the loss of a micro-batch counts in that average, given its output and target; of the output,
-            only the shape is known. By default the number of samples, and for ``cross_entropy`` and ``nll_loss`` of
-            torch what their mean is over. ``"sum"`` sums losses; ``"samples"`` averages them by samples, and does not
-            check whether that gives the loss of the whole batch.
+        loss_weight: How much the loss of a micro-batch counts in that average, given its output (whose shape alone is
+            known) and target. By default the number of samples, and for torch's ``cross_entropy`` and ``nll_loss``
+            what their mean is over. ``"sum"`` sums losses; ``"samples"`` averages them by samples, without a check
+            that this gives the loss of the whole batch.
         mesh: The ranks to use: one dimension, or two, named ``pp`` and ``dp``. All ranks by default. With ``dp``,
             give each replica of the pipeline its own part of the batch: it is not split for you.
-        checkpoint: Which micro-batches are run again before their backward instead of keeping activations:
+        checkpoint: Which micro-batches are recomputed in backward instead of keeping their activations:
             ``"always"`` all of them, ``"except_last"``, or ``"never"``.
         deferred_batch_norm: Let ``nn.BatchNorm*`` track the statistics of the whole mini-batch instead of those of
             each micro-batch.
-        data_parallel: What replicas do: ``"ddp"`` keeps each of them whole, ``"fsdp"`` shards parameters and gradients
-            over them.
-        timeout: How many seconds a rank may keep another waiting, in a step or between steps, before the others name
-            it and end; by default as long as the process group says.
+        data_parallel: ``"ddp"`` keeps every replica whole, ``"fsdp"`` shards parameters and gradients over them.
+        timeout: How many seconds a rank may keep others waiting, in a step or between steps, before they name it and
+            raise; by default the timeout of the process group.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class DistributedPipeline:
         self._where.pipe = messages[self._mesh.members[0]]["pipe"]
 
     def _layers_of(self, balance: list[int], count: int) -> set[int]:
-        """Return which of so many layers this rank has."""
+        """Return the indices of the layers of this rank, given how many layers there are."""
         sizes = check_balance(balance, count)
         mine = self._kind.partitions_of(self._mesh.position, self._mesh.length, len(sizes))
         return {k for j in mine for k in range(sum(sizes[:j]), sum(sizes[: j + 1]))}
@@ -163,7 +162,7 @@ class DistributedPipeline:
 
     @property
     def chunks(self) -> int:
-        """How many micro-batches a mini-batch is cut into."""
+        """Number of micro-batches per mini-batch."""
         return self._chunks
 
     @property
@@ -173,7 +172,7 @@ class DistributedPipeline:
 
     @property
     def checkpoint(self) -> CheckpointMode:
-        """Which micro-batches are run again before their backward."""
+        """Which micro-batches are recomputed in backward."""
         return self._checkpoint
 
     @property
@@ -194,7 +193,7 @@ class DistributedPipeline:
 
     @property
     def devices(self) -> list[str]:
-        """The device of each partition, on the rank that has it in the pipeline of this one."""
+        """The device of each partition, in the pipeline of this rank."""
         return [self._devices[ranks[self._mesh.replica]] for ranks in self.ranks]
 
     @property
@@ -214,7 +213,7 @@ class DistributedPipeline:
 
     @property
     def data_parallel_group(self) -> ProcessGroup:
-        """The ranks with the same partitions as this one; alone, without data parallelism."""
+        """The ranks with the same partitions as this one; only this one without data parallelism."""
         return self._mesh.replica_group
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -253,10 +252,10 @@ class DistributedPipeline:
         """Run forward and backward of one mini-batch; gradients are added to ``.grad``, as ``backward`` does.
 
         Args:
-            input: Needed on the first rank, not looked at on others.
-            target: Needed on the last rank, not looked at on others.
+            input: Needed on the first rank, ignored on others.
+            target: Needed on the last rank, ignored on others.
             broadcast_loss: Return the loss on every rank, not only on the last.
-            scaler: Scales gradients against underflow: a ``pipesight.distributed.GradScaler``, on every rank.
+            scaler: A ``pipesight.distributed.GradScaler``, on every rank, to scale gradients against underflow.
 
         Returns:
             The loss of the whole mini-batch, that of all data-parallel replicas; ``None`` on ranks that do not get it.
@@ -302,17 +301,17 @@ class DistributedPipeline:
         step: int | None = None,
         keep: int = 2,
     ) -> Path:
-        """Write a checkpoint to ``folder``, all ranks together; one that is not finished does not count.
+        """Write a checkpoint to ``folder``, all ranks together; an unfinished one is ignored later.
 
         Args:
-            folder: Where checkpoints are; all ranks must see the same.
+            folder: Where checkpoints are, on storage that all ranks share.
             optimizer: That of this rank.
-            extra: What else to keep, such as the epoch: anything that can be pickled, the same on all ranks.
+            extra: Anything else to save, such as the epoch: picklable, and the same on all ranks.
             step: The number of the checkpoint, by default how many training steps there have been.
             keep: How many checkpoints to keep.
 
         Returns:
-            Where the checkpoint is.
+            The path of the checkpoint.
         """
         if keep < 1:
             raise ValueError(f"keep must be a positive integer (keep: {keep})")
@@ -324,9 +323,9 @@ class DistributedPipeline:
             return saving.save(folder, self._learned, optimizer, content, step=number, keep=keep, group=group)
 
     def load(self, folder: str | PathLike[str], optimizer: Optimizer | None = None) -> Any:
-        """Go on from the latest checkpoint in ``folder``, whatever ranks and partitions wrote it.
+        """Resume from the latest checkpoint in ``folder``, whatever ranks and partitions wrote it.
 
-        One that is cut off is passed over, with a warning.
+        An incomplete one is skipped with a warning.
 
         Example::
 
@@ -336,10 +335,10 @@ class DistributedPipeline:
                 pipeline.save("checkpoints", optimizer, extra=epoch + 1)
 
         Returns:
-            What was given to :meth:`save` as ``extra``; ``None`` if there is no checkpoint.
+            The ``extra`` of :meth:`save`; ``None`` if there is no checkpoint.
 
         Raises:
-            ValueError: There are checkpoints, but none is whole.
+            ValueError: There are checkpoints, but none is complete.
         """
         message: Message = {"call": f"load {folder}"}
         first, error = self._agreement.ranks[0], None
@@ -360,9 +359,9 @@ class DistributedPipeline:
     def save_on_sigterm(
         self, folder: str | PathLike[str], optimizer: Optimizer | None = None, *, extra: Callable[[], Any] | None = None
     ) -> None:
-        """On SIGTERM, which comes before a preemption, save at the next step and leave with exit code 143.
+        """On SIGTERM, which precedes a preemption, save at the next step and exit with code 143.
 
-        It is enough that one rank gets the signal. The main thread of every rank has to call this.
+        One rank receiving the signal is enough. Call this in the main thread of every rank.
 
         Args:
             folder: As for :meth:`save`.

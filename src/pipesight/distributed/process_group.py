@@ -46,11 +46,11 @@ def init_process_group(backend: str | None = None, **kwargs: Any) -> None:
 
 
 def _attempt(store: Store, rank: int, size: int, patience: timedelta = _PATIENCE) -> str:
-    """Return a name that all ranks of this attempt get, and none before it had.
+    """Return a name that all ranks of this attempt share, and no earlier attempt had.
 
-    torchrun counts restarts on each node by itself, so ranks of one attempt may have been told different numbers. The
-    first rank makes the name up. Each other one asks under a name of its own, since an answer to a rank of an attempt
-    before may be in the store, and tells that it got it, since its question may be older than itself::
+    torchrun counts restarts per node, so the ranks of one attempt may have different counts. The first rank makes up
+    the name. Every other rank asks under a key of its own, because the store may hold an answer to an earlier attempt,
+    and confirms the answer, because the question may be from an earlier attempt, too::
 
         rank 1   ask/1 = a question         ──>  rank 0   answer/QUESTION = the attempt
                  ATTEMPT/1 = got it         <──

@@ -21,7 +21,7 @@ __all__ = ["RecomputingLayers"]
 
 
 class RecomputingLayers:
-    """Finds out, in the first backward that is split, whether a partition recomputes."""
+    """Detects, in the first split backward, whether a partition recomputes."""
 
     def __init__(self, partition: nn.Module) -> None:
         self._partition = partition
@@ -35,7 +35,7 @@ class RecomputingLayers:
 
     @contextlib.contextmanager
     def noticed(self, j: int) -> Iterator[None]:
-        """Notice whether layers are called during the backward in this block; look only once."""
+        """Detect whether layers are called during the backward in this block; only the first time."""
         if self._found is not None:
             yield
             return

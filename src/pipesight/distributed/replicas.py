@@ -26,7 +26,7 @@ _BUCKET = 25 * 2**20  # bytes, as DDP's
 
 
 def make_replicas(partition: nn.Module, mesh: PipelineMesh, kind: str) -> Averaging | None:
-    """Let the replicas of a partition start alike; return what averages their gradients, unless FSDP does."""
+    """Make the replicas of a partition equal; return what averages their gradients, unless FSDP does."""
     if len(mesh.pipelines) == 1:
         return None
     make_alike(partition, mesh)
@@ -42,21 +42,21 @@ def make_replicas(partition: nn.Module, mesh: PipelineMesh, kind: str) -> Averag
 
 
 def make_alike(module: nn.Module, mesh: PipelineMesh) -> None:
-    """Give the replicas of a module what the first of them has."""
+    """Broadcast the tensors of the first replica of a module to the others."""
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor, mesh.pipelines[0][mesh.position], group=mesh.replica_group)
 
 
 class Averaging:
-    """Averages the gradients of a partition over its replicas, in the background while other stages still compute."""
+    """Averages the gradients of a partition over its replicas, in the background while other partitions compute."""
 
     def __init__(self, partition: nn.Module, mesh: PipelineMesh) -> None:
         self._partition, self._group, self._count = partition, mesh.replica_group, len(mesh.pipelines)
         self._pending: list[tuple[Any, Tensor, list[nn.Parameter]]] | None = None
 
     def start(self) -> None:
-        """Send the gradients, in buckets. A replica may have none where others have one."""
+        """Start to reduce the gradients, in buckets. A replica may lack a gradient that others have."""
         self._pending = []
         for bucket in _buckets([p for p in self._partition.parameters() if p.requires_grad]):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in bucket]
@@ -65,7 +65,7 @@ class Averaging:
             self._pending.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
 
     def finish(self) -> None:
-        """Wait for the averages, and put them in place."""
+        """Wait for the averages, and write them into ``.grad``."""
         if self._pending is None:  # older schedules do not start it
             self.start()
         assert self._pending is not None

@@ -104,7 +104,7 @@ def save(
     keep: int,
     group: dist.ProcessGroup,
 ) -> Path:
-    """Write a checkpoint, on all ranks of ``group`` together; return where it is."""
+    """Write a checkpoint, on all ranks of ``group`` together; return its path."""
     target = Path(folder) / f"step-{step:08d}"
     partial = target.with_name(f".{target.name}.partial")
     first = dist.get_rank() == dist.get_process_group_ranks(group)[0]
@@ -143,7 +143,7 @@ def _state(module: nn.Module, optimizer: Optimizer | None, extra: bytes) -> dict
 
 
 def _put_in_place(partial: Path, target: Path) -> None:
-    """Give a checkpoint its name, once all that it consists of is on the disk."""
+    """Rename a checkpoint to its final name, once all its files are on disk."""
     for path in [*partial.iterdir(), partial]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -162,7 +162,7 @@ def _put_in_place(partial: Path, target: Path) -> None:
 
 @contextmanager
 def _calm() -> Iterator[None]:
-    """Keep torch from warning about its own internals."""
+    """Silence torch's warnings about its own internals."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
@@ -170,7 +170,7 @@ def _calm() -> Iterator[None]:
 
 
 def agree_on_extra(agreement: Agreement, call: Message, extra: Any) -> None:
-    """Make a call of all ranks, with ``extra``; raise on every rank if it differs."""
+    """Agree with all ranks on a call and its ``extra``; raise on every rank if that differs."""
     pickled = pickle.dumps(extra)
     digest = hashlib.blake2b(pickled, digest_size=16).hexdigest()
     messages = agreement.settle({**call, "extra": digest})
@@ -190,7 +190,7 @@ def agree_on_extra(agreement: Agreement, call: Message, extra: Any) -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal; tensors and arrays are by their numbers, NaN is equal to itself."""
+    """Return whether two values are equal; tensors and arrays by their values, with NaN equal to itself."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

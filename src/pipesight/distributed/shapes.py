@@ -32,7 +32,7 @@ __all__ = ["Cut", "Flow", "Meta", "Skeleton"]
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What a tensor looks like."""
+    """The shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class Meta:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return such a tensor."""
+        """Return an uninitialised tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Meta:
 
 
 def meta_of(tensor: Tensor) -> Meta:
-    """Return what ``tensor`` looks like."""
+    """Return the shape and dtype of ``tensor``."""
     return Meta(tuple(tensor.shape), tensor.dtype)
 
 
@@ -109,7 +109,7 @@ class Skeleton:
         self._known: dict[Signature, Flow] = {}
 
     def _hollow(self, module: nn.Sequential) -> nn.Sequential:
-        """Copy the layers, but neither their numbers nor their hooks."""
+        """Copy the layers without their values and hooks."""
         memo: dict[int, Any] = {}
         attributes = [t for child in module.modules() for t in vars(child).values() if isinstance(t, Tensor)]
         with self._mode:
@@ -127,7 +127,7 @@ class Skeleton:
         return hollow
 
     def train(self, mode: bool) -> None:
-        """Do what ``nn.Module.train`` does."""
+        """Set the mode of all partitions, as ``nn.Module.train`` does."""
         for partition in self.partitions:
             partition.train(mode)
 
@@ -147,14 +147,14 @@ class Skeleton:
 
     @property
     def mode(self) -> str:
-        """What else decides over shapes and dtypes, in words, for all ranks to compare."""
+        """What else shapes and dtypes depend on, in words, for all ranks to compare."""
         autocast, default, training = self._surroundings()
         words = ["train" if all(training) else "eval" if not any(training) else "some in train"]
         words += [] if autocast is None else [f"autocast {autocast}"]
         return ", ".join([*words, *([] if default is torch.float32 else [f"default {default}"])])
 
     def fingerprint(self) -> str:
-        """Return a short text that is another for another model or balance."""
+        """Return a hash of the shapes, dtypes and names of all tensors, and of the balance."""
         tensors = [
             [j, name, list(t.shape), str(t.dtype)]
             for j, partition in enumerate(self.partitions)
@@ -164,33 +164,33 @@ class Skeleton:
         return hashlib.blake2b(repr((sizes, tensors)).encode(), digest_size=8).hexdigest()
 
     def _surroundings(self) -> Signature:
-        """Return what else decides over shapes and dtypes."""
+        """Return what else shapes and dtypes depend on."""
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return autocast, torch.get_default_dtype(), tuple(p.training for p in self.partitions)
 
     def _run(self, inputs: Sequence[Meta], form: Form) -> Flow:
         tracker = SkipTracker()
-        watch = _RandomWatch()
+        detector = _RandomDetector()
         inside = Where()
         inside.phase = "forward"  # so that hooks on all modules, those of tracing among them, let these alone
         enter_thread(inside)
         try:
-            cuts, seen = self._run_inside(inputs, form, tracker, watch)
+            cuts, seen = self._run_inside(inputs, form, tracker, detector)
         finally:
             inside.phase = None
         for j, (regions, changed) in enumerate(seen):
             Changes().note(j, regions, changed)
-        return Flow(tuple(cuts), watch.seen, tuple(changed for _, changed in seen))
+        return Flow(tuple(cuts), detector.seen, tuple(changed for _, changed in seen))
 
     def _run_inside(
-        self, inputs: Sequence[Meta], form: Form, tracker: SkipTracker, watch: _RandomWatch
+        self, inputs: Sequence[Meta], form: Form, tracker: SkipTracker, detector: _RandomDetector
     ) -> tuple[list[Cut], list[Seen]]:
         """Return the cuts, and for each partition where its inputs and the skips are, and which of them changed."""
         routes = self.routes
         seen: list[Seen] = []
         # Tensors of inference mode have no version.
-        with torch.inference_mode(False), torch.no_grad(), self._mode, watch, use_tracker(tracker), _quietly():
+        with torch.inference_mode(False), torch.no_grad(), self._mode, detector, use_tracker(tracker), _quietly():
             tensors = tuple(meta.empty(self._device) for meta in inputs)
             value = form(list(tensors))
             cuts = [Cut(tuple(inputs), form, {})]
@@ -225,7 +225,7 @@ def _call(partition: Partition, value: Any, j: int) -> Any:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep torch from logging a traceback of its own before the error is raised."""
+    """Keep torch from logging a traceback before it raises the error."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     before, logger.disabled = logger.disabled, True
     try:
@@ -234,8 +234,8 @@ def _quietly() -> Iterator[None]:
         logger.disabled = before
 
 
-class _RandomWatch(TorchDispatchMode):
-    """Sees whether any operator draws random numbers."""
+class _RandomDetector(TorchDispatchMode):
+    """Detects operators that draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

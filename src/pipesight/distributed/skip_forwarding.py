@@ -1,7 +1,7 @@
-"""The tensors that go over a cut: those of an output, and skips, which a partition takes, makes, or only passes on.
+"""Forward skips between partitions that are not neighbours through those in between.
 
-A skip whose partitions are no neighbours goes through those in between, as one more tensor; so does its gradient, on
-the way back. ::
+A skip travels with the output, as one more tensor, and its gradient the same way back. A partition pops it, stashes it,
+or only passes it on. ::
 
     cut     output   skip a   skip b
                │        │        │
@@ -24,7 +24,7 @@ __all__ = ["SkipForwarding"]
 
 
 class SkipForwarding:
-    """The skips of one partition.
+    """Separates the skips of one partition from those that only pass it, and puts them together again.
 
     Args:
         j: Which partition it is.
@@ -37,11 +37,11 @@ class SkipForwarding:
         """Those that begin here and end in another partition."""
 
     def ends_here(self, key: SkipKey) -> bool:
-        """Return whether this partition pops it."""
+        """Return whether this partition pops the skip."""
         return self._routes.target[key] == self._j
 
     def sort(self, came: list[Tensor], cut: Cut) -> tuple[list[Tensor], dict[SkipKey, Tensor]]:
-        """Tell what goes into the partition from skips that only pass."""
+        """Separate what the partition takes from skips that only pass."""
         if not cut.skips:
             return came, {}
         own, passing = came[: len(cut.output)], {}
@@ -64,7 +64,7 @@ class SkipForwarding:
         passing: dict[SkipKey, Tensor],
         cut: Cut,
     ) -> list[Tensor]:
-        """Put together what goes to the next partition, and check that it is what that expects."""
+        """Return what goes to the next partition, after a check that it has the inferred shapes."""
         going = list(outputs)
         for key, meta in cut.skips.items():
             tensor = leaving[key] if key in leaving else passing.get(key)
@@ -83,7 +83,7 @@ class SkipForwarding:
     def sort_gradients(
         self, came: list[Tensor | None], cut: Cut
     ) -> tuple[list[Tensor | None], dict[SkipKey, Tensor | None]]:
-        """Tell the gradients of what the partition gave from those of skips that only pass."""
+        """Separate the gradients of the partition's outputs from those of skips that only pass."""
         own, passed = came[: len(cut.output)], {}
         for key, gradient in zip(_present(cut), came[len(cut.output) :], strict=True):
             if self._routes.source[key] == self._j:
@@ -95,7 +95,7 @@ class SkipForwarding:
     def merge_gradients(
         self, own: list[Tensor | None], passed: dict[SkipKey, Tensor | None], cut: Cut
     ) -> list[Tensor | None]:
-        """Put the gradients of the input together, as it came."""
+        """Return the gradients of everything that came in, in the same order."""
         rest = iter(own[len(cut.output) :])
         skips = [next(rest) if self.ends_here(key) else passed[key] for key in _present(cut)]
         return [*own[: len(cut.output)], *skips]

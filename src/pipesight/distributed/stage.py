@@ -1,4 +1,4 @@
-"""One partition as a stage of torch.distributed.pipelining: its schedules say when, this says what.
+"""The tasks of one partition on a rank; torch.distributed.pipelining's schedules decide when each runs.
 
 A schedule calls, in its own order, for each micro-batch i::
 
@@ -7,8 +7,8 @@ A schedule calls, in its own order, for each micro-batch i::
                           backward_one_chunk(i, full_backward=False) ... backward_weight_one_chunk(i)
 
 The tasks, in the middle, are here; what comes in and goes out is in `transfers`. What differs from torch's own stage:
-shapes may be another for each micro-batch and step, skips travel along with the output, partitions can be checkpointed,
-the context is set, and errors say where they come from.
+shapes may differ between micro-batches and steps, skips travel along with the output, partitions can be checkpointed,
+the context is set, and errors name partition, layer and micro-batch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Stage(TransferringStage):
         self._graphs: dict[int, LocalGraph] = {}
 
     def clear_runtime_states(self) -> None:
-        """Forget what an earlier step, which may have failed, has left."""
+        """Drop what an earlier step, which may have failed, has left."""
         super().clear_runtime_states()
         self._graphs.clear()
 
@@ -241,7 +241,7 @@ class Stage(TransferringStage):
 
     @contextlib.contextmanager
     def _running_backward(self, i: int, part: str = "backward") -> Iterator[None]:
-        """Let layers draw random numbers of the task, and hooks see where they are."""
+        """Let layers draw from the random stream of the task, and let hooks see the context."""
         begin_task(self.batch.randomness, (i, self.j, part))
         try:
             with torch.autograd.set_multithreading_enabled(False):
@@ -290,14 +290,14 @@ class Stage(TransferringStage):
     # Data parallelism.
 
     def _prepare_sharded(self) -> None:
-        """Let FSDP collect gradients, and merge them only when all micro-batches are through."""
+        """Make FSDP accumulate gradients, and reduce them only after the last micro-batch."""
         if isinstance(self.submod, FSDPModule):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Merge the gradients of the replicas, once all micro-batches are through."""
+        """Reduce the gradients over replicas, after the last micro-batch."""
         if not self.has_backward:
             return
         if isinstance(self.submod, FSDPModule):
@@ -306,7 +306,7 @@ class Stage(TransferringStage):
             self.averaging.start()
 
     def reshard(self) -> None:
-        """Give up what FSDP has gathered: without a backward, it would keep weights that an optimizer has changed."""
+        """Free what FSDP has gathered: without a backward, it would keep weights that an optimizer has changed."""
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -331,7 +331,7 @@ class Stage(TransferringStage):
 
 
 def _made_leaves(tensors: list[Tensor]) -> list[Tensor]:
-    """Let the tensors that can have a gradient get one."""
+    """Make the tensors that can have a gradient require one, in place."""
     return [t.requires_grad_() if t.is_floating_point() or t.is_complex() else t for t in tensors]
 
 
@@ -341,7 +341,7 @@ def _backward(ends: list[Tensor], gradients: list[Tensor]) -> None:
 
 
 def _call_torch(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of torch's that wraps errors of layers into its own; raise the layer's."""
+    """Call a function of torch's that wraps errors of layers in its own; raise the layer's error."""
     try:
         return function(*args)
     except RuntimeError as error:

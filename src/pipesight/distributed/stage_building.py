@@ -1,4 +1,4 @@
-"""The stages of this rank: its partitions, cut out of the model, with weights, on its device, alike on all replicas."""
+"""Build the stages of this rank: cut its partitions out of the model, initialise them, and make replicas equal."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def make_stages(
 
     Args:
         module: The whole model.
-        recipe: Gives weights to layers that have none yet.
-        skeleton: The model without its memory, cut into partitions.
-        kind: The schedule, which says where partitions are.
+        recipe: Initialises layers that have no weights yet.
+        skeleton: The model without memory, cut into partitions.
+        kind: The schedule, which assigns partitions to ranks.
         mesh: The ranks.
         deferred_batch_norm: As for the pipeline.
         data_parallel: As for the pipeline.
@@ -61,7 +61,7 @@ def make_stages(
 
 
 def learned_with(module: nn.Sequential, loss_fn: Any, last: Stage, mesh: PipelineMesh, data_parallel: str) -> nn.Module:
-    """Return what this rank trains and saves: its layers, and in the last stage the loss, if it has parameters.
+    """Return what this rank trains and saves: its layers, and on the last rank a ``loss_fn`` with parameters.
 
     Args:
         module: The layers of this rank.

@@ -37,7 +37,7 @@ class StepInputs:
         self._partitions = len(skeleton.partitions)
 
     def read_input(self, input: Any, call: str, message: Message) -> list[tuple[Tensor, ...]]:
-        """Return the micro-batches of the input, and put into ``message`` what the other ranks must know."""
+        """Return the micro-batches of the input, and add to ``message`` what other ranks must know."""
         if input is None:
             raise ValueError(f"the first rank needs the input: {call}(input, ...)")
         tensors = tuple(t.detach().to(self.mesh.device) for t in as_tuple(input, "input"))
@@ -49,7 +49,7 @@ class StepInputs:
         return microbatches
 
     def read_target(self, target: Any, call: str, message: Message) -> tuple[list[Any], list[float]]:
-        """Return the micro-batches of the target and what they count, and put into ``message`` what others must know.
+        """Return the micro-batches of the target and their weights, and add to ``message`` what other ranks must know.
 
         Weights that a function of the user's gives come later, by :meth:`weigh`.
         """
@@ -64,13 +64,13 @@ class StepInputs:
         return targets, weights
 
     def weigh(self, targets: list[Any], flows: list[Flow], message: Message) -> list[float]:
-        """Return what micro-batches count by the user's function, and put into ``message`` what others must know."""
+        """Return the weights that the user's function gives, and add to ``message`` what other ranks must know."""
         weights = self.loss_weights.by_function(targets, [flow.cuts[-1] for flow in flows])
         message["weight"] = sum(weights)
         return weights
 
     def share(self, messages: dict[int, Message]) -> float:
-        """Return what a weight of 1 makes of the loss of a micro-batch; 0 if the whole batch weighs nothing."""
+        """Return what the loss of a micro-batch of weight 1 is multiplied by; 0 if all weights are 0."""
         # Replicas are averaged by those who merge their gradients, so what they weigh makes up for that.
         replicas, everything = len(self.mesh.pipelines), sum(m.get("weight", 0.0) for m in messages.values())
         if self.loss_weights.sums:
@@ -113,7 +113,7 @@ class StepInputs:
         return flows, self._seed(messages, head["seed"], turn)
 
     def _seed(self, messages: dict[int, Message], seed: int, turn: tuple[int, int]) -> int:
-        """Return the seed of the pass, that of the first rank; the generators of all ranks go on alike.
+        """Return the seed of the pass, that of the first rank, and advance the generators of all ranks equally.
 
         So a ``DataLoader`` that shuffles gives the same samples on every rank. Where no forward of a layer draws,
         generators stay as they are, as the plain model leaves them: what a backward or the loss may still draw must not

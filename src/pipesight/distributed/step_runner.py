@@ -211,14 +211,14 @@ class ScheduleRunner:
         batch.observers.pass_started()
         try:
             with isolated():
-                # As workers of GPipe do, tasks leave context variables, such as the open span, as they found them.
+                # As in GPipe, tasks do not change the context variables of the caller, such as the open span.
                 contextvars.copy_context().run(run, target=numbers, **settings)
             with batch.monitor.explaining("other replicas"):
                 for stage in self._stages:
                     if stage.averaging is not None and batch.learns:
                         stage.averaging.finish()
         except BaseException as error:
-            self._schedules.clear()  # they hold what is left of this step
+            self._schedules.clear()  # they hold the remains of this step
             if isinstance(error, RankFailedError):
                 raise
             if is_symptom(error):  # of a collective in a layer, a hook or the loss
@@ -234,7 +234,7 @@ class ScheduleRunner:
                     stage.reshard()
 
     def _schedule(self, m: int) -> tuple[Any, dict[str, Any]]:
-        """Return the schedule for so many micro-batches, and what its calls take."""
+        """Return torch's schedule for this number of micro-batches, and the arguments for its calls."""
         if m not in self._schedules:
             kind = self._kind
             if not kind.fits(m, self._ranks, self._stages[0].num_stages):
@@ -247,5 +247,5 @@ class ScheduleRunner:
 
 
 def _no_loss(_output: Any, _number: Tensor) -> Tensor:
-    """Stand for the loss in torch's schedules: stages compute it themselves, in the forward that it belongs to."""
+    """Replace the loss in torch's schedules: stages compute it themselves, as part of the forward."""
     return torch.empty(())

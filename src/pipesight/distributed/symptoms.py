@@ -1,6 +1,6 @@
-"""What a rank shows of the failure of another: an error of the transport, or a main thread that waits in a collective.
+"""Symptoms on one rank of a failure on another: a transport error, or a main thread that waits in a collective.
 
-Neither says which rank is to blame. ::
+Neither shows which rank is the cause. ::
 
     rank 3   killed, in a layer
     rank 2   in a collective of the same layer: "Connection closed by peer"     a symptom
@@ -34,24 +34,24 @@ _WAITS = ("wait", "wait_tensor")
 
 
 def is_symptom(error: BaseException) -> bool:
-    """Return whether an error comes of a connection to another rank that broke, or of one that was silent too long."""
+    """Return whether an error is due to a broken connection to another rank, or to a timeout."""
     return _transport_error(error) is not None
 
 
 def is_late(error: BaseException) -> bool:
-    """Return whether a symptom is that nothing came in time."""
+    """Return whether the symptom is a timeout."""
     found = _transport_error(error)
     return found is not None and re.search(r"imed? ?out", str(found)) is not None
 
 
 def seconds_waited(error: BaseException) -> float | None:
-    """Return for how long gloo waited until it gave up, as far as it says so."""
+    """Return how long gloo waited before it gave up, if its error contains that."""
     found = re.search(r"(\d+) ?ms", str(_transport_error(error)))
     return None if found is None else int(found[1]) / 1000
 
 
 def _transport_error(error: BaseException) -> BaseException | None:
-    """Return the error of the transport that this one is, or was made of, as by a layer that catches and raises."""
+    """Return the transport error that this error is, or was raised from, for example by a layer."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -65,7 +65,7 @@ def _transport_error(error: BaseException) -> BaseException | None:
 
 
 def collective_of(frame: FrameType | None) -> str | None:
-    """Return the call of torch.distributed that a thread waits in, given where it is; ``None`` if it does not."""
+    """Return the torch.distributed call that a thread waits in, given its frame, or ``None``."""
     if frame is None:
         return None
     inner: FrameType | None = frame

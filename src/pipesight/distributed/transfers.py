@@ -53,7 +53,7 @@ class TransferringStage(PipelineStageBase):
         self._gradients_sent: dict[int, list[Tensor | None]] = {}
 
     def begin(self, batch: MiniBatch) -> None:
-        """Get ready for a step."""
+        """Prepare for a step."""
         self.batch = batch
         self.clear_runtime_states()
 
@@ -63,7 +63,7 @@ class TransferringStage(PipelineStageBase):
     # What schedules call around the steps.
 
     def clear_runtime_states(self) -> None:
-        """Forget what an earlier step, which may have failed, has left."""
+        """Drop what an earlier step, which may have failed, has left."""
         for state in (self._received, self._gradients_received, self._sent, self._gradients_sent):
             state.clear()
         self.output_chunks.clear()
@@ -79,7 +79,7 @@ class TransferringStage(PipelineStageBase):
         return ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Let NCCL connect to the neighbours, once, in an order that suits all; gloo needs no such thing."""
+        """Let NCCL connect to the neighbours once, in an order that cannot deadlock; gloo needs none."""
         backend = str(dist.get_backend(self.group))
         if self._warm or "nccl" not in backend:
             return []
@@ -129,11 +129,11 @@ class TransferringStage(PipelineStageBase):
     # Where the neighbour is on the same rank.
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take the output of the partition before."""
+        """Take the output of the previous partition."""
         self._received[mb_index] = [t.detach() for t in prev_stage_outputs]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        """Give the gradients of the input."""
+        """Return the gradients of the input."""
         return tuple(self._gradients_sent.pop(mb_index)) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
@@ -162,7 +162,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _enter(stage: TransferringStage, i: int, peer: int) -> None:
-    """Say where this rank is: at a micro-batch that comes from another rank, or goes there."""
+    """Set the context to a micro-batch that is received from, or sent to, another rank."""
     where = stage.batch.where
     where.partition, where.microbatch, where.device, where.peer = stage.j, i, stage.device, peer
 

@@ -29,7 +29,7 @@ class Region:
     itemsize: int
 
     def overlaps(self, other: Region) -> bool:
-        """Return whether any element is in both."""
+        """Return whether the two share any element."""
         if self.storage != other.storage or 0 in self.size or 0 in other.size:
             return False
         if self.itemsize != other.itemsize:
@@ -50,7 +50,7 @@ def region_of(tensor: Tensor | None) -> Region | None:
 
 
 class Changes:
-    """What the partitions have changed in place, of one micro-batch."""
+    """What partitions have changed in place in one micro-batch."""
 
     def __init__(self) -> None:
         self._changed: list[tuple[int, Region]] = []

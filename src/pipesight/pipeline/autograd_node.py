@@ -115,7 +115,7 @@ class _Outlet(torch.autograd.Function):
 
 
 def _holder_of(tape: Tape) -> Tensor:
-    """Return an empty tensor that keeps a tape: on its storage, which what autograd makes of it shares."""
+    """Return an empty tensor that keeps a tape on its storage, which copies made by autograd share."""
     holder = torch.empty(0, device="cpu")
     holder.untyped_storage().tape = tape  # type: ignore[attr-defined]
     return holder
@@ -136,7 +136,7 @@ def _check_same(parameters: Sequence[Tensor], tape: Tape) -> None:
 
 
 class _Once(torch.autograd.Function):
-    """Lets gradients pass, but not be differentiated again, with respect to whatever they depend on."""
+    """Passes gradients on, but raises if they are differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *leaves_and_gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -65,7 +65,7 @@ class BackwardPass(Pass):
 
     def run(self, outputs: OutputGradients) -> GradientSum:
         """Take the gradients of the gathered outputs, and empty the list; return those of the parameters."""
-        for i, packet in enumerate(self._cut(outputs)):
+        for i, packet in enumerate(self._split(outputs)):
             self.mailboxes.put((i, self.n), packet, 0)
         del packet
         for parameters in self.tape.parameters:
@@ -85,8 +85,8 @@ class BackwardPass(Pass):
             total.merge(other)
         return total
 
-    def _cut(self, outputs: OutputGradients) -> list[Packet]:
-        """Cut the gradients of the gathered outputs into those of the micro-batches, which alone remain."""
+    def _split(self, outputs: OutputGradients) -> list[Packet]:
+        """Split the gradients of the gathered outputs by micro-batch, and drop the originals."""
         sizes = zip(*self.tape.output_sizes, strict=True)
         pairs = zip(outputs.gradients, sizes, strict=True)
         parts = [[None] * self.m if gradient is None else gradient.split(size) for gradient, size in pairs]
@@ -106,7 +106,7 @@ class BackwardPass(Pass):
                 del graph  # hold nothing while waiting
 
     def _step(self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where) -> None:
-        """Recompute if need be, while the gradients may still be on their way, wait for them, and run backward."""
+        """Recompute if necessary, while the gradients may still be on their way; wait for them, and run backward."""
         if graph.checkpoint is not None:
             self._recompute(partition, i, graph, where)
         gradients = self._receive_gradients(partition, i, graph, where)
@@ -154,7 +154,7 @@ class BackwardPass(Pass):
     def _run_task(
         self, partition: PlacedPartition, i: int, graph: LocalGraph, gradients: list[Tensor | None], where: Where
     ) -> None:
-        """Run the local graph; send the gradients of its inputs back, and add those of its parameters up."""
+        """Run the local graph; send the gradients of its inputs back, and sum those of its parameters."""
         j, first = partition.j, graph.first
         # A graph that is built again need not be retained. All micro-batches share what outside leaves come from.
         retain = (self._keep and graph.checkpoint is None) or partition.uses_outside_leaves
@@ -176,7 +176,7 @@ class BackwardPass(Pass):
             self._sums[j].add(caught.parameters, caught.gradients)
 
     def input_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
-        """Return the gradients of the inputs, put together from those of the micro-batches, after `run`."""
+        """Return the gradients of the inputs, concatenated over micro-batches, after `run`."""
         if not any(needed):
             return [None] * len(needed)
         packets = [self.mailboxes.get((i, 0), 0) for i in range(self.m)]

@@ -1,4 +1,4 @@
-"""Choose the balance of a model by what each layer costs: time, or memory."""
+"""Choose the balance of a model by the time or memory that each layer takes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ _TORCHGPIPE_ORDER = inspect.signature(lambda partitions, model, sample: None)
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any], *, options: str) -> tuple[nn.Sequential, Sample, int]:
-    """Tell the two orders of arguments apart, and check them before anything runs."""
+    """Recognise the order of the arguments, and check them before anything runs."""
     got = [type(value).__name__ for value in args] + [f"{name}={type(v).__name__}" for name, v in kwargs.items()]
     for theirs, ours in (("module", "model"), ("input", "sample")):  # names in torchgpipe
         if theirs in kwargs and ours not in kwargs:

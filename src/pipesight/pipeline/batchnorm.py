@@ -15,7 +15,7 @@ __all__ = ["DeferredBatchNorm"]
 
 
 class DeferredBatchNorm(BatchNorm):
-    """Normalises each micro-batch by itself, but updates the running statistics once a mini-batch.
+    """Normalises each micro-batch alone, but updates the running statistics once per mini-batch.
 
     The moments of the micro-batches are merged (Chan et al.), so that ``running_mean`` and the unbiased
     ``running_var`` come out as those of a plain layer that saw the mini-batch whole. Outside of a pipeline it is a
@@ -34,7 +34,7 @@ class DeferredBatchNorm(BatchNorm):
         self.plain_class._check_input_dim(self, input)
 
     def extra_repr(self) -> str:
-        """Say what the plain layer says."""
+        """Describe the plain layer, and that it is deferred."""
         return f"{super().extra_repr()}, deferred={self.plain_class.__name__}"  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ Place: TypeAlias = tuple[nn.Module, str]
 
 @dataclass(slots=True)
 class SavedBuffers:
-    """What one forward saw: copies of some buffers, and for the others whether they change."""
+    """Copies of the buffers before a forward, or only their versions for large ones."""
 
     values: dict[Place, Tensor | None]
     watched: dict[Place, tuple[Tensor, int]]
@@ -142,7 +142,7 @@ class SavedBuffers:
 
 
 class Buffers:
-    """Keeps the buffers of a partition as one forward left them, whatever a recomputation does.
+    """Shows a recomputation the buffers that the first forward saw, and undoes what it changes.
 
     A recomputation must see the values that the first forward saw, and must not update them again. Batch
     normalisation is simply told not to track. Other buffers are copied before each checkpointed forward: small ones
@@ -156,7 +156,7 @@ class Buffers:
         self._changing: set[Place] | None = None
 
     def save(self) -> SavedBuffers:
-        """Return copies of the buffers that the coming forward may change: all of them, the first time."""
+        """Return copies of the buffers that the next forward may change: all of them, the first time."""
         saved = SavedBuffers({}, {}, [])
         for place in self._places():
             buffer = place[0]._buffers[place[1]]
@@ -167,7 +167,7 @@ class Buffers:
         return saved
 
     def learn(self, saved: SavedBuffers) -> None:
-        """See which large buffers the forward changed, and keep in ``saved`` what a recomputation needs."""
+        """Note which large buffers the forward changed, and keep in ``saved`` only what a recomputation needs."""
         if self._changing is None:
             self._changing = set()
             seen = set(saved.values)
@@ -192,7 +192,7 @@ class Buffers:
         saved.watched.clear()
 
     def restore(self, saved: SavedBuffers) -> None:
-        """Put back the values in ``saved``: the forward since then did not count."""
+        """Put the values in ``saved`` back, as if the forward had not run."""
         with torch.no_grad():
             for (module, name), before in saved.values.items():
                 buffer = module._buffers[name]
@@ -227,7 +227,7 @@ class Buffers:
 
 
 def _tracked(module: nn.Module, name: str) -> bool:
-    """Return whether a buffer is one that batch normalisation leaves alone when told not to track."""
+    """Return whether a buffer is one that batch normalisation does not update when it does not track."""
     return isinstance(module, BatchNorm) and name in ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -238,7 +238,7 @@ def _differ(before: Tensor | None, after: Tensor | None) -> bool:
 
 
 def changes_input(partition: nn.Module, seen_not_to: bool) -> bool:
-    """Return whether a partition may change its input in place, by what its layers say of themselves.
+    """Return whether a partition may change its input in place, by the attribute ``inplace`` of its layers.
 
     The first layer is believed. A later one may get the input, too, if those before hand it through; the first time,
     it is taken to, and the caller sees what comes of it.
