@@ -167,7 +167,7 @@ def test_preempted_under_slurm(whole, slurm, tmp_path):
         job.processes[0].terminate()
         assert job.processes[0].wait(timeout=120) != 0, job.told("the job was done before it was asked to leave")
         (first,) = job.outputs()
-        assert "as SIGTERM asked" in job.errors()[0], job.told("nothing was saved")
+        assert "received SIGTERM: saved" in job.errors()[0], job.told("nothing was saved")
     assert (tmp_path / "queue").read_text() == "requeued\n"
     with slurm(restarts=1) as job:
         (second,) = job.ends_well()

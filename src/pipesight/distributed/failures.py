@@ -265,7 +265,7 @@ def _own_client() -> Any:
     store: Any = default_store()
     try:
         return store.clone()
-    except Exception:  # not before torch 2.8, nor forevery kind
+    except Exception:  # not before torch 2.8, nor for every kind
         return store
 
 

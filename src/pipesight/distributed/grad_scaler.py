@@ -84,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._agreed(super()._unscale_grads_(*args, **kwargs))
 
     def _agreed(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """Return forevery device what was found on any rank."""
+        """Return for every device what was found on any rank."""
         flags = [float(t.full_tensor() if hasattr(t, "full_tensor") else t) for t in found.values()]
         shared = torch.tensor(max(flags, default=0.0), device="cpu")
         with self._monitor.explaining("the overflows of other ranks"):

@@ -33,7 +33,7 @@ _NOTHING: Notes = []
 
 
 class Dependencies:
-    """The notes of one mini-batch."""
+    """Notes what the outputs of each task of a mini-batch lead to."""
 
     def __init__(self, routes: SkipRoutes, inputs: int) -> None:
         self._inputs = inputs
@@ -98,7 +98,7 @@ class Dependencies:
 
 
 def _follow(start: GradientEdge, stops: Mapping[tuple[Any, int], Place]) -> tuple[set[Place], set[Tensor]]:
-    """Go down a graph as backward would; return the stops and the leaves that it leads to."""
+    """Walk a graph as backward would; return the stops and the leaves that it reaches."""
     ends = {node for node, _ in stops}
     stopped: set[Place] = set()
     leaves: set[Tensor] = set()

@@ -56,7 +56,7 @@ class GPipe(nn.Module):
         module: The model; its layers are moved to the devices.
         balance: How many layers each partition takes.
         devices: One per partition, such as ``["cuda:0", "cuda:1"]`` or ``[0, 1]``; extra ones are ignored. By default
-            the CUDA devices in order, or the CPU forevery partition if there is no GPU.
+            the CUDA devices in order, or the CPU for every partition if there is no GPU.
         chunks: Number of micro-batches per mini-batch.
         checkpoint: Which micro-batches are recomputed in backward instead of keeping their activations:
             ``"always"`` all of them, ``"except_last"``, or ``"never"``.

@@ -69,7 +69,7 @@ class GradientSum:
         self.add(other._parameters.values(), gradients)
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """Return the sum for ``parameter`` and forget it."""
+        """Remove and return the sum for ``parameter``."""
         total = self._sums.pop(id(parameter), None)
         # A lone term can be a view of the caller's own gradient, which must not become `parameter.grad`.
         if total is not None and id(parameter) not in self._owned and is_view(total):
@@ -119,7 +119,7 @@ def silence_hooks(parameters: Iterable[Tensor]) -> None:
     """Make the hooks of parameters wait for the gradient of the whole mini-batch, and skip them if there is none.
 
     Autograd calls those of ``Tensor.register_hook`` wherever a gradient reaches the parameter, also for one micro-batch
-    inside a partition. And it calls all of them forevery parameter that some output depends on, also if the caller's
+    inside a partition. And it calls all of them for every parameter that some output depends on, also if the caller's
     loss leaves that output out.
     """
     backward = current_backward()

@@ -98,7 +98,7 @@ class Mailboxes:
 
 
 class Streams:
-    """The CUDA streams of one mini-batch: the caller's for computing, and one a micro-batch for copies.
+    """The CUDA streams of one mini-batch: the caller's for computing, and one per micro-batch for copies.
 
     Partitions compute on the streams that were the caller's current ones at forward; backward stays on them, as
     autograd's does. ``None`` stands for a partition on the CPU. Copies run beside the computation.

@@ -120,7 +120,7 @@ def _profile(model: nn.Sequential, sample: Sample, place: torch.device, cost: Ca
 
 
 class _Layer:
-    """The copy of a layer, with the input that it gets in the model."""
+    """A copy of a layer, with the input that it gets in the model."""
 
     def __init__(self, module: nn.Module, input: TensorOrTensors, skips: _Skips) -> None:
         self.module, self.input, self.skips = module, input, skips
@@ -184,11 +184,11 @@ class _Skips(SkipTracker):
         return self.popped[key]
 
     def rewind(self) -> None:
-        """Get ready to run the layer again: copy what it popped last time, before the clock starts."""
+        """Prepare to run the layer again: copy what it popped last time, before the clock starts."""
         self.stashed, self.popped = {}, {key: self._copy(key) for key in self.popped}
 
     def advance(self) -> None:
-        """Go on to the next layer."""
+        """Move on to the next layer."""
         for key in self.popped:
             del self.tensors[key]
         self.tensors |= {key: None if t is None else _detached(t) for key, t in self.stashed.items()}
@@ -204,12 +204,12 @@ def _each(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> Tenso
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """Cut ``tensor`` out of its graph; that it needs a gradient, or does not, stays."""
+    """Detach ``tensor`` from its graph, but keep its ``requires_grad``."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """Return a copy that a layer may change in place, which it may not do to a leaf of the graph."""
+    """Return a copy that a layer may change in place, unlike a leaf of the graph."""
     return _detached(tensor).clone()
 
 
@@ -247,7 +247,7 @@ def _place(device: Device) -> torch.device:
 
 @contextlib.contextmanager
 def _undisturbed(place: torch.device) -> Iterator[None]:
-    """Record graphs whatever the caller's mode; give back random states and CUDA memory afterwards."""
+    """Record graphs whatever the caller's mode; restore random states and free CUDA memory afterwards."""
     cuda = place.type == "cuda"
     with (
         torch.cuda.device(place) if cuda else contextlib.nullcontext(),

@@ -1,4 +1,4 @@
-"""A random stream of its own forevery task.
+"""A separate random stream for every task.
 
 PyTorch has one default generator per device, shared by all threads. Workers that drew from it side by side would get
 numbers in an order that changes from run to run, and a recomputation could not get those of the first forward again.
@@ -94,7 +94,7 @@ class _TaskRandomness:
         self.saved: SavedGenerators = {}
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return what stands in for the default generator of ``device``."""
+        """Return the generator that replaces the default one of ``device``."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(
                 self._source.seed(device, self._task) if self._fixed is None else self._fixed
@@ -107,7 +107,7 @@ class _TaskRandomness:
         self._generators.clear()
 
     def meet(self, generator: torch.Generator) -> None:
-        """Note, or in a recomputation bring back, the state of a generator that the layer brings along."""
+        """Save the state of a generator that the layer passes, or restore it in a recomputation."""
         if self._replay is None:
             if generator not in self.saved:
                 self.saved[generator] = generator.get_state()
@@ -136,7 +136,7 @@ _swapping = threading.Lock()
 
 
 def isolated() -> AbstractContextManager[None]:
-    """Let :func:`begin_task` decide, in this thread, what random operators draw from."""
+    """Make random operators in this thread draw from the stream that :func:`begin_task` chose."""
     with _swapping:
         key = _install()
         if compiling.is_imported():
@@ -150,24 +150,24 @@ def draw_seed() -> int:
 
 
 def next_seed() -> int:
-    """Return what :func:`draw_seed` would, and leave the generator as it is."""
+    """Return what :func:`draw_seed` would, without advancing the generator."""
     copy = torch.Generator()
     copy.set_state(torch.default_generator.get_state())
     return _draw_seed(copy)
 
 
 def seed_of(*what: object) -> int:
-    """Return a seed that depends on ``what``, numbers and words, and on nothing else."""
+    """Return a seed that depends only on ``what``, numbers and strings."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def begin_task(source: PassRandomness, task: Task, replay: SavedGenerators | None = None) -> None:
-    """Let this thread draw from the stream of a task, from its beginning; ``replay`` is what :func:`end_task` gave."""
+    """Make this thread draw from the stream of a task, from its start; ``replay`` is what :func:`end_task` returned."""
     _here.pending = (source, task, replay)
 
 
 def end_task() -> SavedGenerators:
-    """Let this thread draw from the default generators again."""
+    """Make this thread draw from the default generators again; return the states of the user's own that it used."""
     _here.pending = None
     task, _here.begun = _here.begun, None
     if task is None:
@@ -178,7 +178,7 @@ def end_task() -> SavedGenerators:
 
 @functools.cache
 def _install() -> Any:
-    """Register our kernel forevery random operator, and our view of the state; once in a process, about 0.2 s."""
+    """Register our kernel for every random operator, and replace the functions for states; once per process, 0.2 s."""
     key = dispatch_key(SPARE_KEY)
     everything = torch.library.Library("_", "IMPL", SPARE_KEY)
     everything.fallback(torch.library.fallthrough_kernel)
@@ -255,7 +255,7 @@ def _is_certain(op: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _run_swapped(op: Any, args: Any, kwargs: Any, default: torch.Generator, own: torch.Generator) -> Any:
-    """Run an operator that takes no generator while the default one stands in for ours."""
+    """Run an operator that takes no generator with the state of ours in the default one."""
     with _swapping:
         before = default.get_state()
         default.set_state(own.get_state())

@@ -40,7 +40,7 @@ class CaughtGradients:
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
 
     def replace(self) -> None:
-        """Let stand-ins take the places of the parameters, if they have not yet."""
+        """Replace the parameters by stand-ins, unless they are already."""
         if self._replaced:
             return
         modules = {module: None for partition in self._partitions for module in partition.modules()}

@@ -113,7 +113,7 @@ _here = _PerThread()
 
 
 class use_tracker:  # noqa: N801 (a context manager, written like a function call)
-    """Let the skippable layers that run in this thread use ``tracker``."""
+    """Make the skippable layers that run in this thread use ``tracker``."""
 
     __slots__ = ("_before", "_tracker")
 

@@ -109,7 +109,7 @@ class Workers:
 
 
 class _Countdown:
-    """Waits for jobs to end. A wait that was interrupted can be begun again; one on a `threading.Event` cannot."""
+    """Waits for jobs to end. An interrupted wait can be repeated, unlike one on a `threading.Event`."""
 
     def __init__(self, count: int) -> None:
         self._left = count
@@ -187,7 +187,7 @@ def annotate(error: BaseException, where: Where) -> None:
 
 
 def _layer_of_backward(error: BaseException, where: Where) -> str | None:
-    """Return the layer whose backward raised, if Python code did: the traceback holds the node of the graph."""
+    """Return the layer whose backward raised, if that is Python code: the traceback holds its autograd node."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, BackwardCFunction):
