@@ -198,7 +198,9 @@ def test_lines_fit(check, columns):
 def test_tensors_that_watch_does_not_have(check):
     """With a model, names that watch() does not log are warned about; without one, they may be the user's own."""
     text = CONFIG.replace("tensor: gradient", "tensor: wgrads")
-    warning = "  warning: watch() has no tensor 'wgrads'; did you mean 'wgrad'?; it is logged if you log it yourself\n"
+    warning = (
+        "  warning: watch() has no tensor 'wgrads'; did you mean 'wgrad'?; log it yourself with log_tensor_stats\n"
+    )
     assert check("config.yaml", "--model", "models:plain", config=text).stdout.count(warning) == 1
     assert "wgrad'" not in check("config.yaml", config=text).stdout
 
@@ -227,7 +229,7 @@ def test_mistakes_are_printed_without_a_traceback(check):
     assert ended.stderr == (
         "2 mistakes in the configuration config.yaml:\n"
         "  config.yaml:9: mlp.Watch.freq: must be an integer of 1 or more (freq: 0)\n"
-        "  config.yaml:15: mlp.Watch.tensors_struct[2].stats[0]: 'maen' is no statistic of this feature; "
+        "  config.yaml:15: mlp.Watch.tensors_struct[2].stats[0]: 'maen' is not a statistic of this feature; "
         "did you mean 'mean'?\n"
     )
 
@@ -237,7 +239,7 @@ def test_mistakes_are_printed_without_a_traceback(check):
     [
         (["none.yaml"], "no such configuration; correct the path (none.yaml)\n"),
         ([""], "CONFIG must be the path of a file"),
-        (["config.yaml", "--feature-dir", "none"], "feature_dirs must name folders (no folder: none)"),
+        (["config.yaml", "--feature-dir", "none"], "feature_dirs must be existing folders (missing: none)"),
         (["config.yaml", "--feature-dir", "."], "cannot load the features in "),
         (["config.yaml", "--model", "models"], "--model must be module:factory, such as train:build_model"),
         (
@@ -320,7 +322,7 @@ all:
     ended = check("config.yaml", config=text)
     assert ended.stderr == (
         "1 mistake in the configuration config.yaml:\n"
-        "  config.yaml:4: all.LogTensorStats.stats[1]: 'l2_nrm' is no statistic of this feature; "
+        "  config.yaml:4: all.LogTensorStats.stats[1]: 'l2_nrm' is not a statistic of this feature; "
         "did you mean 'l2_norm'?\n"
     )
     ended = check("config.yaml", config=text.replace("l2_nrm", "l2_norm"))

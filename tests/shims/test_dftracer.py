@@ -291,7 +291,7 @@ def test_initialize_twice(tmp_path, caplog):
     tracer.initialize_log()
     assert caplog.text == ""
     tracer.initialize_log(tmp_path / "two.pfw")
-    assert "two.pfw is not begun" in caplog.text
+    assert f"ignoring {tmp_path / 'two.pfw'}" in caplog.text
     with dft_fn("b"):
         pass
     log.finalize()

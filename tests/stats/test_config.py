@@ -350,17 +350,17 @@ mlp:
         "(layer_numbers[1]: True)",
         "6: mlp.layers.layer_name_regex_pattern: must be a regular expression (layer_name_regex_pattern: 'fc(1'): "
         "missing ), unterminated subpattern at position 2",
-        "7: mlp.layers.layer_typ: is no way to select layers; did you mean 'layer_types'?",
-        "8: mlp.LogTensorStat: is no feature; did you mean 'LogTensorStats'?",
+        "7: mlp.layers.layer_typ: unknown layer selector; did you mean 'layer_types'?",
+        "8: mlp.LogTensorStat: is not a feature; did you mean 'LogTensorStats'?",
         "9: mlp.LogTensorStats: must say whether it is enabled; add enabled: true",
-        "11: mlp.LogTensorStats.stats[1]: 'maen' is no statistic of this feature; did you mean 'mean'?",
-        "13: mlp.LogTensorStats.frq: is no setting here; did you mean 'freq'?",
+        "11: mlp.LogTensorStats.stats[1]: 'maen' is not a statistic of this feature; did you mean 'mean'?",
+        "13: mlp.LogTensorStats.frq: unknown setting; did you mean 'freq'?",
         "14: key 'freq' is already given in line 12; remove one",
         "14: mlp.LogTensorStats.freq: must be an integer of 1 or more (freq: 2.5)",
-        "15: mlp.transformer_engin: is no namespace and no feature; did you mean 'transformer_engine'?",
-        "18: mlp.transformer_engine.LogFp8Stats: is no feature of the namespace transformer_engine; "
+        "15: mlp.transformer_engin: is neither a namespace nor a feature; did you mean 'transformer_engine'?",
+        "18: mlp.transformer_engine.LogFp8Stats: is not a feature of the namespace transformer_engine; "
         "did you mean 'LogFp8TensorStats'?",
-        "21: mlp.transformer_engine.LogFp8TensorStats.tensors[0]: 'activations' is no tensor of this feature; "
+        "21: mlp.transformer_engine.LogFp8TensorStats.tensors[0]: 'activations' is not a tensor of this feature; "
         "did you mean 'activation'?",
         "23: mlp.transformer_engine.LogFp8TensorStats.start_end_list: ranges must not overlap "
         "(found: [0, 10] and [5, 8])",
@@ -415,7 +415,7 @@ def test_the_error_is_a_value_error_with_a_list():
         ),
         (
             {"tensors_struct": [{"tensor": "x", "fre": 2}]},
-            ".tensors_struct[0].fre: is no setting here; did you mean 'freq'?",
+            ".tensors_struct[0].fre: unknown setting; did you mean 'freq'?",
         ),
         (
             {"start_step": 10, "tensors_struct": [{"tensor": "x", "end_step": 5}]},
@@ -427,7 +427,7 @@ def test_the_error_is_a_value_error_with_a_list():
         ),
         (
             {"gemms_struct": [{"gemm": "fprop", "tensors": ["x"]}]},
-            ".gemms_struct: is no setting here; did you mean 'tensors_struct'?",
+            ".gemms_struct: unknown setting; did you mean 'tensors_struct'?",
         ),
         (
             {"tensors": "all", "on_nonfinite": "rise"},
@@ -451,9 +451,10 @@ def test_mistakes_in_tensors(settings, mistake):
         (["min", "Min"], "[1]: is given twice (stats: 'Min'); remove one"),
         (
             ["frobenius"],
-            "[0]: 'frobenius' is no statistic of this feature; known: max, max_blockwise_dynamic_range, mean, min, std",
+            "[0]: 'frobenius' is not a statistic of this feature; known: max, max_blockwise_dynamic_range, mean, min, "
+            "std",
         ),
-        ([{"min": {"block_size": 3}}], "[0].min.block_size: is no option of min; it has none"),
+        ([{"min": {"block_size": 3}}], "[0].min.block_size: unknown option of min; it has none"),
         ([{"min": 3}], "[0]: the options of min must be a mapping (found: 3)"),
         (
             [{"max_blockwise_dynamic_range": {"block_size": 0}}],
@@ -465,7 +466,7 @@ def test_mistakes_in_tensors(settings, mistake):
         ),
         (
             [{"max_blockwise_dynamic_range": {"blocksize": 8}}],
-            "[0].max_blockwise_dynamic_range.blocksize: is no option of max_blockwise_dynamic_range; "
+            "[0].max_blockwise_dynamic_range.blocksize: unknown option of max_blockwise_dynamic_range; "
             "did you mean 'block_size'?",
         ),
     ],
@@ -494,7 +495,8 @@ def test_statistics_are_needed():
         ({"gemms_struct": [{"gemm": "fprop"}]}, ".gemms_struct[0]: must name its tensors"),
         (
             {"gemms_struct": [{"gemm": "fprop", "tensors_struct": [{"tensor": "wieght"}]}]},
-            ".gemms_struct[0].tensors_struct[0].tensor: 'wieght' is no tensor of this feature; did you mean 'weight'?",
+            ".gemms_struct[0].tensors_struct[0].tensor: 'wieght' is not a tensor of this feature; did you mean "
+            "'weight'?",
         ),
         (
             {"gemms_struct": [{"gemm": "fprop", "tensors": "all", "freq": 0}]},
@@ -545,7 +547,7 @@ def test_mistakes_in_layers(layers, mistake):
             [
                 "a: must say whether it is enabled (found: 'Enabled'); add enabled: true",
                 "a: must say which layers it selects; add layers: {layer_types: all}",
-                "a.Enabled: is no feature; did you mean 'enabled'?",
+                "a.Enabled: is not a feature; did you mean 'enabled'?",
             ],
         ),
         (
@@ -600,7 +602,7 @@ def test_disabled_parts_are_checked_too():
     config = section(tensors=["x"], stats=["maen"])
     config["main"]["enabled"] = config["main"]["LogTensorStats"]["enabled"] = False
     assert mistakes_of(config) == [
-        "main.LogTensorStats.stats[0]: 'maen' is no statistic of this feature; did you mean 'mean'?"
+        "main.LogTensorStats.stats[0]: 'maen' is not a statistic of this feature; did you mean 'mean'?"
     ]
 
 

@@ -286,7 +286,7 @@ def test_a_rank_that_does_not_come(tmp_path):
         tmp_path,
     )
     for rank in (0, 2):
-        assert outputs[rank][0].startswith("rank 1 did not come to step()"), outputs[rank][0]
+        assert outputs[rank][0].startswith("rank 1 did not call step()"), outputs[rank][0]
         assert "over ranks [0, 1, 2]" in outputs[rank][0]
 
 
@@ -313,7 +313,7 @@ def test_a_rank_that_died(dies, tmp_path):
         tmp_path,
         codes=[1 if rank == dies else 0 for rank in range(3)],
     )
-    assert outputs[0][0].startswith(f"rank {dies} did not come to step()"), outputs[0]
+    assert outputs[0][0].startswith(f"rank {dies} did not call step()"), outputs[0]
 
 
 def test_a_second_session_names_the_missing_too(tmp_path):
@@ -337,7 +337,7 @@ def test_a_second_session_names_the_missing_too(tmp_path):
         """,
         tmp_path,
     )
-    assert outputs[0][0].startswith("rank 1 did not come to step()"), outputs[0]
+    assert outputs[0][0].startswith("rank 1 did not call step()"), outputs[0]
 
 
 def test_different_iterations_are_an_error(tmp_path):
@@ -489,7 +489,7 @@ def test_partial_dtensors(tmp_path):
     )
     for rank in range(2):
         assert "redistribute" in outputs[rank][0]
-        assert "is left out" in outputs[rank][1]
+        assert "is skipped" in outputs[rank][1]
         assert not lines(tmp_path, rank)
 
 

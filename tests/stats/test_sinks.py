@@ -591,9 +591,7 @@ def test_what_is_forgiven():
     for _ in range(3):
         sinks.write(SIX)
     assert (sinks.lost, len(after.calls)) == (18, 18)
-    assert told == [
-        "statistics could not be written to Failing (OSError: disk); training continues, and what is lost is counted"
-    ]
+    assert told == ["cannot write statistics to Failing (OSError: disk); training continues; lost values are counted"]
     sinks.close()
     assert told[1:] == ["18 values in all could not be written to Failing"]
     assert (sinks.lost, len(sinks), failing.closed) == (18, 0, 1)

@@ -144,9 +144,9 @@ record(7)
 
 
 def test_disk_that_does_not_answer(run, tmp_path):
-    """Where the disk does not answer, the number of events that it did not take is on stderr."""
+    """Where the disk does not respond, the number of events that it did not take is on stderr."""
     body = """
-_file._PATIENCE = 0.5
+_trace_file._PATIENCE = 0.5
 start('run', interval=60)
 record(5)
 flush()
@@ -155,7 +155,7 @@ record(7)
 """
     ended = run(body)
     assert ended.returncode == 0
-    assert "are being lost: the disk does not answer" in ended.stderr
+    assert "are being lost: the disk does not respond" in ended.stderr
     assert f"lost 7 events of the trace {tmp_path / 'run.pfw.gz'}\n" in ended.stderr
 
 

@@ -567,7 +567,7 @@ def test_process_ends_though_disk_hangs(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert result.returncode == 0
-    assert "does not answer" in result.stderr
+    assert "does not respond" in result.stderr
 
 
 def test_stuck_drain(tmp_path, monkeypatch):

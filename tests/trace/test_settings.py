@@ -212,7 +212,7 @@ def test_odd_rank(tmp_path, monkeypatch, value):
 def test_start_twice(tmp_path):
     """A second start raises, names the file of the first and tells how to end it; the first goes on."""
     with trace.start(tmp_path / "one"):
-        with pytest.raises(RuntimeError, match=r"one\.pfw\.gz'; end it first: pipesight\.trace\.stop"):
+        with pytest.raises(RuntimeError, match=r"one\.pfw\.gz'; call pipesight\.trace\.stop"):
             trace.start(tmp_path / "two")
         with ai.compute.step:
             pass

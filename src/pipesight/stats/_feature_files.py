@@ -39,7 +39,7 @@ def python_files(dirs: str | Path | Iterable[str | Path] | None) -> list[Path]:
             raise TypeError(f"feature_dirs must be paths of folders (found: {folder!r})")
         path = Path(folder).resolve()
         if not path.is_dir():
-            raise FileNotFoundError(f"feature_dirs must name folders (no folder: {folder}); correct the path")
+            raise FileNotFoundError(f"feature_dirs must be existing folders (missing: {folder}); correct the path")
         files += sorted(file for file in path.rglob("*.py") if file.is_file() and not _hidden(file.relative_to(path)))
     return list(dict.fromkeys(files))
 

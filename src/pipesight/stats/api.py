@@ -122,10 +122,12 @@ def open_session(
     """
     if not isinstance(init_training_step, int) or isinstance(init_training_step, bool) or init_training_step < 0:
         raise ValueError(
-            f"init_training_step must be an integer from 0 on (init_training_step: {init_training_step!r})"
+            f"init_training_step must be an integer of 0 or more (init_training_step: {init_training_step!r})"
         )
     if isinstance(reduction_timeout, bool) or not 0 < reduction_timeout < float("inf"):
-        raise ValueError(f"reduction_timeout must be seconds, more than 0 (reduction_timeout: {reduction_timeout!r})")
+        raise ValueError(
+            f"reduction_timeout must be a positive number of seconds (reduction_timeout: {reduction_timeout!r})"
+        )
     registry = default_registry().copy()
     registry.load_entry_points()
     registry.load_feature_dirs(feature_dirs)

@@ -85,7 +85,7 @@ class NonfiniteReporter:
                 self._warn(report + self._where_it_is(first))
         if bad.name != first.name:
             report = f"{bad}; {report}"
-        raise NonfiniteError(f"{report}; to go on instead, set on_nonfinite: warn")
+        raise NonfiniteError(f"{report}; to continue instead, set on_nonfinite: warn")
 
     def end(self, iteration: int, found: Sequence[Bad]) -> None:
         """Take note of an iteration and its bad tensors, in the order of computation."""

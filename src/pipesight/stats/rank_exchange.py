@@ -148,13 +148,13 @@ class RankExchange:
                 absent = [rank for rank in absent if self._came(rank) < self._count]
         except (RuntimeError, ValueError):  # the store is gone, with the rank that kept it
             return MissingRankError(
-                f"ranks {self.ranks} did not all come to step() to merge statistics ({error}); "
+                f"ranks {self.ranks} did not all call step() to merge statistics ({error}); "
                 "rank 0, which keeps the store, is gone"
             )
         if not absent:
             return MissingRankError(f"merging statistics over ranks {self.ranks} failed: {error}")
         who = f"{plural(len(absent), 'rank')} {', '.join(map(str, absent))}"
         return MissingRankError(
-            f"{who} did not come to step() to merge statistics over ranks {self.ranks} (waited {waited:.0f} s); "
+            f"{who} did not call step() to merge statistics over ranks {self.ranks} (waited {waited:.0f} s); "
             "every rank of the group must call step() in each iteration, or all must pass skip_reduction=True"
         )

@@ -232,9 +232,9 @@ class StatsSession:
     ) -> list[Any]:
         """Measure a tensor, and keep what was measured until the step ends; return a record a source."""
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"statistics are of tensors (got {type(tensor).__name__}); pass torch.as_tensor(x)")
+            raise TypeError(f"expected a tensor (got {type(tensor).__name__}); pass torch.as_tensor(x)")
         if in_transform():
-            raise TypeError("statistics cannot be logged inside of a torch.func transform; log them outside of it")
+            raise TypeError("statistics cannot be logged inside a torch.func transform; log them outside it")
         group = self.merging.group_for(reduction_group, layer, skip=skip_reduction)
         part = local_part(tensor, None if group is None else dist.get_process_group_ranks(group))
         sources, spot = action.sources, self._pending.spot(early=early)

@@ -30,7 +30,7 @@ def unknown_tensors(section: Section) -> list[str]:
     """Return a line for each tensor that the features of a section name and `watch` does not log."""
     names = {tensor for feature in section.features if feature.enabled for tensor in feature.table.tensors}
     return [
-        f"watch() has no tensor {name!r}{nearest(name, TENSORS)}; it is logged if you log it yourself"
+        f"watch() has no tensor {name!r}{nearest(name, TENSORS)}; log it yourself with log_tensor_stats"
         for name in sorted(names - {*TENSORS})
     ]
 

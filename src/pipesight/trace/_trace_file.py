@@ -173,7 +173,7 @@ class TraceFile:
             return self._jobs.qsize() > 1
         self._bytes_dropped += len(job[0])
         self._events_dropped += job[1]
-        self._say("the disk cannot follow")
+        self._say("the disk is too slow")
         return True
 
     def _pack(self, text: bytes) -> bytes:
@@ -217,7 +217,7 @@ class TraceFile:
 
         if wait(is_done, lambda: (self._events_done, self._pieces), _PATIENCE):
             return True
-        self._say("the disk does not answer")
+        self._say("the disk does not respond")
         return False
 
     def _ensure_thread(self) -> bool:

@@ -278,7 +278,7 @@ class Tracer:
     def _complain(self, about: str) -> None:
         if not self._complained:
             self._complained = True
-            logger.warning("%s cannot be written to the trace and will be missing there", about, exc_info=True)
+            logger.warning("%s cannot be written to the trace and will be missing", about, exc_info=True)
 
     def _meet_thread(self) -> None:
         """Tell the encoder whose number this is, in the stream of events: before, it may have been another's."""

@@ -37,7 +37,7 @@ class Session:
         self._file = file
         self.from_environment = from_environment
         self.of_command = False
-        """Whether ``pipesight run`` began it: what the program itself then begins or ends steps back."""
+        """Whether ``pipesight run`` started it: the program's own calls of `start` and `stop` are then ignored."""
         self._before: dict[str, str | None] = {}
 
     @property
@@ -151,7 +151,7 @@ def start(
         max_parts: keep that many of these files, and remove the oldest.
 
     Raises:
-        RuntimeError: a trace is being written already.
+        RuntimeError: Another trace is being written.
     """
     least, most = INTERVALS
     if not least <= interval <= most:
@@ -163,15 +163,13 @@ def start(
     given = _file_in(path)
     if _session is not None and _session.of_command:
         logger.warning(
-            "this program is traced by `pipesight run` already, into %s; trace.start(%r) steps back",
+            "`pipesight run` is already tracing this program, into %s; trace.start(%r) is ignored",
             _session.path,
             os.fspath(path),
         )
         return _Guest(_session._file)
     if _session is not None and not _session.from_environment:
-        raise RuntimeError(
-            f"a trace is being written already, to {str(_session.path)!r}; end it first: pipesight.trace.stop()"
-        )
+        raise RuntimeError(f"already tracing into {str(_session.path)!r}; call pipesight.trace.stop() first")
     if _session is not None:  # what the program says is more than what the environment says
         _session.stop()
     settings = Settings(
@@ -224,7 +222,7 @@ def _start(given: Path, settings: Settings, *, child: bool, from_environment: bo
 def _file_in(path: str | os.PathLike[str]) -> Path:
     """Return the file that is meant: a folder stands for ``trace`` in it."""
     if not os.fspath(path):
-        raise ValueError("the path of a trace must not be empty; give it a file: start('trace.pfw.gz')")
+        raise ValueError("the path of a trace must not be empty; pass a file: start('trace.pfw.gz')")
     given = Path(path).absolute()
     return given / "trace" if given.is_dir() or os.fspath(path).endswith(os.sep) else given
 
@@ -263,7 +261,7 @@ def start_if_asked() -> None:
         child = _inherited("PARENT") is not None
         _start(_file_in(settings.log_file), settings, child=child, from_environment=True)
     except (OSError, ValueError) as error:
-        logger.warning("no trace is written to %r: %s", str(settings.log_file), error)
+        logger.warning("cannot trace into %r: %s", str(settings.log_file), error)
 
 
 def follow_environment() -> None:
@@ -297,7 +295,7 @@ def _clock() -> int | None:
         offset = int(clock)
         time.gmtime((offset + time.perf_counter_ns()) // 10**9)
     except (ValueError, OverflowError, OSError):
-        logger.warning("PIPESIGHT_CLOCK must be nanoseconds and a host, but is %r; using the clock of now", given)
+        logger.warning("PIPESIGHT_CLOCK must be nanoseconds and a host, but is %r; using the current clock", given)
         return None
     return offset
 

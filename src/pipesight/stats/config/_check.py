@@ -104,7 +104,7 @@ def check_layers(value: Any, path: Path, mistakes: Mistakes) -> Selection:
         return Selection()
     for key in layers:
         if key not in LAYER_KEYS:
-            mistakes.add((*path, key), f"is no way to select layers{nearest(key, LAYER_KEYS)}")
+            mistakes.add((*path, key), f"unknown layer selector{nearest(key, LAYER_KEYS)}")
     if not any(key in LAYER_KEYS for key in layers):
         if not layers:
             mistakes.add(path, f"must select layers by at least one of {', '.join(LAYER_KEYS)}")
@@ -194,7 +194,7 @@ def find_features(
                     found.append((key, name, (*path, key, name), settings))
                 else:
                     close = nearest(name, registry.feature_names(key))
-                    mistakes.add((*path, key, name), f"is no feature of the namespace {key}{close}")
+                    mistakes.add((*path, key, name), f"is not a feature of the namespace {key}{close}")
         else:
             mistakes.add((*path, key), _unknown(key, value, registry))
     seen: set[tuple[str, str]] = set()
@@ -215,6 +215,6 @@ def _unknown(key: str, value: Any, registry: Registry) -> str:
         and "enabled" not in value
         and all(isinstance(v, dict) for v in value.values())
     ):
-        return f"is no namespace and no feature{nearest(key, [*registry.namespaces, *registry.feature_names()])}"
+        return f"is neither a namespace nor a feature{nearest(key, [*registry.namespaces, *registry.feature_names()])}"
     words = [*registry.feature_names(), *SECTION_KEYS, *(space for space in registry.namespaces if space != BASE)]
-    return f"is no feature{nearest(key, words)}"
+    return f"is not a feature{nearest(key, words)}"

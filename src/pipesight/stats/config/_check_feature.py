@@ -185,7 +185,7 @@ class FeatureCheck:
         known = self._statistics
         if known is not None and name not in known:
             if name.lower() not in known:
-                self._mistakes.add(path, f"{name!r} is no statistic of this feature{nearest(name, known)}")
+                self._mistakes.add(path, f"{name!r} is not a statistic of this feature{nearest(name, known)}")
                 return None
             name = name.lower()  # as nvdlfw_inspect reads it
         if not isinstance(options, dict):
@@ -197,7 +197,7 @@ class FeatureCheck:
         for key, value in options.items():
             if key not in defaults:
                 why = nearest(key, defaults) if defaults else "; it has none"
-                self._mistakes.add((*path, name, key), f"is no option of {name}{why}")
+                self._mistakes.add((*path, name, key), f"unknown option of {name}{why}")
             elif not is_integer(value) or value < 1 or (key == "dims" and value > 2):
                 rule = "1 or 2" if key == "dims" else "an integer of 1 or more"
                 self._mistakes.add((*path, name, key), f"must be {rule} ({key}: {shown(value)})")
@@ -205,7 +205,7 @@ class FeatureCheck:
 
     def _check_tensor(self, name: str, path: Path) -> None:
         if self._tensors is not None and name != ALL and name not in self._tensors:
-            self._mistakes.add(path, f"{name!r} is no tensor of this feature{nearest(name, self._tensors)}")
+            self._mistakes.add(path, f"{name!r} is not a tensor of this feature{nearest(name, self._tensors)}")
 
     def _check_keys(self, settings: Mapping[str, Any], path: Path, own: set[str], outer: frozenset[str]) -> None:
         for key in settings:
@@ -214,7 +214,7 @@ class FeatureCheck:
             if key in outer:
                 self._mistakes.add((*path, key), "cannot be given here, only outside of this list")
             elif self._keys is not None and key not in self._keys:
-                self._mistakes.add((*path, key), f"is no setting here{nearest(key, own | (self._keys - outer))}")
+                self._mistakes.add((*path, key), f"unknown setting{nearest(key, own | (self._keys - outer))}")
 
     def _exclusive(self, level: Level, one: str, other: str) -> None:
         settings, path = level

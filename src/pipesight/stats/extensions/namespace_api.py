@@ -169,7 +169,7 @@ class BaseNamespaceAPI(ABC):
                 found.append((feature, call, config if settings is None else settings))
         if len(found) > 1 and not self.is_multiple_feature_invocation_allowed(api_name):
             raise ValueError(
-                f"one feature may serve this call (call: {self.name}.{api_name}, layer: {layer_name}, features: "
+                f"only one feature may serve this call (call: {self.name}.{api_name}, layer: {layer_name}, features: "
                 f"{', '.join(feature for feature, _, _ in found)}); disable all others for this layer"
             )
         return found

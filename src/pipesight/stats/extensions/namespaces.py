@@ -43,7 +43,7 @@ def attribute(name: str) -> Any:
     calls = {call for call, features in data[BASE].feat_api_to_features.items() if features} if BASE in data else set()
     if name not in data and name not in calls:
         rest = "" if name.startswith("_") else nearest(name, {*data, *calls})
-        raise AttributeError(f"there is no function and no namespace {name!r}{rest}")
+        raise AttributeError(f"there is no function or namespace {name!r}{rest}")
     running()
     return namespace_api(data[name]) if name in data else getattr(namespace_api(data[BASE]), name)
 

@@ -112,7 +112,7 @@ class Watch:
         if scripted:
             session.messages.warning(
                 f"{len(scripted)} layers of {self._what}, such as {scripted[0]!r}, are not watched: "
-                "what torch.jit.script or torch.jit.trace has made takes no hooks"
+                "modules made by torch.jit.script or torch.jit.trace take no hooks"
             )
         names = {name: layer for name, layer in names.items() if name not in scripted}
         partitions = partitions_of(self._model if isinstance(model, nn.Module) else model)
@@ -138,9 +138,9 @@ class Watch:
         """Say what the configuration names and a model does not have."""
         warn, what = self._session.messages.warning, self._what
         if not selected:
-            warn(f"the configuration selects no layer of {what}; layers go by names, such as {list(names)[:3]}")
+            warn(f"the configuration selects no layer of {what}; its layers have names such as {list(names)[:3]}")
         elif not self.layers:
-            warn(f"the configuration logs no tensor of {what}; those of a layer are {', '.join(TENSORS)}")
+            warn(f"the configuration logs no tensor of {what}; the tensors of a layer are {', '.join(TENSORS)}")
         config = self._session.config
         missing = [line for section in config.sections if section.enabled for line in missing_layers(section, names)]
         used = {section.name: section for section in config.select(selected).values()}
@@ -165,7 +165,7 @@ class Watch:
     def step(self) -> None:
         """End a step; for ``auto_step=False``."""
         if self._auto:
-            raise RuntimeError("steps end with the optimizer's here; to end them yourself: watch(..., auto_step=False)")
+            raise RuntimeError("the optimizer ends the steps; to end them yourself, use watch(..., auto_step=False)")
         self._session.step()
 
     def flush(self) -> None:
@@ -321,7 +321,7 @@ class Watch:
             elif (layer, name) not in self._skipped:
                 self._skipped.add((layer, name))
                 self._session.messages.warning(
-                    f"{name!r} of layer {layer!r} is left out: it holds no real numbers that can be read here "
+                    f"{name!r} of layer {layer!r} is skipped: its values cannot be read as real numbers "
                     f"({type(tensor).__name__}, {tensor.dtype})"
                 )
 

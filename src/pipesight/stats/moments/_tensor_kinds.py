@@ -41,26 +41,22 @@ def plain(tensor: Tensor) -> Tensor:
         TypeError: where there are no numbers to be read.
     """
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"statistics are of tensors (got {type(tensor).__name__}); pass torch.as_tensor(x)")
+        raise TypeError(f"expected a tensor (got {type(tensor).__name__}); pass torch.as_tensor(x)")
     if is_transformed(tensor):
-        raise TypeError(
-            "a tensor inside of a torch.func transform has no values of its own; log it outside of the transform"
-        )
+        raise TypeError("a tensor inside a torch.func transform has no values of its own; log it outside the transform")
     if is_fake(tensor) or is_functional(tensor):
-        raise TypeError("a fake tensor holds no numbers; log statistics when the model runs, not while it is traced")
+        raise TypeError("a fake tensor has no values; log statistics when the model runs, not while it is traced")
     if is_instance(tensor, "torch.nn.parameter", "UninitializedTensorMixin"):
-        raise TypeError("a lazy parameter holds no numbers before the first forward; log it after that")
+        raise TypeError("a lazy parameter has no values before the first forward; log it after that")
     if tensor.is_meta:
-        raise TypeError("a meta tensor holds no numbers; move the module with to_empty(device=...) and initialise it")
+        raise TypeError("a meta tensor has no values; move the module with to_empty(device=...) and initialise it")
     if tensor.dtype not in REAL and not tensor.is_quantized:
         if tensor.is_complex():
             raise TypeError(
-                f"statistics are of real numbers (dtype: {tensor.dtype}); "
+                f"statistics need real numbers (dtype: {tensor.dtype}); "
                 "pass x.abs() for magnitudes or torch.view_as_real(x) for real and imaginary parts"
             )
-        raise TypeError(
-            f"statistics of {tensor.dtype} are not defined; pass the numbers it stands for as a float tensor"
-        )
+        raise TypeError(f"statistics of {tensor.dtype} are not defined; pass its values as a float tensor")
     with torch.no_grad():
         if is_instance(tensor, "torch.masked", "MaskedTensor"):
             return plain(tensor.get_data()[tensor.get_mask()])  # type: ignore[attr-defined]

@@ -76,8 +76,8 @@ class Sinks:
                 name = _describe(sink)
                 if name not in self._lost:
                     self._warn(
-                        f"statistics could not be written to {name} ({type(error).__name__}: {error}); "
-                        "training continues, and what is lost is counted"
+                        f"cannot write statistics to {name} ({type(error).__name__}: {error}); "
+                        "training continues; lost values are counted"
                     )
                 self._lost[name] = self._lost.get(name, 0) + count
         if raised:

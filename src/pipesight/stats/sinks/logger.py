@@ -34,7 +34,7 @@ class LoggerSink:
             kind = f"the class {logger.__name__}" if isinstance(logger, type) else type(logger).__name__
             raise TypeError(
                 f"a statistics logger must have log_scalar(name, value, iteration) (statistics_logger: {kind}); "
-                "give it an instance of a subclass of BaseLogger"
+                "pass an instance of a subclass of BaseLogger"
             )
         self._logger = logger
 

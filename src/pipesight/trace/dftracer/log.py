@@ -87,7 +87,7 @@ class dftracer:  # noqa: N801
                 self._session = running if from_outside else self._session
                 return
             if not from_outside:
-                logger.warning("a trace is being written already, to %s; %s is not begun", running.path, asked)
+                logger.warning("already tracing into %s; ignoring %s", running.path, asked)
                 return
             running.stop()
         self._session = trace_session.start(
