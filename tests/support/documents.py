@@ -16,6 +16,8 @@ the folder where everything else runs, and is no part of the script.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -26,14 +28,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+from unittest import mock
 
+from pipesight.cli import main
 from support import warm
 from support.processes import STRICT_PYTHON
 
-__all__ = ["LANGUAGES", "ROOT", "Block", "Console", "blocks", "follow", "prose", "write_files"]
+__all__ = ["LANGUAGES", "ROOT", "Block", "Console", "blocks", "follow", "leftovers", "prose", "write_files"]
 
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = {"python", "console", "shell", "output", "yaml", "toml", "text"}
+READING = {"report", "plan", "watch", "convert"}
+"""Commands that only look at a run."""
 LIMIT = 120.0
 
 # These begin with Python itself: the README as a reader would, and a page on DuckDB, which counts at its end what is
@@ -82,9 +88,11 @@ class Console:
         return cls(dict(settings), words[0], words[1:], int(expected[1]) if expected else 0)
 
     def run(self, folder: Path) -> subprocess.CompletedProcess[str]:
-        """Run it in a folder, on the CPU, in processes that begin with torch imported."""
+        """Run it in a folder, on the CPU; what trains runs in processes that begin with torch imported."""
         surroundings = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
         surroundings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"} | self.settings
+        if self.program == "pipesight" and self.arguments[0] in READING and "--model" not in self.arguments:
+            return self._run_here(folder)
         if self.program != "torchrun":
             beginning = {"python": [], "pipesight": ["-m", "pipesight"]}[self.program]
             return warm.run(*beginning, *self.arguments, cwd=folder, env=surroundings, timeout=LIMIT)
@@ -94,6 +102,15 @@ class Console:
         codes = [rank.returncode for rank in ranks]
         output, errors = ("".join(getattr(rank, name) for rank in ranks) for name in ("stdout", "stderr"))
         return subprocess.CompletedProcess(self.arguments, max(codes, key=abs), output, errors)
+
+    def _run_here(self, folder: Path) -> subprocess.CompletedProcess[str]:
+        """Run it in this process: importing what it needs would take longer than all else it does."""
+        output, errors = io.StringIO(), io.StringIO()
+        surroundings = mock.patch.dict(os.environ, {"COLUMNS": "80"} | self.settings)
+        streams = contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors)
+        with contextlib.chdir(folder), surroundings, streams[0], streams[1]:
+            code = main(self.arguments)
+        return subprocess.CompletedProcess(self.arguments, code, output.getvalue(), errors.getvalue())
 
 
 def blocks(text: str) -> list[Block]:
@@ -124,6 +141,13 @@ def write_files(text: str, folder: Path) -> None:
     """Put the files that a document shows into a folder."""
     for block in blocks(text):
         _write(block, folder)
+
+
+def leftovers(path: Path, folder: Path) -> set[str]:
+    """Return what is in a folder where a document was followed, beyond the files that it shows."""
+    shown = {block.file for block in blocks(path.read_text(encoding="utf-8"))}
+    found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if "__pycache__" not in file.parts}
+    return {name for name in found if name not in shown and name != "examples" and not name.endswith(".script.py")}
 
 
 def follow(path: Path, folder: Path) -> dict[int, str]:
