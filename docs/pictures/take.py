@@ -91,13 +91,13 @@ def draw_watch(folder: Path, path: Path) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from pipesight.analysis.latest_step import figures_of
+    from pipesight.analysis.latest_step import latest_step
     from pipesight.report import analyse, open_run
     from pipesight.view.live.watch_screen import Frame, draw_frame
 
     with open_run(folder) as run:
         report = analyse(run)
-    frame = Frame("RUN", "running for 0:12", report, figures_of(report))
+    frame = Frame("RUN", "running for 0:12", report, latest_step(report))
     console = Console(record=True, width=80, file=io.StringIO())
     console.print(Text.from_ansi("\n".join(draw_frame(frame, width=80, height=24, colour=True))))
     drawn = console.export_svg(title="pipesight watch RUN", unique_id="watch")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipesight.analysis.bubble import LOSSES, Split, split_windows
+from pipesight.analysis.bubble import LOSSES, WindowSplit, split_windows
 from pipesight.analysis.step_grouping import INCOMPLETE, find_minibatches
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, Tasks, Transfers
 from pipesight.runs.reading.run import open_run
@@ -71,20 +71,20 @@ def play(
     return tasks_of(tasks), transfers_of(transfers)
 
 
-def split(tasks: Tasks, transfers: Transfers | None = None, **options) -> Split:
-    """Split the windows of mini-batches that all have the same tasks."""
+def split(tasks: Tasks, transfers: Transfers | None = None, **options) -> WindowSplit:
+    """WindowSplit the windows of mini-batches that all have the same tasks."""
     minibatches, tasks = find_minibatches(tasks)
     complete = minibatches.where(minibatches.kind != INCOMPLETE)
     (found,) = split_windows(complete, tasks, transfers_of([]) if transfers is None else transfers, **options)
     return found
 
 
-def lost(found: Split) -> dict[str, int]:
+def lost(found: WindowSplit) -> dict[str, int]:
     """Return the losses that there are, as the sum over mini-batches and partitions."""
     return {name: int(loss.sum()) for name, loss in zip(LOSSES, found.losses, strict=True) if loss.any()}
 
 
-def check(found: Split) -> None:
+def check(found: WindowSplit) -> None:
     assert (found.losses >= 0).all()
     assert (found.busy >= 0).all()
     assert (found.busy + found.losses.sum(axis=0) == found.window[:, None]).all()

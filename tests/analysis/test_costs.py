@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipesight.analysis.measured_costs import NoTasksError
+from pipesight.analysis.analyse import NoTasksError
 from pipesight.plan import (
     Costs,
     Layer,

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesight.analysis.advice import AT_LEAST, AT_MOST, SIMULATED, Change
+from pipesight.analysis.analyse import analyse, measure
 from pipesight.analysis.bubble import LOSSES
 from pipesight.analysis.described_pipelines import pipelines_of
-from pipesight.analysis.measured_costs import measure
 from pipesight.analysis.nonfinite import first_nonfinite
-from pipesight.analysis.report import Report, analyse
-from pipesight.analysis.stragglers import Lane, find_stragglers
+from pipesight.analysis.report import Report
+from pipesight.analysis.stragglers import PartitionTimes, find_stragglers
 from pipesight.plan.plans import best_plans
 from pipesight.plan.plans import settings as planned_settings
 from pipesight.runs.reading.run import open_run
@@ -246,6 +246,23 @@ def test_slow_step_later_is_no_warm_up(made):
     assert report.overall.time.most == 4500
 
 
+def test_the_step_that_makes_the_overall_bubble_is_named(made):
+    """One long step with a large bubble weighs more than all others together: the report names it, and only then."""
+    at = 0
+    for step in range(20):
+        slow = 200 if step == 12 else 1
+        at = made.gpipe(step, lambda phase, i, j, k=slow: even(phase, i, j) * (k if j == 1 else 1), at=at)
+    report = analysed(made)
+    assert report.overall.bubble > report.overall.bubbles.high
+    (remark,) = [remark.text for remark in report.remarks if "overall bubble" in remark.text]
+    assert "because of step 12," in remark
+    bubble = report.steps.bubble[report.steps.step == 12].item()
+    assert f"{report.overall.bubble:.1%}" in remark
+    assert f"{bubble:.1%}" in remark
+    others = analysed(made, steps=range(12))
+    assert not [remark for remark in others.remarks if "overall bubble" in remark.text]
+
+
 def test_steps_narrow(made):
     """With ``steps``, only these are told; the last keeps its period, as the one after it is known."""
     at = 0
@@ -457,8 +474,8 @@ def test_partition_and_layer_narrow(tmp_path):
 # Stragglers.
 
 
-def lane(rank: int, partition: int, *busy: float) -> Lane:
-    return Lane(rank, partition, np.arange(len(busy)), np.array(busy, float))
+def lane(rank: int, partition: int, *busy: float) -> PartitionTimes:
+    return PartitionTimes(rank, partition, np.arange(len(busy)), np.array(busy, float))
 
 
 def test_bursts_are_found():

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pipesight.analysis.advice import AT_MOST
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.view.report_json import as_json
 from pipesight.view.text_report import render

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
 from pipesight.plan import Setting, best_plans, measure, predict, simulate, zero_bubble
 from pipesight.plan.plans import settings
 from pipesight.runs.reading.run import open_run

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
 from pipesight.cli import main
 from pipesight.runs.reading.run import open_run
 from support.synthetic import Made

@@ -17,9 +17,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipesight.analysis.latest_step import figures_of, steps_of
+from pipesight.analysis.analyse import analyse
+from pipesight.analysis.latest_step import latest_step, steps_of
 from pipesight.analysis.nonfinite import NonFinite
-from pipesight.analysis.report import analyse
 from pipesight.analysis.step_breakdown import PARTS
 from pipesight.runs.reading.run import LogLine, open_run
 from pipesight.view.live.watch_screen import Frame, draw_frame, line_of
@@ -308,7 +308,7 @@ def report(tmp_path_factory):
 
 def test_figures(report):
     """The last step and the median are those of the schedule; a partition's bubble is what it does not compute."""
-    figures = figures_of(report)
+    figures = latest_step(report)
     assert figures is not None
     assert figures.steps == 5
     assert figures.last.step == 4
@@ -346,7 +346,7 @@ def test_a_pause_after_each_step(paused):
     assert steps_of(paused)[-1].time < steps_of(paused)[0].time == 16_000
     steps = steps_of(paused, ended=True)
     assert [step.whole for step in steps] == [True] * 4 + [False]
-    figures = figures_of(paused, ended=True)
+    figures = latest_step(paused, ended=True)
     assert (figures.last.step, figures.left_out, figures.steps) == (3, 4, 4)
     assert figures.last.time == figures.usual.time == 16_000
     assert figures.last.parts == figures.usual.parts
@@ -355,7 +355,7 @@ def test_a_pause_after_each_step(paused):
     assert "Step time            16.0 ms   usually 16.0 ms, the median of 4 steps" in drawn
     assert "1,000 samples/s   1,000 over all steps including pauses" in drawn
     assert line_of(steps[-1]).startswith("step 4   6.50 ms so far   bubble ")
-    assert figures_of(paused).last.step == 4  # while it goes on, the steps that are shown end where the next begins
+    assert latest_step(paused).last.step == 4  # while it goes on, the steps that are shown end where the next begins
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 400])
@@ -364,7 +364,7 @@ def test_a_pause_after_each_step(paused):
 def test_fits(report, width, height, ascii):
     """Whatever the size of the terminal, nothing is wider or higher, and the numbers are there."""
     log = [LogLine(0, None, "INFO", "train", f"line {k} {'x' * 300}\nmore", step=k) for k in range(50)]
-    frame = Frame("R" * 200, "going on for 0:01", report, figures_of(report), log)
+    frame = Frame("R" * 200, "going on for 0:01", report, latest_step(report), log)
     lines = draw_frame(frame, width=width, height=height, ascii=ascii)
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
@@ -386,7 +386,7 @@ def test_what_matters_most_is_not_cut_off(report, width):
     first = NonFinite(5, layer, "activation", 0, None, 1, 1, 1, partition=1, microbatch=3, phase="forward")
     state = "has ended: rank 1 was killed, or its machine went down; the others were then ended with SIGTERM"
     report = replace(report, nonfinite=first)
-    lines = draw_frame(Frame("RUN", state, report, figures_of(report)), width=width, height=40)
+    lines = draw_frame(Frame("RUN", state, report, latest_step(report)), width=width, height=40)
     assert max(map(len, lines)) <= width
     said = " ".join(" ".join(lines).split())
     place = "in iteration 5, partition 1, micro-batch 3, forward (1 Inf)"
@@ -395,7 +395,7 @@ def test_what_matters_most_is_not_cut_off(report, width):
 
 def test_parts_that_take_no_time(report):
     """A part that usually matters, and took no time in the last step, has dashes."""
-    figures = figures_of(report)
+    figures = latest_step(report)
     parts = list(figures.last.parts)
     parts[PARTS.index("fill_and_drain")] = 0
     last = replace(figures.last, parts=tuple(parts))
@@ -407,7 +407,7 @@ def test_parts_that_take_no_time(report):
 def test_names_are_text(report):
     """Escape codes in names and messages are not carried out."""
     log = [LogLine(0, None, "INFO", "train", "\x1b[2J\x1b]0;title\x07 hello")]
-    lines = draw_frame(Frame("a\x1b[31m", "b\x07", report, figures_of(report), log), width=80, height=40)
+    lines = draw_frame(Frame("a\x1b[31m", "b\x07", report, latest_step(report), log), width=80, height=40)
     assert "\x1b" not in "".join(lines)
     assert "\x07" not in "".join(lines)
 
@@ -419,7 +419,7 @@ def test_engine_log(report):
     warning = LogLine(0, None, "WARNING", "pipesight.trace", "events are lost")
     own = LogLine(0, None, "INFO", "train", "loss 3.1")
     debug = LogLine(0, None, "DEBUG", "train", "a tensor")
-    figures = figures_of(report)
+    figures = latest_step(report)
 
     def drawn(log):
         return [

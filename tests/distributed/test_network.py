@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipesight.analysis.advice import AT_MOST
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
 from pipesight.runs.reading.run import open_run
 from support.network import Link, two_hosts
 from support.nodes import nodes

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
 from pipesight.runs.directory import RunDirectory
 from pipesight.runs.reading.run import open_run
 from support.observed import description, events

@@ -6,8 +6,8 @@ import subprocess
 import numpy as np
 import pytest
 
+from pipesight.analysis.analyse import analyse
 from pipesight.analysis.described_pipelines import pipelines_of
-from pipesight.analysis.report import analyse
 from pipesight.plan import one_f_one_b, simulate
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD
 from pipesight.runs.reading.run import open_run

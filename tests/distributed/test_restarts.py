@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
 from pipesight.runs.directory import RunDirectory
 from pipesight.runs.reading.run import open_run
 from support.nodes import Here, nodes

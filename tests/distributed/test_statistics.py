@@ -9,7 +9,7 @@ import torch
 import yaml
 from torch import nn
 
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.view.payload.run_payload import page_payload
 from support.logged import SIX, assert_six, config, lines, six, values

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz import cases
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
 from pipesight.cli.command import main
 from pipesight.plan import NoTasksError, best_plans, measure, predict, settings
 from pipesight.plan.plans import WORTH

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipesight.analysis.report import Report, analyse
+from pipesight.analysis.analyse import analyse
+from pipesight.analysis.report import Report
 from pipesight.runs.following.follower import Follower
 from pipesight.runs.reading.run import open_run
 from pipesight.view.report_json import as_json

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
 from pipesight.analysis.step_breakdown import PARTS
 from pipesight.runs.following import follower as following
 from pipesight.runs.following import growing_file as _growing

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 import pipesight
 from pipesight import GPipe
 from pipesight.analysis.advice import Change
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
 from pipesight.runs.reading.run import open_run
 from support.torchrun import RANK, torchrun
 
@@ -219,7 +219,7 @@ def loss_inside(folder: Path) -> Kept:
     before = trained(folder / "a", layers(), [1, 1], chunks=4, checkpoint="never", loss=slow)
     inside = [*layers(), Sleeping(each=1, back=(0, 1))]
     after = trained(folder / "b", inside, [1, 2], chunks=4, checkpoint="never")
-    return kept("loss inside the pipe", "shorten what happens between forward and backward", before, after)
+    return kept("loss inside the pipe", "shorten the work between forward and backward", before, after)
 
 
 def fewer_partitions(folder: Path) -> Kept:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipesight.analysis.report import Report, analyse
+from pipesight.analysis.analyse import analyse
+from pipesight.analysis.report import Report
 from pipesight.runs.reading.run import open_run
 from pipesight.view.comparison_text import compare, comparison_as_json
 from pipesight.view.report_json import as_json

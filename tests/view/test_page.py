@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.view.comparison_text import compare, part_rows, quantity_rows, settings_text
 from pipesight.view.finding_sentences import links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in

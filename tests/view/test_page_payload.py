@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
 from pipesight.runs.reading.run import LogLine, open_run
 from pipesight.view import page as html
 from pipesight.view.page import MOST_BYTES, Limits, Served, page_html, page_payload, write_page

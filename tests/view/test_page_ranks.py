@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from pipesight.analysis.latest_step import figures_of
-from pipesight.analysis.report import analyse
+from pipesight.analysis.analyse import analyse
+from pipesight.analysis.latest_step import latest_step
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.task_orders import interleaved
 from pipesight.view.live.watch_screen import Frame, draw_frame
@@ -92,7 +92,7 @@ def test_terminal(report):
 @pytest.mark.parametrize("width", [80, 160])
 def test_watched(report, width):
     """So does what is watched."""
-    lines = draw_frame(Frame("RUN", "going on", report, figures_of(report)), width=width, height=40)
+    lines = draw_frame(Frame("RUN", "going on", report, latest_step(report)), width=width, height=40)
     rows = [found for line in lines if (found := re.match(r"  (r\d p\d) .*\u2502 *(\S*) *(\S*)$", line))]
     one, none = ("5.9%", "5.9%"), ("", "")
     assert [row[1] for row in rows] == ["r0 p0", "r0 p2", "r1 p1", "r1 p3"]

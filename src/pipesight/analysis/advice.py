@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipesight._plurals import count_of
-from pipesight.analysis.described_pipelines import PipelineFacts
+from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.measured_costs import SMALL_MESSAGE, Measured
-from pipesight.analysis.rank_links import Link, places_to_look_at
+from pipesight.analysis.rank_links import LinkReport, slow_connections
 from pipesight.plan.balance_search import find_balance
 from pipesight.plan.plans import (
     DISTRIBUTED_NAMES,
@@ -58,7 +58,7 @@ class Change:
 class Situation:
     """What changes are judged by. Times in microseconds."""
 
-    facts: PipelineFacts
+    facts: DescribedPipeline
     measured: Measured | None
     """What plans are made of."""
     period: float
@@ -67,7 +67,7 @@ class Situation:
     """Of these, by name."""
     turnaround: float = 0.0
     """Of the host gaps, what lies between forward and backward."""
-    links: Sequence[Link] = ()
+    links: Sequence[LinkReport] = ()
     """Between ranks."""
 
     def share(self, time: float) -> float:
@@ -264,7 +264,7 @@ _ADVICE = {
 
 
 def _limits(situation: Situation) -> Iterator[Change]:
-    for place in places_to_look_at(situation.links):
+    for place in slow_connections(situation.links):
         what = f"check {place.what}; use larger micro-batches or fewer cuts there"
         # Between hosts, collectives go the same way.
         apart = place.slowest.source_host != place.slowest.target_host
@@ -284,7 +284,7 @@ def _limits(situation: Situation) -> Iterator[Change]:
 
 def _moved(situation: Situation) -> float:
     """Return the share of transfers in the step, without those of links that are named."""
-    named = sum(place.share for place in places_to_look_at(situation.links))
+    named = sum(place.share for place in slow_connections(situation.links))
     return max(situation.share(situation.parts.get("transfers", 0.0)) - named, 0.0)
 
 
@@ -331,14 +331,14 @@ def _with_loss(costs: Costs) -> Costs:
     return replace(costs, layers=(*others, last), loss=0.0)
 
 
-def _small_messages(links: Sequence[Link]) -> float | None:
+def _small_messages(links: Sequence[LinkReport]) -> float | None:
     """Return the bytes of the mean message between ranks, if it is so small that its size does not matter."""
     messages = sum(link.messages for link in links)
     mean = sum(link.bytes for link in links) / messages if messages else SMALL_MESSAGE
     return mean if mean < SMALL_MESSAGE else None
 
 
-def _why(link: Link) -> str:
+def _why(link: LinkReport) -> str:
     assert link.time is not None
     others = f", and {link.others / 1000:.3g} ms on other links" if link.others is not None else ""
     return f"a message from rank {link.source} to rank {link.target} takes {link.time / 1000:.3g} ms{others}"

@@ -27,22 +27,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.analysis.step_grouping import MiniBatches
-from pipesight.analysis.task_arrays import Batch, Lengths, Times, orders_of
+from pipesight.analysis.step_grouping import MiniBatchTable
+from pipesight.analysis.task_arrays import Lengths, MiniBatchArrays, Times, orders_of
 from pipesight.analysis.transfer_waits import arrivals_of, of_rows, waits
 from pipesight.runs.reading.event_tables import Column, Tasks, Transfers
 from pipesight.schedule.contention import Concurrency, rate_of, rates_of
 from pipesight.schedule.simulation import simulate
 from pipesight.schedule.task_orders import Schedule
 
-__all__ = ["LOSSES", "Split", "split_windows"]
+__all__ = ["LOSSES", "WindowSplit", "split_windows"]
 
 LOSSES = ("fill_and_drain", "sharing", "imbalance", "jitter", "transfers", "host_gaps")
 """What a partition loses inside of windows, in the order in which it is found."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Split:
+class WindowSplit:
     """Where the time of mini-batches that have the same tasks went. Times are whole microseconds.
 
     ``busy[b, j] + losses[:, b, j].sum() == window[b]``, for every mini-batch b and partition j. Of what is busy,
@@ -74,9 +74,9 @@ class Split:
     durations: Lengths
     """The time of each task: by phase, partition, micro-batch and mini-batch; 0 where there is none."""
 
-    def where(self, rows: Column) -> Split:
+    def where(self, rows: Column) -> WindowSplit:
         """Return some of the mini-batches."""
-        return Split(
+        return WindowSplit(
             rows=self.rows[rows],
             schedule=self.schedule,
             window=self.window[rows],
@@ -99,14 +99,14 @@ class Split:
 
 
 def split_windows(
-    minibatches: MiniBatches,
+    minibatches: MiniBatchTable,
     tasks: Tasks,
     transfers: Transfers,
     *,
     devices: Callable[[int], Sequence[int]] = range,
     workers: Callable[[int], Sequence[int]] = range,
     processors: Callable[[int], int | None] = lambda partitions: None,
-) -> list[Split]:
+) -> list[WindowSplit]:
     """Split the windows of mini-batches that are complete; those with the same tasks are split together.
 
     Args:
@@ -127,14 +127,16 @@ def split_windows(
         rows = np.flatnonzero(which.ravel() == number)
         place = minibatches.first[rows][:, None] + np.arange(count)
         homes = np.asarray(devices(n), np.int64)
-        batch = Batch(tasks, place, minibatches.begin[rows], n, m, homes)
+        batch = MiniBatchArrays(tasks, place, minibatches.begin[rows], n, m, homes)
         for own in batch.by_tasks():
             moved = of_rows(arrivals, rows[own.rows], len(minibatches))
             found.append(_split(own, rows[own.rows], moved, np.asarray(workers(n), np.int64), processors(n)))
     return found
 
 
-def _split(batch: Batch, rows: Column, arrivals: Transfers, workers: Column, processors: int | None) -> Split:
+def _split(
+    batch: MiniBatchArrays, rows: Column, arrivals: Transfers, workers: Column, processors: int | None
+) -> WindowSplit:
     lengths = batch.end - batch.begin
     durations = batch.dense(lengths)
     window = batch.end.max(axis=1)
@@ -171,7 +173,7 @@ def _split(batch: Batch, rows: Column, arrivals: Transfers, workers: Column, pro
         worker_losses = _losses(window, worker_busy, spans, evenly, usual_busy)
         bound = np.maximum(0, 1 - evenly.mean(axis=1) / np.maximum(spans[0], 1e-9))
     rates, crowded = _crowded(batch, workers, processors)
-    return Split(
+    return WindowSplit(
         rows=rows,
         schedule=most_common,
         window=window,
@@ -188,7 +190,7 @@ def _split(batch: Batch, rows: Column, arrivals: Transfers, workers: Column, pro
     )
 
 
-def _crowded(batch: Batch, workers: Column, processors: int | None) -> tuple[tuple[float, ...], Times]:
+def _crowded(batch: MiniBatchArrays, workers: Column, processors: int | None) -> tuple[tuple[float, ...], Times]:
     """Return how much workers slow each other down, and what that costs each partition."""
     lost = np.zeros((len(batch.code), batch.n), np.int64)
     if processors is None:
@@ -235,7 +237,7 @@ def _whole(times: Lengths) -> Times:
     return np.maximum(np.rint(times), 0).astype(np.int64)
 
 
-def _usual(batch: Batch, durations: Lengths) -> tuple[Lengths, Lengths, Lengths, Lengths, Lengths]:
+def _usual(batch: MiniBatchArrays, durations: Lengths) -> tuple[Lengths, Lengths, Lengths, Lengths, Lengths]:
     """Return what tasks would take without jitter, all the same, and each partition as usual; and what that adds up to:
     all the same in the mean partition and in each, and as usual in each.
 
@@ -264,7 +266,7 @@ def _usual(batch: Batch, durations: Lengths) -> tuple[Lengths, Lengths, Lengths,
     return even, usual, even_busy, evenly, usual_busy
 
 
-def _busy(batch: Batch, lanes: Column) -> Times:
+def _busy(batch: MiniBatchArrays, lanes: Column) -> Times:
     """Return how long lanes compute, given that of each partition; where tasks of one overlap, time counts once."""
     lane = lanes[batch.code // batch.m % batch.n]
     by_lane = np.argsort(lane, axis=1, kind="stable")

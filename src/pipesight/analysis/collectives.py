@@ -22,7 +22,7 @@ import numpy as np
 from pipesight.analysis.clock_errors import clock_error
 from pipesight.runs.reading.event_tables import Column, Communications, Table
 
-__all__ = ["Collective", "Meeting", "Pieces", "find_meetings", "name_collectives", "waits_in"]
+__all__ = ["Collective", "MatchedCalls", "WaitTable", "match_calls", "name_collectives", "waits_in"]
 
 _WAIT = ".wait"
 _FROM_ONE_TO_ONE = ("send", "receive")
@@ -30,7 +30,7 @@ _SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "b
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces(Table):
+class WaitTable(Table):
     """Times that a rank waited for another, the cause."""
 
     rank: Column
@@ -40,7 +40,7 @@ class Pieces(Table):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Meeting:
+class MatchedCalls:
     """All calls of one collective in one group. Times are by rank, in the order of ``ranks``, and call."""
 
     name: str
@@ -77,7 +77,7 @@ class Collective:
     """Of the calls, those where it did."""
 
 
-def find_meetings(calls: Communications, description: Mapping[str, Any]) -> list[Meeting]:
+def match_calls(calls: Communications, description: Mapping[str, Any]) -> list[MatchedCalls]:
     """Match the calls of ranks."""
     world = description.get("world_size")
     is_wait = np.array([str(name).endswith(_WAIT) for name in calls.name.tolist()], bool)
@@ -96,7 +96,7 @@ def find_meetings(calls: Communications, description: Mapping[str, Any]) -> list
         matched = _matched(own)
         if matched is not None:
             error = np.array([[_error(description, a, b) for b in ranks] for a in ranks])
-            meeting = Meeting(name, ranks, *matched, error)
+            meeting = MatchedCalls(name, ranks, *matched, error)
             found.append(_plausible(meeting))
     return [meeting for meeting in found if len(meeting.step)]
 
@@ -147,7 +147,7 @@ def _in_steps(calls: Communications, steps: Sequence[int]) -> Communications:
     return chosen.where(np.lexsort((chosen.begin, chosen.step)))
 
 
-def _plausible(meeting: Meeting) -> Meeting:
+def _plausible(meeting: MatchedCalls) -> MatchedCalls:
     """Leave out calls that ended on one rank before another came, by more than clocks may be wrong."""
     if not meeting.name.startswith(_SYNCHRONISING):
         return meeting
@@ -155,19 +155,19 @@ def _plausible(meeting: Meeting) -> Meeting:
     return _some(meeting, ~early)
 
 
-def _some(meeting: Meeting, rows: Column) -> Meeting:
+def _some(meeting: MatchedCalls, rows: Column) -> MatchedCalls:
     parts = (meeting.arrived[:, rows], meeting.begin[:, rows], meeting.end[:, rows])
-    return Meeting(meeting.name, meeting.ranks, meeting.step[rows], meeting.size[rows], *parts, meeting.error)
+    return MatchedCalls(meeting.name, meeting.ranks, meeting.step[rows], meeting.size[rows], *parts, meeting.error)
 
 
-def waits_in(meetings: Sequence[Meeting]) -> Pieces:
+def waits_in(meetings: Sequence[MatchedCalls]) -> WaitTable:
     """Return the times that ranks waited for the last one to come, where clocks leave no doubt that they did."""
-    found = [Pieces.of(**dict.fromkeys(("rank", "begin", "end", "cause"), np.zeros(0, np.int64)))]
+    found = [WaitTable.of(**dict.fromkeys(("rank", "begin", "end", "cause"), np.zeros(0, np.int64)))]
     found += [piece for meeting in meetings for piece in _waits(meeting)]
-    return Pieces.joined(*found)
+    return WaitTable.joined(*found)
 
 
-def _waits(meeting: Meeting) -> Iterator[Pieces]:
+def _waits(meeting: MatchedCalls) -> Iterator[WaitTable]:
     ranks = np.array(meeting.ranks, np.int64)
     for k, rank in enumerate(meeting.ranks):
         # One that has ended did not wait for those who came later, as with a broadcast.
@@ -177,10 +177,10 @@ def _waits(meeting: Meeting) -> Iterator[Pieces]:
         certain = (last != k) & (until - meeting.begin[k] > meeting.error[k, last])
         if certain.any():
             begin, end = meeting.begin[k][certain], until[certain]
-            yield Pieces(np.full(len(begin), rank, np.int64), begin, end, ranks[last[certain]])
+            yield WaitTable(np.full(len(begin), rank, np.int64), begin, end, ranks[last[certain]])
 
 
-def name_collectives(meetings: Sequence[Meeting], steps: Column) -> tuple[Collective, ...]:
+def name_collectives(meetings: Sequence[MatchedCalls], steps: Column) -> tuple[Collective, ...]:
     """Name the collectives of some steps, those that take longest first."""
     found = []
     for whole in meetings:

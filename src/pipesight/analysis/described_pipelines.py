@@ -1,4 +1,4 @@
-"""What is known of the pipelines of a run: from its description, as far as that goes, and from its tasks."""
+"""The pipelines, layers and hosts that run.json describes, checked field by field: anybody may have written it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from pipesight.runs.reading.event_tables import Tasks
-
 __all__ = [
-    "LayerFacts",
-    "PipelineFacts",
-    "device_of_partition",
+    "DescribedLayer",
+    "DescribedPipeline",
     "hosts_of",
-    "is_over_ranks",
     "pipelines_of",
-    "rank_of_partition",
     "replicas_in",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerFacts:
+class DescribedLayer:
     """A layer as the description has it."""
 
     name: str
@@ -39,7 +32,7 @@ class LayerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineFacts:
+class DescribedPipeline:
     """A pipeline as the description has it. What it does not say, or says in no way that makes sense, is ``None``."""
 
     partitions: int
@@ -56,7 +49,7 @@ class PipelineFacts:
     """`always`, `except_last` or `never`."""
     batch_size: int | None = None
     """Samples per mini-batch."""
-    layers: tuple[LayerFacts, ...] = ()
+    layers: tuple[DescribedLayer, ...] = ()
     """In the order of the model."""
     ranks: tuple[tuple[int, ...], ...] | None = None
     """Of a pipeline over several ranks, those that have each partition: one of each replica, in the same order."""
@@ -64,7 +57,7 @@ class PipelineFacts:
     """That the process may use."""
 
 
-def pipelines_of(description: Mapping[str, Any]) -> list[PipelineFacts]:
+def pipelines_of(description: Mapping[str, Any]) -> list[DescribedPipeline]:
     """Read the pipelines of a run's description, whatever it may hold."""
     entries = description.get("pipelines")
     found = []
@@ -75,10 +68,10 @@ def pipelines_of(description: Mapping[str, Any]) -> list[PipelineFacts]:
     return found
 
 
-def replicas_in(facts: Iterable[PipelineFacts]) -> dict[int, int]:
+def replicas_in(facts: Iterable[DescribedPipeline]) -> dict[int, int]:
     """Return the replica of each rank, as far as pipelines say so and agree on it.
 
-    >>> replicas_in([PipelineFacts(2, ranks=((0, 1), (3, 2)))])
+    >>> replicas_in([DescribedPipeline(2, ranks=((0, 1), (3, 2)))])
     {0: 0, 1: 1, 3: 0, 2: 1}
     """
     found: dict[int, int] = {}
@@ -104,42 +97,10 @@ def hosts_of(description: Mapping[str, Any]) -> dict[int, str]:
     return hosts if len({*hosts.values()}) > 1 else {}
 
 
-def device_of_partition(facts: PipelineFacts | None, tasks: Tasks, partitions: int) -> tuple[int, ...]:
-    """Return a number for the device of each partition; those with the same number take turns.
-
-    In a run of several processes, or of a pipeline for such, that is the rank. In one process, each CPU partition has a
-    thread of its own, and those on one GPU share it.
-    """
-    ranks = rank_of_partition(tasks, partitions)
-    names: list[object]
-    if is_over_ranks(facts, ranks):
-        names = list(ranks)
-    elif facts is not None and facts.devices is not None:
-        names = [j if name.startswith("cpu") else name for j, name in enumerate(facts.devices)]
-    else:
-        names = list(range(partitions))
-    numbers: dict[object, int] = {}
-    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
-
-
-def is_over_ranks(facts: PipelineFacts | None, ranks: Sequence[int]) -> bool:
-    """Tell whether a pipeline is one over several ranks, or could be, given the rank of each partition."""
-    return len({*ranks}) > 1 or (facts is not None and facts.ranks is not None)
-
-
-def rank_of_partition(tasks: Tasks, partitions: int) -> list[int]:
-    """Return the lowest rank that has each partition: that of the first replica."""
-    lowest = np.full(partitions, np.iinfo(np.int64).max)
-    inside = tasks.partition < partitions
-    np.minimum.at(lowest, tasks.partition[inside], tasks.rank[inside])
-    ranks: list[int] = lowest.tolist()
-    return ranks
-
-
-def _pipeline(entry: Mapping[str, Any], partitions: int, processors: int | None) -> PipelineFacts:
+def _pipeline(entry: Mapping[str, Any], partitions: int, processors: int | None) -> DescribedPipeline:
     balance = _list(entry, "balance", int)
     devices = _list(entry, "devices", str)
-    return PipelineFacts(
+    return DescribedPipeline(
         partitions=partitions,
         chunks=_number(entry, "chunks"),
         schedule=_text(entry, "schedule"),
@@ -153,12 +114,12 @@ def _pipeline(entry: Mapping[str, Any], partitions: int, processors: int | None)
     )
 
 
-def _layers(entries: object, partitions: int) -> Iterable[LayerFacts]:
+def _layers(entries: object, partitions: int) -> Iterable[DescribedLayer]:
     for entry in entries if isinstance(entries, list) else []:
         name, partition = _text(entry, "name"), entry.get("partition") if isinstance(entry, dict) else None
         if name is not None and isinstance(partition, int) and 0 <= partition < partitions:
             sizes = _number(entry, "parameter_bytes"), _number(entry, "output_bytes")
-            yield LayerFacts(name, _text(entry, "class"), partition, *sizes)
+            yield DescribedLayer(name, _text(entry, "class"), partition, *sizes)
 
 
 def _ranks(value: object, partitions: int) -> tuple[tuple[int, ...], ...] | None:

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.analysis.described_pipelines import rank_of_partition
+from pipesight.analysis.partition_placement import rank_of_partition
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_breakdown import PARTS
 from pipesight.analysis.step_grouping import EVALUATION, TRAINING
 from pipesight.runs.reading.event_tables import Column
 
-__all__ = ["LiveFigures", "PartitionFigures", "StepFigures", "figures_of", "steps_of"]
+__all__ = ["LatestStep", "PartitionBubble", "StepNumbers", "latest_step", "steps_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigures:
+class StepNumbers:
     """One step. Times are microseconds, shares are of 1."""
 
     step: int
@@ -32,7 +32,7 @@ class StepFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionFigures:
+class PartitionBubble:
     """The bubble of one partition, or of its rank, if that computes for several of them in turn."""
 
     last: float
@@ -41,19 +41,19 @@ class PartitionFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class LiveFigures:
+class LatestStep:
     """The last step, and what is usual over the steps that are kept."""
 
     steps: int
-    last: StepFigures
-    usual: StepFigures
+    last: StepNumbers
+    usual: StepNumbers
     """All medians, but for the samples a second: those are all samples over all the time, pauses included."""
-    partitions: tuple[PartitionFigures, ...]
+    partitions: tuple[PartitionBubble, ...]
     left_out: int | None = None
     """The very last step of a run that has ended: what comes after it is not of a step, so it cannot be compared."""
 
 
-def steps_of(report: Report, *, ended: bool = False) -> list[StepFigures]:
+def steps_of(report: Report, *, ended: bool = False) -> list[StepNumbers]:
     """Return the complete steps, in order. Of several replicas, a step takes as long as the slowest.
 
     Args:
@@ -71,7 +71,7 @@ def steps_of(report: Report, *, ended: bool = False) -> list[StepFigures]:
     parts = np.stack([np.bincount(which, part) / replicas for part in times.parts])
     samples = _samples(report) * np.bincount(which, times.minibatches) / np.maximum(period, 1) * 1e6
     return [
-        StepFigures(
+        StepNumbers(
             int(number),
             float(period[k]),
             float(bubble[k]),
@@ -97,7 +97,7 @@ def _samples(report: Report) -> int:
     return (sizes.pop() or 0) if len(sizes) == 1 else 0
 
 
-def figures_of(report: Report, *, ended: bool = False, replica: int = 0) -> LiveFigures | None:
+def latest_step(report: Report, *, ended: bool = False, replica: int = 0) -> LatestStep | None:
     """Return the numbers of a run, if there is a complete step; see `steps_of`. Partitions are those of one replica."""
     steps = steps_of(report, ended=ended)
     if not steps:
@@ -109,10 +109,10 @@ def figures_of(report: Report, *, ended: bool = False, replica: int = 0) -> Live
     usual = [step for step in steps if step.step in counted] or steps
     samples = sum((step.samples_per_second or 0.0) * step.time for step in usual)
     last = steps[-1]
-    return LiveFigures(
+    return LatestStep(
         steps=len(usual),
         last=last,
-        usual=StepFigures(
+        usual=StepNumbers(
             step=last.step,
             time=_median([step.time for step in usual]),
             bubble=_median([step.bubble for step in usual]),
@@ -129,7 +129,7 @@ def _median(values: list[float]) -> float:
     return float(np.median(values))
 
 
-def _partitions(report: Report, last: int, usual: set[int], replica: int) -> tuple[PartitionFigures, ...]:
+def _partitions(report: Report, last: int, usual: set[int], replica: int) -> tuple[PartitionBubble, ...]:
     """Return the bubble of who computes for each partition of the pipeline that the last step ran through."""
     minibatches = report.minibatches
     training = (minibatches.kind == TRAINING) & (minibatches.replica == replica)
@@ -144,7 +144,7 @@ def _partitions(report: Report, last: int, usual: set[int], replica: int) -> tup
     bubble = np.stack([1 - np.bincount(which, busy[:, j]) / whole for j in range(n)])
     chosen = bubble[:, np.isin(steps, list(usual))] if np.isin(steps, list(usual)).any() else bubble
     now = bubble[:, steps == last][:, 0]
-    return tuple(PartitionFigures(float(now[j]), float(np.median(chosen[j]))) for j in range(n))
+    return tuple(PartitionBubble(float(now[j]), float(np.median(chosen[j]))) for j in range(n))
 
 
 def _sharing(report: Report, partitions: int) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipesight.analysis.described_pipelines import LayerFacts, PipelineFacts
+from pipesight.analysis.described_pipelines import DescribedLayer, DescribedPipeline
 from pipesight.runs.reading.event_tables import LayerTimes
 from pipesight.schedule.costs import WEIGHT_SHARE, Layer
 from pipesight.schedule.simulation import Times
@@ -21,7 +21,7 @@ from pipesight.schedule.task_orders import B, F, R, W
 if TYPE_CHECKING:
     from pipesight.runs.reading.run import Run
 
-__all__ = ["RunLayers", "layers_of"]
+__all__ = ["LayerCosts", "layer_costs_of"]
 
 MICROSECOND = 1e-6
 EACH = {"cpu": (250.0, 450.0), "cuda": (50.0, 100.0)}
@@ -30,7 +30,7 @@ _PHASES = (F, R, B)
 
 
 @dataclass(frozen=True, slots=True)
-class RunLayers:
+class LayerCosts:
     """Layers in the order of the model."""
 
     layers: tuple[Layer, ...]
@@ -45,7 +45,9 @@ class RunLayers:
     notes: tuple[str, ...]
 
 
-def layers_of(run: Run, facts: PipelineFacts, times: LayerTimes, tasks: Times, usual: Times, chunks: int) -> RunLayers:
+def layer_costs_of(
+    run: Run, facts: DescribedPipeline, times: LayerTimes, tasks: Times, usual: Times, chunks: int
+) -> LayerCosts:
     """Find the layers of a pipeline.
 
     Args:
@@ -79,7 +81,7 @@ def layers_of(run: Run, facts: PipelineFacts, times: LayerTimes, tasks: Times, u
             each = _each(forward, EACH[kind][0]), _each(backward, EACH[kind][1])
             again = recompute if tasks[R, j] > 0 else None
             layers.append(_layer(name, (forward, again, backward), each, chunks, sizes.get((j, name))))
-    return RunLayers(tuple(layers), tuple(map(len, names)), besides, _weight_share(times), known, tuple(notes))
+    return LayerCosts(tuple(layers), tuple(map(len, names)), besides, _weight_share(times), known, tuple(notes))
 
 
 def _each(time: float, most: float) -> float:
@@ -92,7 +94,7 @@ def _layer(
     times: tuple[float, float | None, float],
     each: tuple[float, float],
     chunks: int,
-    fact: LayerFacts | None,
+    fact: DescribedLayer | None,
 ) -> Layer:
     """Make a layer of the microseconds that a micro-batch takes."""
     forward, recompute, backward = times
@@ -112,7 +114,7 @@ def _layer(
     )
 
 
-def _names(run: Run, facts: PipelineFacts, n: int) -> list[list[str]]:
+def _names(run: Run, facts: DescribedPipeline, n: int) -> list[list[str]]:
     """Return the names of the layers of each partition, in the order in which they run."""
     names: list[list[str]] = [[] for _ in range(n)]
     if facts.layers:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.analysis.described_pipelines import LayerFacts
+from pipesight.analysis.described_pipelines import DescribedLayer
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Column, LayerTimes, Tasks
 
-__all__ = ["Layer", "layers_of", "with_weights"]
+__all__ = ["LayerReport", "layer_reports", "with_weights"]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerReport:
     """A layer and its times, in microseconds."""
 
     name: str
@@ -47,7 +47,7 @@ class Layer:
         return self.total / max(self.runs[0], 1)
 
 
-def layers_of(times: LayerTimes, facts: Sequence[LayerFacts] = ()) -> list[Layer]:
+def layer_reports(times: LayerTimes, facts: Sequence[DescribedLayer] = ()) -> list[LayerReport]:
     """Put the times of each layer together, over all ranks, in the order of the model.
 
     Without ``facts`` the order is that of partitions and, in them, of names, numbers in names counting as such.
@@ -67,7 +67,7 @@ def layers_of(times: LayerTimes, facts: Sequence[LayerFacts] = ()) -> list[Layer
         forward, recompute, backward = (total / count if count else 0.0 for count, total in sums)
         total = int(own.total.sum())
         found.append(
-            Layer(
+            LayerReport(
                 name=name,
                 partition=partition,
                 type=None if fact is None else fact.type,
@@ -120,7 +120,7 @@ def _sums(times: LayerTimes, *phases: int) -> tuple[int, int]:
     return max(counts), int(times.total[rows].sum())
 
 
-def _order(key: tuple[int, str], known: dict[tuple[int, str], tuple[int, LayerFacts]]) -> tuple[object, ...]:
+def _order(key: tuple[int, str], known: dict[tuple[int, str], tuple[int, DescribedLayer]]) -> tuple[object, ...]:
     partition, name = key
     numbers = tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name))
     place = known[key][0] if key in known else len(known)

@@ -7,14 +7,14 @@ of the usual step, so of these only the steps in the middle, by their length, ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipesight.analysis.described_pipelines import PipelineFacts
-from pipesight.analysis.layer_costs import MICROSECOND, layers_of
-from pipesight.analysis.measured_tasks import Windows
+from pipesight.analysis.described_pipelines import DescribedPipeline
+from pipesight.analysis.layer_costs import MICROSECOND, layer_costs_of
+from pipesight.analysis.measured_tasks import MeasuredTasks
 from pipesight.analysis.rank_links import Messages, messages_of
 from pipesight.plan.plans import predict
 from pipesight.runs.reading.event_tables import Column, LayerTimes, Tasks, Transfers
@@ -24,12 +24,12 @@ from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import B, F, R, Schedule, W
 
 if TYPE_CHECKING:
-    from pipesight.analysis.bubble import Split
+    from pipesight.analysis.bubble import WindowSplit
     from pipesight.analysis.step_breakdown import StepTimes
-    from pipesight.analysis.step_grouping import MiniBatches
+    from pipesight.analysis.step_grouping import MiniBatchTable
     from pipesight.runs.reading.run import Run
 
-__all__ = ["Measured", "NoTasksError", "measure", "measure_steps"]
+__all__ = ["Measured", "measure_steps"]
 
 USUAL = 0.2
 """The share of steps that are usual: those whose length is nearest to the median, and at least one."""
@@ -39,17 +39,13 @@ SMALL_MESSAGE = 64 * 1024
 """Bytes. Smaller messages take as long as the network needs for any, whatever their size."""
 
 
-class NoTasksError(ValueError):
-    """A run has nothing to plan by."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
     """The recorded schedule: what it took, what the simulator makes of it, and the costs that it tells. In seconds."""
 
     costs: Costs
     """What plans are computed from."""
-    facts: PipelineFacts
+    facts: DescribedPipeline
     """The pipeline as `run.json` describes it."""
     schedule: Schedule
     """The order of tasks that was recorded."""
@@ -96,35 +92,11 @@ class Measured:
         return self.processors is not None and self.schedule.devices > self.processors
 
 
-def measure(run: Run, *, link: Link | None = None) -> Measured:
-    """Read what a run took, as `pipesight.report.analyse` measures it.
-
-    Args:
-        run: An open one.
-        link: The way between devices that plans are to have; by default as fast as it was.
-
-    Raises:
-        NoTasksError: No mini-batch went through a pipeline, and back, as a whole.
-    """
-    from pipesight.analysis.report import analyse
-
-    report = analyse(run)
-    found = report.measured
-    if found is None:
-        what = "no task order that can be simulated" if report.overall is not None else "no complete training step"
-        if not len(report.tasks):
-            what = "no pipeline tasks"
-        elif not report.trained:
-            what = "no mini-batch with all its forwards and backwards"
-        raise NoTasksError(f"the run has {what} ({run.path}); record at least one complete training step of a pipeline")
-    return found if link is None else replace(found, costs=replace(found.costs, link=link))
-
-
 def measure_steps(
     run: Run,
-    facts: PipelineFacts,
-    split: Split,
-    minibatches: MiniBatches,
+    facts: DescribedPipeline,
+    split: WindowSplit,
+    minibatches: MiniBatchTable,
     tasks: Tasks,
     *,
     times: StepTimes,
@@ -153,8 +125,8 @@ def measure_steps(
         return None
     n, m = split.schedule.stages, split.schedule.chunks
     usual, rows = _usual(mine, own)
-    window, whole = (Windows(some, tasks, split.schedule, split.rates) for some in (own.where(rows), own))
-    found = layers_of(run, facts, layers, whole.whole_lengths(computing=False), window.whole_lengths(), m)
+    window, whole = (MeasuredTasks(some, tasks, split.schedule, split.rates) for some in (own.where(rows), own))
+    found = layer_costs_of(run, facts, layers, whole.whole_lengths(computing=False), window.whole_lengths(), m)
     besides = found.besides * MICROSECOND
     # A backward that hands its gradient on before it ends lets the next begin early. More tasks would not gain more.
     waited, each = (
@@ -213,14 +185,14 @@ def measure_steps(
     )
 
 
-def _usual(times: StepTimes, minibatches: MiniBatches) -> tuple[StepTimes, Column]:
+def _usual(times: StepTimes, minibatches: MiniBatchTable) -> tuple[StepTimes, Column]:
     """Return the steps whose length is nearest to the median, and which of the mini-batches are theirs."""
     apart = np.abs(times.period - np.median(times.period))
     usual = times.where(apart <= np.sort(apart)[max(1, round(USUAL * len(apart))) - 1])
     return usual, np.flatnonzero(np.isin(minibatches.step, usual.step))[:ENOUGH]
 
 
-def _setting(facts: PipelineFacts, schedule: Schedule, checkpoint: str) -> Setting | None:
+def _setting(facts: DescribedPipeline, schedule: Schedule, checkpoint: str) -> Setting | None:
     """Return the setting that an order is, if it is one; GPipe's backwards may come in any order."""
     n, m, devices = schedule.stages, schedule.chunks, schedule.devices
     if n % devices or (schedule.order[..., 0] == W).any():

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipesight.analysis.step_grouping import MiniBatches
+from pipesight.analysis.step_grouping import MiniBatchTable
 from pipesight.runs.reading.event_tables import Tasks
 from pipesight.schedule.contention import Concurrency
 from pipesight.schedule.simulation import Times, simulate
 from pipesight.schedule.task_orders import KINDS, B, F, R, Schedule, W
 
-__all__ = ["Windows"]
+__all__ = ["MeasuredTasks"]
 
 
-class Windows:
+class MeasuredTasks:
     """Mini-batches with the same tasks. Times are microseconds from the first forward of each, mini-batches last.
 
     Args:
@@ -33,7 +33,9 @@ class Windows:
         rates: How fast each of 1, 2, ... devices computes while so many do.
     """
 
-    def __init__(self, minibatches: MiniBatches, tasks: Tasks, schedule: Schedule, rates: Sequence[float] = ()) -> None:
+    def __init__(
+        self, minibatches: MiniBatchTable, tasks: Tasks, schedule: Schedule, rates: Sequence[float] = ()
+    ) -> None:
         self.schedule, self._rates = schedule, rates
         self.n, self.m = int(minibatches.partitions[0]), int(minibatches.chunks[0])
         count = len(minibatches)

@@ -1,6 +1,7 @@
-"""Who computes: a partition by itself, or a rank that has several of them and computes for one at a time.
+"""Where partitions run: on which device, on which rank, and what computes for them one task at a time, the worker.
 
-Schedules such as interleaved 1F1B give each rank several partitions, on purpose::
+A worker is a partition or, where each rank has several and computes for one at a time, the rank. Schedules such as
+interleaved 1F1B do that on purpose::
 
     rank 0   F0 of partition 0   F1 of partition 0   F0 of partition 2   F1 of partition 2   ...
     rank 1                       F0 of partition 1   F1 of partition 1   F0 of partition 3   ...
@@ -10,38 +11,95 @@ Partition 2 is idle while rank 0 computes for partition 0, but nothing is lost: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.analysis.step_grouping import MiniBatches
+from pipesight.analysis.described_pipelines import DescribedPipeline
+from pipesight.analysis.step_grouping import MiniBatchTable
 from pipesight.runs.reading.event_tables import Tasks
 
-__all__ = ["workers_of"]
+__all__ = ["Placement", "place_partitions", "rank_of_partition"]
 
 OVERLAP = 0.01
 """Of the time computing, how much tasks of one rank may overlap: their times are cut to whole microseconds."""
 
 
-def workers_of(ranks: Sequence[int], minibatches: MiniBatches, tasks: Tasks) -> tuple[int, ...]:
-    """Return the number of the worker that computes for each partition.
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the partitions of one pipeline run."""
 
-    That is its rank, if it has several and none of their tasks overlap. Otherwise partitions compute by themselves:
-    threads of one process do, and those of GPipe on one GPU are meant to.
+    devices: tuple[int, ...]
+    """A number for the device of each partition; those with the same number take turns."""
+    workers: tuple[int, ...]
+    """The worker of each partition."""
+    processors: int | None
+    """How many processors the partitions of a replica share, if all compute on the CPU of one machine."""
+
+
+def place_partitions(
+    described: Iterable[DescribedPipeline], minibatches: MiniBatchTable, tasks: Tasks
+) -> dict[int, Placement]:
+    """Return the placement of each pipeline that ran, by its number of partitions.
 
     Args:
-        ranks: That of each partition, in one replica.
-        minibatches: Those of as many partitions.
+        described: The pipelines, as far as they are known.
+        minibatches: Complete ones.
         tasks: The table that they were found in.
     """
-    apart = tuple(range(len(ranks)))
+    known = {pipeline.partitions: pipeline for pipeline in reversed([*described])}
+    found = {}
+    for n in np.unique(minibatches.partitions).tolist():
+        pipeline, own = known.get(n), minibatches.where(minibatches.partitions == n)
+        ranks = rank_of_partition(tasks, n)
+        over_ranks = len({*ranks}) > 1 or (pipeline is not None and pipeline.ranks is not None)
+        found[n] = Placement(
+            devices=_devices(pipeline, ranks) if not over_ranks else _numbered(ranks),
+            workers=_workers(ranks, own, tasks) if over_ranks else tuple(range(n)),
+            processors=_processors(pipeline, own),
+        )
+    return found
+
+
+def rank_of_partition(tasks: Tasks, partitions: int) -> list[int]:
+    """Return the lowest rank that has each partition: that of the first replica."""
+    lowest = np.full(partitions, np.iinfo(np.int64).max)
+    inside = tasks.partition < partitions
+    np.minimum.at(lowest, tasks.partition[inside], tasks.rank[inside])
+    ranks: list[int] = lowest.tolist()
+    return ranks
+
+
+def _devices(pipeline: DescribedPipeline | None, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Number the devices within one process: CPU partitions have a thread each, those on one GPU share it."""
+    if pipeline is None or pipeline.devices is None:
+        return tuple(range(len(ranks)))
+    return _numbered([j if name.startswith("cpu") else name for j, name in enumerate(pipeline.devices)])
+
+
+def _numbered(names: Iterable[object]) -> tuple[int, ...]:
+    """Number names from 0, equal ones alike."""
+    numbers: dict[object, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+def _processors(pipeline: DescribedPipeline | None, minibatches: MiniBatchTable) -> int | None:
+    if pipeline is None or pipeline.processors is None or not pipeline.devices:
+        return None
+    if not all(name.startswith("cpu") for name in pipeline.devices):
+        return None
+    return max(1, pipeline.processors // max(1, len(np.unique(minibatches.replica))))
+
+
+def _workers(ranks: Sequence[int], minibatches: MiniBatchTable, tasks: Tasks) -> tuple[int, ...]:
+    """Number the workers of a pipeline over ranks: the ranks, unless each has one partition or their tasks overlap."""
     if len({*ranks}) == len(ranks) or _overlap(minibatches, tasks) > OVERLAP:
-        return apart
-    numbers: dict[int, int] = {}
-    return tuple(numbers.setdefault(rank, len(numbers)) for rank in ranks)
+        return tuple(range(len(ranks)))
+    return _numbered(ranks)
 
 
-def _overlap(minibatches: MiniBatches, tasks: Tasks) -> float:
+def _overlap(minibatches: MiniBatchTable, tasks: Tasks) -> float:
     """Return the share of the time computing in which a rank was busy with another task already."""
     first, count = minibatches.first, minibatches.count
     own = tasks.where(np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum())))

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipesight.analysis.bubble import LOSSES, Split
-from pipesight.analysis.described_pipelines import PipelineFacts
+from pipesight.analysis.bubble import LOSSES, WindowSplit
+from pipesight.analysis.described_pipelines import DescribedPipeline
+from pipesight.analysis.partition_placement import Placement
 from pipesight.analysis.step_breakdown import Summary, summary
-from pipesight.analysis.step_grouping import MiniBatches
-from pipesight.analysis.stragglers import Lane
+from pipesight.analysis.step_grouping import MiniBatchTable
+from pipesight.analysis.stragglers import PartitionTimes
 from pipesight.runs.reading.event_tables import PHASES, Column, Tasks
 
-__all__ = ["PartitionReport", "PipelineReport", "describe_pipelines", "lanes_of"]
+__all__ = ["PartitionReport", "PipelineReport", "describe_pipelines", "partition_times"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class PartitionReport:
 class PipelineReport:
     """The mini-batches that ran through one pipeline, in steps that count."""
 
-    facts: PipelineFacts
+    facts: DescribedPipeline
     """The pipeline as `run.json` describes it."""
     partitions: int
     """How many."""
@@ -81,13 +82,12 @@ class PipelineReport:
 
 
 def describe_pipelines(
-    splits: Sequence[Split],
-    minibatches: MiniBatches,
+    splits: Sequence[WindowSplit],
+    minibatches: MiniBatchTable,
     tasks: Tasks,
     counted: Column,
-    facts: Sequence[PipelineFacts],
-    homes: Mapping[int, Sequence[int]],
-    workers: Mapping[int, Sequence[int]],
+    facts: Sequence[DescribedPipeline],
+    placements: Mapping[int, Placement],
 ) -> list[PipelineReport]:
     """Put together what ran through as many partitions, the pipeline with the most time first.
 
@@ -97,16 +97,15 @@ def describe_pipelines(
         tasks: Theirs.
         counted: Which mini-batches count.
         facts: What the description says.
-        homes: For a number of partitions, the device of each.
-        workers: Likewise, the worker of each.
+        placements: Where partitions run, by how many there are.
     """
     found = []
     for n in sorted({split.busy.shape[1] for split in splits}):
         own = [split.where(np.flatnonzero(counted[split.rows])) for split in splits if split.busy.shape[1] == n]
         own = [split for split in own if len(split.rows)]
         if own:
-            fact = next((fact for fact in facts if fact.partitions == n), PipelineFacts(n))
-            found.append(_pipeline(own, fact, minibatches, _ranks(tasks, n), len({*homes[n]}), workers[n]))
+            fact = next((fact for fact in facts if fact.partitions == n), DescribedPipeline(n))
+            found.append(_pipeline(own, fact, minibatches, _ranks(tasks, n), placements[n]))
     return sorted(found, key=lambda pipeline: -pipeline.window.mean * pipeline.minibatches)
 
 
@@ -119,12 +118,11 @@ def _ranks(tasks: Tasks, partitions: int) -> list[tuple[int, ...]]:
 
 
 def _pipeline(
-    splits: Sequence[Split],
-    facts: PipelineFacts,
-    minibatches: MiniBatches,
+    splits: Sequence[WindowSplit],
+    facts: DescribedPipeline,
+    minibatches: MiniBatchTable,
     ranks: Sequence[tuple[int, ...]],
-    devices: int,
-    workers: Sequence[int],
+    placement: Placement,
 ) -> PipelineReport:
     rows = np.concatenate([split.rows for split in splits])
     window = np.concatenate([split.window for split in splits])
@@ -135,6 +133,7 @@ def _pipeline(
     crowded = np.concatenate([split.crowded for split in splits]).mean(axis=0)
     losses[LOSSES.index("sharing")] += crowded
     bound = np.concatenate([split.bound for split in splits])
+    devices, workers = len({*placement.devices}), placement.workers
     n, m = facts.partitions, int(np.median(minibatches.chunks[rows]))
     partitions = [
         PartitionReport(
@@ -167,9 +166,13 @@ def _pipeline(
     )
 
 
-def lanes_of(
-    splits: Sequence[Split], minibatches: MiniBatches, tasks: Tasks, counted: Column, replicas: Mapping[int, int]
-) -> list[Lane]:
+def partition_times(
+    splits: Sequence[WindowSplit],
+    minibatches: MiniBatchTable,
+    tasks: Tasks,
+    counted: Column,
+    replicas: Mapping[int, int],
+) -> list[PartitionTimes]:
     """Return how long each partition of each rank computed in every step; of the most common pipeline."""
     sizes = [split.busy.shape[1] for split in splits]
     if not sizes:
@@ -184,5 +187,5 @@ def lanes_of(
         for rank in ranks:
             mine = replica == replicas[rank]
             steps, which = np.unique(step[mine], return_inverse=True)
-            lanes.append(Lane(rank, j, steps, np.bincount(which, busy[mine, j], len(steps)).astype(float)))
+            lanes.append(PartitionTimes(rank, j, steps, np.bincount(which, busy[mine, j], len(steps)).astype(float)))
     return lanes

@@ -21,11 +21,11 @@ import numpy as np
 
 from pipesight.analysis.clock_errors import clock_error
 from pipesight.analysis.step_breakdown import StepTimes
-from pipesight.analysis.step_grouping import MiniBatches
+from pipesight.analysis.step_grouping import MiniBatchTable
 from pipesight.analysis.transfer_waits import arrivals_of
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, Column, Table, Tasks, Transfers
 
-__all__ = ["Link", "Messages", "Place", "find_links", "messages_of", "places_to_look_at"]
+__all__ = ["LinkReport", "Messages", "SlowConnection", "find_links", "messages_of", "slow_connections"]
 
 SLOWER = 3.0
 """Times the median of links between others, from which on a link is slower than they are."""
@@ -36,7 +36,7 @@ MUCH = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkReport:
     """The way from one rank to another. Times are microseconds."""
 
     source: int
@@ -80,19 +80,19 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlowConnection:
     """Two hosts, or two ranks of one, with a notable link between them."""
 
     what: str
     """That is between them, in words."""
-    slowest: Link
+    slowest: LinkReport
     share: float
     """Of the step, what waiting costs both ways, and over all ranks of a replica."""
 
 
 def find_links(
-    minibatches: MiniBatches, tasks: Tasks, transfers: Transfers, times: StepTimes, description: Mapping[str, Any]
-) -> tuple[Link, ...]:
+    minibatches: MiniBatchTable, tasks: Tasks, transfers: Transfers, times: StepTimes, description: Mapping[str, Any]
+) -> tuple[LinkReport, ...]:
     """Return the links that tensors came over, those that cost most first.
 
     Args:
@@ -112,7 +112,7 @@ def find_links(
         period = periods.get(replica, np.zeros(0))
         wait = float(own.wait.sum()) / max(len(period), 1)
         found.append(
-            Link(
+            LinkReport(
                 source=source,
                 target=target,
                 source_host=_host(description, source),
@@ -136,7 +136,7 @@ def find_links(
     return tuple(sorted(judged, key=lambda link: (-link.share, link.source, link.target)))
 
 
-def _is_notable(link: Link, longest: float) -> bool:
+def _is_notable(link: LinkReport, longest: float) -> bool:
     if link.time is None or link.error is None or link.time <= link.error:
         return False
     if link.others is not None and link.time >= SLOWER * link.others:
@@ -147,12 +147,12 @@ def _is_notable(link: Link, longest: float) -> bool:
     return link.share >= MUCH and SLOWER * link.time > longest
 
 
-def _others(link: Link, links: Sequence[Link]) -> float | None:
+def _others(link: LinkReport, links: Sequence[LinkReport]) -> float | None:
     times = [other.time for other in links if other.ends != link.ends and other.time is not None]
     return float(np.median(times)) if times else None
 
 
-def places_to_look_at(links: Sequence[Link]) -> Iterator[Place]:
+def slow_connections(links: Sequence[LinkReport]) -> Iterator[SlowConnection]:
     """Put notable links between the same hosts, or the same ranks, together."""
     notable = [link for link in links if link.notable]
     for ends in dict.fromkeys(link.ends for link in notable):
@@ -166,7 +166,7 @@ def places_to_look_at(links: Sequence[Link]) -> Iterator[Place]:
         else:
             host = f" on {slowest.target_host}" if slowest.source_host == slowest.target_host is not None else ""
             what = f"the connection between rank {ends[0]} and rank {ends[1]}{host}"
-        yield Place(what, slowest, min(max(shares.values()), 1.0))
+        yield SlowConnection(what, slowest, min(max(shares.values()), 1.0))
 
 
 # Messages.
@@ -190,7 +190,7 @@ class Messages(Table):
     """How long the receiver waited for it after that."""
 
 
-def messages_of(minibatches: MiniBatches, tasks: Tasks, transfers: Transfers) -> Messages:
+def messages_of(minibatches: MiniBatchTable, tasks: Tasks, transfers: Transfers) -> Messages:
     """Return the messages that were waited for in mini-batches; ``tasks`` is the table that those were found in."""
     arrivals = arrivals_of(minibatches, tasks, transfers)
     if not len(arrivals):
@@ -224,7 +224,7 @@ def messages_of(minibatches: MiniBatches, tasks: Tasks, transfers: Transfers) ->
 class _Grid:
     """The tasks of some mini-batches, to be found by what they are; times are from the beginning of each."""
 
-    def __init__(self, minibatches: MiniBatches, tasks: Tasks) -> None:
+    def __init__(self, minibatches: MiniBatchTable, tasks: Tasks) -> None:
         row = np.repeat(np.arange(len(minibatches)), minibatches.count)
         start = np.cumsum(minibatches.count) - minibatches.count
         place = np.repeat(minibatches.first - start, minibatches.count) + np.arange(len(row))

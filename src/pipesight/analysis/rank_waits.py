@@ -16,12 +16,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from pipesight.analysis.collectives import Pieces
+from pipesight.analysis.collectives import WaitTable
 from pipesight.analysis.step_breakdown import KINDS, Cover, StepTimes
-from pipesight.analysis.step_grouping import MiniBatches
+from pipesight.analysis.step_grouping import MiniBatchTable
 from pipesight.runs.reading.event_tables import COMMUNICATION, Column, Spans, Table
 
-__all__ = ["Held", "Waits"]
+__all__ = ["LateRank", "RankWaits"]
 
 WORTH = 0.01
 """Of the mean step, what a wait must cost to be named."""
@@ -30,7 +30,7 @@ _CHAIN = 8  # ranks that wait for each other in a row
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LateRank:
     """A rank that keeps others waiting. Times are microseconds."""
 
     rank: int
@@ -47,7 +47,7 @@ class Held:
     """In which they do."""
 
 
-class Waits:
+class RankWaits:
     """What ranks did while others waited for them.
 
     Args:
@@ -57,7 +57,9 @@ class Waits:
         replicas: Which one each rank belongs to.
     """
 
-    def __init__(self, pieces: Pieces, spans: Spans, minibatches: MiniBatches, replicas: Mapping[int, int]) -> None:
+    def __init__(
+        self, pieces: WaitTable, spans: Spans, minibatches: MiniBatchTable, replicas: Mapping[int, int]
+    ) -> None:
         self._spans, self._replicas = spans, replicas
         self._windows = {
             number: Cover(minibatches.begin[own], minibatches.end[own])
@@ -68,11 +70,11 @@ class Waits:
         self.pieces = _followed(_joined(direct))
         """Who waited for whom in the end, outside of windows."""
 
-    def _outside_windows(self, pieces: Pieces) -> Pieces:
+    def _outside_windows(self, pieces: WaitTable) -> WaitTable:
         windows = self._windows.get(self._replicas.get(int(pieces.rank[0]), -1))
         return pieces if windows is None else _inside(pieces, windows.complement())
 
-    def _by_doing(self, pieces: Pieces, cause: int) -> dict[str, Pieces]:
+    def _by_doing(self, pieces: WaitTable, cause: int) -> dict[str, WaitTable]:
         """Divide waits for one rank by what it did then."""
         found = {}
         spans = self._spans.where(self._spans.rank == cause)
@@ -103,7 +105,7 @@ class Waits:
         joined = Spans.joined(*tables)
         return joined.where(np.lexsort((joined.begin, joined.rank)))
 
-    def held(self, times: StepTimes) -> tuple[Held, ...]:
+    def held(self, times: StepTimes) -> tuple[LateRank, ...]:
         """Return the ranks that keep others waiting in these steps, those that cost most first."""
         found = []
         mean = max(float(times.period.mean()), 1e-9) if len(times) else 1.0
@@ -124,11 +126,11 @@ class Waits:
                 share = float(per_step.mean()) / mean if len(steps) else 0.0
                 if share >= WORTH:
                     count = int((per_step > 0).sum())
-                    found.append(Held(cause, name, float(per_step.mean()), share, tuple(ranks), count))
+                    found.append(LateRank(cause, name, float(per_step.mean()), share, tuple(ranks), count))
         return tuple(sorted(found, key=lambda entry: (-entry.share, entry.rank)))
 
 
-def _followed(pieces: Pieces) -> Pieces:
+def _followed(pieces: WaitTable) -> WaitTable:
     """Where the cause waited for another rank, make that one the cause."""
     waits, found = _by(pieces, "rank"), []
     for _ in range(_CHAIN):
@@ -140,7 +142,7 @@ def _followed(pieces: Pieces) -> Pieces:
             theirs = waits[cause].where(np.argsort(waits[cause].begin, kind="stable"))
             found.append(_inside(mine, Cover(theirs.begin, theirs.end).complement()))
             row, begin, end, which = _overlapping(mine.begin, mine.end, theirs.begin, theirs.end)
-            further.append(Pieces(mine.rank[row], begin, end, theirs.cause[which]))
+            further.append(WaitTable(mine.rank[row], begin, end, theirs.cause[which]))
         pieces = _joined(further)
         pieces = pieces.where(pieces.rank != pieces.cause)
         if not len(pieces):
@@ -148,8 +150,8 @@ def _followed(pieces: Pieces) -> Pieces:
     return _joined([*found, pieces])
 
 
-def _joined(tables: Sequence[Pieces]) -> Pieces:
-    return Pieces.joined(Pieces(*[np.zeros(0, np.int64)] * 4), *tables)
+def _joined(tables: Sequence[WaitTable]) -> WaitTable:
+    return WaitTable.joined(WaitTable(*[np.zeros(0, np.int64)] * 4), *tables)
 
 
 def _by(table: _Table, column: str) -> dict[int, _Table]:
@@ -162,10 +164,10 @@ def _spans(rank: int, kind: int, begin: Column, end: Column) -> Spans:
     return Spans(np.full(len(begin), rank, np.int64), np.full(len(begin), kind, np.int64), begin, end)
 
 
-def _inside(pieces: Pieces, times: tuple[Column, Column] | Cover) -> Pieces:
+def _inside(pieces: WaitTable, times: tuple[Column, Column] | Cover) -> WaitTable:
     """Return what of the pieces lies in some times."""
     row, begin, end = _overlaps(pieces.begin, pieces.end, times)
-    return Pieces(pieces.rank[row], begin, end, pieces.cause[row])
+    return WaitTable(pieces.rank[row], begin, end, pieces.cause[row])
 
 
 def _overlaps(begin: Column, end: Column, times: tuple[Column, Column] | Cover) -> tuple[Column, Column, Column]:

@@ -1,4 +1,4 @@
-"""What to know about a run besides its numbers: how it ended, what was left out, what is in doubt."""
+"""Remarks on a run: how it ended, what was not recorded, which of its numbers are in doubt."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ import numpy as np
 
 from pipesight._plurals import plural
 from pipesight.analysis.clock_errors import doubts_about_clocks
-from pipesight.analysis.rank_waits import Held
-from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatches
+from pipesight.analysis.formatting import percent, time
+from pipesight.analysis.rank_waits import LateRank
+from pipesight.analysis.step_breakdown import StepTimes
+from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatchTable
 from pipesight.analysis.verdict import MUCH, TITLES, Verdict
 from pipesight.runs.reading.event_tables import OPTIMIZER, Spans, Tasks
 from pipesight.runs.reading.process_liveness import KILLED, ending_of
 
 if TYPE_CHECKING:
+    from pipesight.analysis.report import Overall
     from pipesight.runs.reading.run import Run
 
-__all__ = ["Remark", "doubts_about", "remarks_on", "with_ending", "with_waits"]
+__all__ = ["Remark", "remarks_on", "remarks_on_bubble", "remarks_on_clocks", "with_ending", "with_waits"]
 
 LONGEST = 400
 """Characters of an outcome, which may be the message of an error."""
+VISIBLE = 0.0005
+"""Differences of shares below this do not show in a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Something about the files that a reader should know."""
+    """A warning about the files or the numbers of a run."""
 
     path: str | None
     """The file, if it is about one."""
@@ -58,7 +63,7 @@ def with_ending(verdict: Verdict, run: Run) -> Verdict:
     return replace(verdict, text=f"{verdict.text} {text}")
 
 
-def with_waits(verdict: Verdict, held: Sequence[Held]) -> Verdict:
+def with_waits(verdict: Verdict, held: Sequence[LateRank]) -> Verdict:
     """Name the rank that most is lost to because others wait for it."""
     if not held or held[0].share < MUCH:
         return verdict
@@ -80,7 +85,7 @@ def _restarts(run: Run) -> str | None:
     return f"Restarted {often}; this is attempt {attempt.number}, {which}."
 
 
-def remarks_on(run: Run, minibatches: MiniBatches | None = None, spans: Spans | None = None) -> list[Remark]:
+def remarks_on(run: Run, minibatches: MiniBatchTable | None = None, spans: Spans | None = None) -> list[Remark]:
     """Return what was left out, when it was recorded or now, and why."""
     found = [Remark(str(note.path) if note.path else None, note.text) for note in run.notes]
     left = run.description.get("left_out")
@@ -100,13 +105,26 @@ def remarks_on(run: Run, minibatches: MiniBatches | None = None, spans: Spans | 
     return found
 
 
-def doubts_about(run: Run, tasks: Tasks) -> list[Remark]:
-    """Return what may be wrong, since the clocks of ranks are."""
+def remarks_on_clocks(run: Run, tasks: Tasks) -> list[Remark]:
+    """Say whether the clocks of ranks are too far apart to trust short waits."""
     text = doubts_about_clocks(run.description, tasks)
     return [] if text is None else [Remark(None, text)]
 
 
-def _never_stepped(minibatches: MiniBatches, spans: Spans) -> int:
+def remarks_on_bubble(overall: Overall | None, times: StepTimes) -> list[Remark]:
+    """Name the step that pulls the bubble of all windows together out of the range that most steps have."""
+    if overall is None or overall.bubbles.low - VISIBLE <= overall.bubble <= overall.bubbles.high + VISIBLE:
+        return []
+    row = int(np.argmax(np.abs(times.bubble - overall.bubbles.median) * times.window))
+    text = (
+        f"the overall bubble, {percent(overall.bubble)}, is outside p10 to p90 of the steps mostly because of step "
+        f"{int(times.step[row])}, whose window takes {time(float(times.window[row]))} with a bubble of "
+        f"{percent(float(times.bubble[row]))}"
+    )
+    return [Remark(None, text)]
+
+
+def _never_stepped(minibatches: MiniBatchTable, spans: Spans) -> int:
     """Return how many mini-batches make up the one step that there is because no optimizer ended it, or 0."""
     if len(np.unique(minibatches.step)) != 1 or (spans.kind == OPTIMIZER).any():
         return 0

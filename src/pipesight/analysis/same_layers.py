@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipesight.analysis.described_pipelines import LayerFacts
-from pipesight.analysis.layer_times import Layer
+from pipesight.analysis.described_pipelines import DescribedLayer
+from pipesight.analysis.layer_times import LayerReport
 from pipesight.analysis.report import Report
 
 __all__ = ["SameLayers", "same_layers"]
@@ -76,7 +76,7 @@ def same_layers(first: Report, second: Report) -> SameLayers | None:
     )
 
 
-def _time(layer: Layer) -> float:
+def _time(layer: LayerReport) -> float:
     return layer.forward + layer.backward
 
 
@@ -87,11 +87,11 @@ def _samples(report: Report) -> tuple[float | None, Sequence[int]]:
     return known, [] if known is not None else sorted(p.chunks for p in report.pipelines)
 
 
-def _facts(report: Report) -> dict[str, LayerFacts]:
+def _facts(report: Report) -> dict[str, DescribedLayer]:
     return {layer.name: layer for pipeline in report.pipelines for layer in pipeline.facts.layers}
 
 
-def _work(facts: LayerFacts | None, report: Report) -> tuple[object, ...]:
+def _work(facts: DescribedLayer | None, report: Report) -> tuple[object, ...]:
     """Return what must be the same for a layer to have as much to do, as far as it is known."""
     if facts is None:
         return ()

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.analysis.bubble import LOSSES, Split
-from pipesight.analysis.step_grouping import EVALUATION, MiniBatches, Steps
+from pipesight.analysis.bubble import LOSSES, WindowSplit
+from pipesight.analysis.step_grouping import EVALUATION, MiniBatchTable, StepTable
 from pipesight.runs.reading.event_tables import CHECKPOINT, COMMUNICATION, DATA, OPTIMIZER, Column, Spans
 
 __all__ = ["KINDS", "OUTSIDE", "PARTS", "Cover", "StepTimes", "Summary", "break_down", "summary", "warm_up"]
@@ -106,11 +106,11 @@ class StepTimes:
 
 
 def break_down(
-    steps: Steps,
-    minibatches: MiniBatches,
-    splits: Sequence[Split],
+    steps: StepTable,
+    minibatches: MiniBatchTable,
+    splits: Sequence[WindowSplit],
     *,
-    all_minibatches: MiniBatches,
+    all_minibatches: MiniBatchTable,
     spans: Spans,
     replicas: Mapping[int, int],
 ) -> StepTimes:
@@ -176,7 +176,7 @@ def break_down(
 
 
 def _outside(
-    steps: Steps, windows: MiniBatches, evaluations: MiniBatches, ranks: Sequence[Spans]
+    steps: StepTable, windows: MiniBatchTable, evaluations: MiniBatchTable, ranks: Sequence[Spans]
 ) -> tuple[Column, NDArray[np.float64]]:
     """Return how much of each period windows cover, and the parts outside of them, as means over the ranks."""
     inner = Cover(windows.begin, windows.end)

@@ -22,8 +22,8 @@ __all__ = [
     "EVALUATION",
     "INCOMPLETE",
     "TRAINING",
-    "MiniBatches",
-    "Steps",
+    "MiniBatchTable",
+    "StepTable",
     "find_minibatches",
     "find_steps",
     "replicas_of",
@@ -36,7 +36,7 @@ TRAINING, EVALUATION, INCOMPLETE = range(3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MiniBatches(Table):
+class MiniBatchTable(Table):
     """A mini-batch a row: its tasks are the rows from ``first`` to ``first + count`` of the table it was found in."""
 
     replica: Column
@@ -60,7 +60,7 @@ class MiniBatches(Table):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Steps(Table):
+class StepTable(Table):
     """A step of a replica a row: its period, and its mini-batches, rows ``first`` to ``first + count`` of their table.
 
     ``follows`` says whether the period ends where the next step begins; if not, the next was not recorded.
@@ -109,7 +109,7 @@ def replicas_of(tasks: Tasks, known: Mapping[int, int] | None = None) -> dict[in
 
 def find_minibatches(
     tasks: Tasks, *, partitions: Collection[int] = (), replicas: Mapping[int, int] | None = None
-) -> tuple[MiniBatches, Tasks]:
+) -> tuple[MiniBatchTable, Tasks]:
     """Find the mini-batches, in order of time, and return the tasks so that those of one lie together, by their begin.
 
     Args:
@@ -119,7 +119,7 @@ def find_minibatches(
     """
     if not len(tasks):
         nothing = np.zeros(0, np.int64)
-        return MiniBatches(*[nothing] * 9), tasks
+        return MiniBatchTable(*[nothing] * 9), tasks
     replica = _replica_column(tasks, replicas_of(tasks) if replicas is None else replicas)
     key = _dense(replica, tasks.step, _ordinal(tasks))
     follows = (key[1:] > key[:-1]) | ((key[1:] == key[:-1]) & (tasks.begin[1:] >= tasks.begin[:-1]))
@@ -129,7 +129,7 @@ def find_minibatches(
     first = np.flatnonzero(np.diff(key, prepend=-1))
     count = np.diff(first, append=len(key))
     row = np.repeat(np.arange(len(first)), count)
-    found = MiniBatches(
+    found = MiniBatchTable(
         replica=replica[first],
         step=tasks.step[first],
         kind=_kinds(tasks, row, first, count, replica[first], partitions),
@@ -143,7 +143,9 @@ def find_minibatches(
     return found.where(np.lexsort((found.begin, found.replica))), tasks
 
 
-def find_steps(minibatches: MiniBatches, spans: Spans, replicas: Mapping[int, int]) -> tuple[Steps, MiniBatches]:
+def find_steps(
+    minibatches: MiniBatchTable, spans: Spans, replicas: Mapping[int, int]
+) -> tuple[StepTable, MiniBatchTable]:
     """Group mini-batches into steps, and return them so that those of one step lie together.
 
     Evaluations belong to no step, unless there is nothing else. A step of which a mini-batch is incomplete is not
@@ -158,7 +160,7 @@ def find_steps(minibatches: MiniBatches, spans: Spans, replicas: Mapping[int, in
     own, key = own.where(order), key[order]
     first = np.flatnonzero(np.diff(key, prepend=-1)) if len(own) else np.zeros(0, np.int64)
     begin, last = own.begin[first], np.maximum.reduceat(own.end, first) if len(own) else own.end
-    steps = Steps(
+    steps = StepTable(
         replica=own.replica[first],
         step=own.step[first],
         begin=begin,
@@ -172,7 +174,9 @@ def find_steps(minibatches: MiniBatches, spans: Spans, replicas: Mapping[int, in
     return _with_periods(steps, minibatches, spans, replicas), own
 
 
-def _with_periods(steps: Steps, minibatches: MiniBatches, spans: Spans, replicas: Mapping[int, int]) -> Steps:
+def _with_periods(
+    steps: StepTable, minibatches: MiniBatchTable, spans: Spans, replicas: Mapping[int, int]
+) -> StepTable:
     """Let each step end where the next begins; where that one was not recorded, by the last thing that it did."""
     follows = np.zeros(len(steps), bool)
     follows[:-1] = (np.diff(steps.replica) == 0) & (np.diff(steps.step) == 1)
@@ -196,7 +200,7 @@ def _with_periods(steps: Steps, minibatches: MiniBatches, spans: Spans, replicas
         final = np.where(last[own], mine.end[mine.begin < next_begin[-1]].max(initial=0), optimized)
         end[own] = np.where(final == _NEVER, end[own], np.clip(final, end[own], next_begin))
     columns = {**steps.columns(), "end": end, "follows": follows}
-    return Steps(**columns)
+    return StepTable(**columns)
 
 
 def _replica_column(tasks: Tasks, replicas: Mapping[int, int]) -> Column:

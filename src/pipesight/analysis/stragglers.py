@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Lane", "Straggler", "find_stragglers"]
+__all__ = ["PartitionTimes", "Straggler", "find_stragglers"]
 
 SLOWER = 1.1
 """Times the median of the same partition on other ranks, from which on a lane is slower than they are."""
@@ -23,7 +23,7 @@ SHORTEST = 100.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lane:
+class PartitionTimes:
     """A partition of a rank: how long it computed in each step, in microseconds."""
 
     rank: int
@@ -48,7 +48,7 @@ class Straggler:
     """How many times as long, at the median of these."""
 
 
-def find_stragglers(lanes: Sequence[Lane]) -> list[Straggler]:
+def find_stragglers(lanes: Sequence[PartitionTimes]) -> list[Straggler]:
     """Return the lanes that hold others up, the slowest first."""
     lanes = [lane for lane in lanes if len(lane.busy) and np.median(lane.busy) > 0]
     usual = np.array([np.median(lane.busy) for lane in lanes])
@@ -75,7 +75,7 @@ def find_stragglers(lanes: Sequence[Lane]) -> list[Straggler]:
     return sorted(found, key=lambda straggler: (-(straggler.slower or 0), -len(straggler.bursts), straggler.rank))
 
 
-def _few_are_late(lanes: Sequence[Lane], late: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
+def _few_are_late(lanes: Sequence[PartitionTimes], late: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
     """Return the steps in which half of the lanes at most are late; all are if a step is long, or the machine busy."""
     if not lanes:
         return np.zeros(0, np.int64)

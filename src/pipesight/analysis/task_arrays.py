@@ -11,7 +11,7 @@ from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, Column, Tasks
 from pipesight.schedule.simulation import simulate
 from pipesight.schedule.task_orders import Schedule, recorded
 
-__all__ = ["Batch", "Lengths", "Times", "orders_of"]
+__all__ = ["Lengths", "MiniBatchArrays", "Times", "orders_of"]
 
 MOST_ORDERS = 32
 """Mini-batches of one shape that run in more orders than this are simulated in the most common one."""
@@ -20,7 +20,7 @@ Times: TypeAlias = NDArray[np.int64]
 Lengths: TypeAlias = NDArray[np.float64]
 
 
-class Batch:
+class MiniBatchArrays:
     """Mini-batches of one shape, as arrays: tasks by mini-batch, in the order of devices and time."""
 
     def __init__(self, tasks: Tasks, place: Column, start: Column, n: int, m: int, homes: Column) -> None:
@@ -32,14 +32,14 @@ class Batch:
         by_device = np.argsort(homes[partition], axis=1, kind="stable")  # they are in order of time already
         self.begin, self.end, self.code = (np.take_along_axis(c, by_device, axis=1) for c in (begin, end, code))
 
-    def where(self, rows: Column) -> Batch:
+    def where(self, rows: Column) -> MiniBatchArrays:
         """Return some of the mini-batches."""
-        some = object.__new__(Batch)
+        some = object.__new__(MiniBatchArrays)
         some.n, some.m, some.homes, some.rows = self.n, self.m, self.homes, self.rows[rows]
         some.begin, some.end, some.code = self.begin[rows], self.end[rows], self.code[rows]
         return some
 
-    def by_tasks(self) -> list[Batch]:
+    def by_tasks(self) -> list[MiniBatchArrays]:
         """Take those apart that have the same number of tasks, but not the same tasks."""
         _, which = np.unique(_hash(np.sort(self.code, axis=1)), return_inverse=True)
         return [self.where(which == number) for number in range(int(which.max()) + 1)]
@@ -66,7 +66,7 @@ class Batch:
         return before
 
 
-def orders_of(batch: Batch) -> list[tuple[Column, Schedule | None, Schedule | None]]:
+def orders_of(batch: MiniBatchArrays) -> list[tuple[Column, Schedule | None, Schedule | None]]:
     """Return mini-batches that ran in one order, and that order: with a device for each partition, and as it was."""
     hashes, first, which, counts = np.unique(
         _hash(batch.code), return_index=True, return_inverse=True, return_counts=True
@@ -85,7 +85,7 @@ def orders_of(batch: Batch) -> list[tuple[Column, Schedule | None, Schedule | No
 class _Order:
     """The tasks of one mini-batch in the order of time."""
 
-    def __init__(self, batch: Batch, b: int, *, joined: bool) -> None:
+    def __init__(self, batch: MiniBatchArrays, b: int, *, joined: bool) -> None:
         self._joined = joined
         by_time = np.argsort(batch.begin[b], kind="stable")
         code = batch.code[b][by_time]
@@ -119,7 +119,7 @@ class _Order:
         return schedule
 
 
-def _joined(batch: Batch) -> bool:
+def _joined(batch: MiniBatchArrays) -> bool:
     """Tell whether nothing but forwards ran before all forwards had ended, as where the loss is that of the batch."""
     return bool((batch.turnaround() >= 0).all())
 

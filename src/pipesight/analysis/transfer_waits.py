@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipesight.analysis.step_grouping import MiniBatches
-from pipesight.analysis.task_arrays import Batch, Lengths
+from pipesight.analysis.step_grouping import MiniBatchTable
+from pipesight.analysis.task_arrays import Lengths, MiniBatchArrays
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, Column, Tasks, Transfers
 
 __all__ = ["arrivals_of", "of_rows", "waits"]
 
 
-def arrivals_of(minibatches: MiniBatches, tasks: Tasks, transfers: Transfers) -> Transfers:
+def arrivals_of(minibatches: MiniBatchTable, tasks: Tasks, transfers: Transfers) -> Transfers:
     """Return the transfers of these mini-batches, with the row of theirs for ``minibatch``."""
     if not len(transfers):
         return transfers
@@ -41,7 +41,7 @@ def of_rows(arrivals: Transfers, rows: Column, count: int) -> Transfers:
     return Transfers(**{**mine.columns(), "minibatch": number[mine.minibatch]})
 
 
-def waits(batch: Batch, arrivals: Transfers, durations: Lengths) -> tuple[Lengths | None, Lengths]:
+def waits(batch: MiniBatchArrays, arrivals: Transfers, durations: Lengths) -> tuple[Lengths | None, Lengths]:
     """Return the times of tasks with the transfers that their device waited for, and delays of those it did not.
 
     A transfer counts from the end of the task that made the tensor. If the device had nothing else to do by then, or

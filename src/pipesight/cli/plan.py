@@ -193,7 +193,7 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
     if options.run_path is None:
         assert profiled is not None
         return profiled, None
-    from pipesight.analysis.measured_costs import measure
+    from pipesight.analysis.analyse import measure
     from pipesight.runs.reading.run import open_run
 
     with open_run(options.run_path) as opened:
@@ -239,20 +239,20 @@ def _print(options: argparse.Namespace, outcome: Outcome) -> None:
 
 def _page(options: argparse.Namespace, outcome: Outcome) -> str:
     from pipesight.plan.plans import simulated
-    from pipesight.view.plan_page import Timeline, page
+    from pipesight.view.plan_page import PlanTimeline, page
     from pipesight.view.plan_table import HEADINGS, best_of_each, notes, rows
 
     timelines = []
     if (known := outcome.measured) is not None:
         text = f"step {seconds_text(known.step_seconds)}, bubble {known.bubble:.1%}; a typical mini-batch"
         what = f"Recorded: {known.schedule_name}, {known.schedule.chunks} chunks, checkpoint {known.checkpoint}"
-        timelines.append(Timeline(what, text, known.schedule, known.begin, known.end))
+        timelines.append(PlanTimeline(what, text, known.schedule, known.begin, known.end))
     drawn = {id(plan): plan for plan in (outcome.fastest_to_run(), outcome.plans[0]) if plan is not None}
     for plan in drawn.values():
         setting, found = plan.setting, simulated(outcome.costs, plan)
         what = f"Planned: {setting.schedule}, {setting.chunks} chunks, checkpoint {setting.checkpoint}"
         text = f"step {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, balance {list(plan.balance)}"
-        timelines.append(Timeline(what, text, found.schedule, found.begin, found.end))
+        timelines.append(PlanTimeline(what, text, found.schedule, found.begin, found.end))
     shown = best_of_each(outcome.plans)
     table = rows(outcome, shown, seconds=seconds_text, size=bytes_text)
     name = options.run_path.resolve().name if options.run_path is not None else options.model

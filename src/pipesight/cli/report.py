@@ -115,7 +115,7 @@ def _analyse(path: Path, options: argparse.Namespace) -> Report:
     from pipesight.runs.reading.run import open_run
 
     with open_run(path, attempt=options.attempt) as opened:
-        from pipesight.analysis.report import analyse  # most of what it needs has been imported by now
+        from pipesight.analysis.analyse import analyse  # most of what it needs has been imported by now
 
         return analyse(opened, steps=options.steps, partition=options.partition, layer=options.layer)
 

@@ -159,16 +159,16 @@ def _drawn(frame: Frame, console: Console, *, spare: int = 0) -> Text:
 
 
 def _frame(follower: Follower, report: Report | None) -> Frame:
-    from pipesight.analysis.latest_step import figures_of
+    from pipesight.analysis.latest_step import latest_step
     from pipesight.view.live.watch_screen import Frame
 
     ended = follower.state.phase == "ended"
-    figures = figures_of(report, ended=ended) if report is not None else None
+    figures = latest_step(report, ended=ended) if report is not None else None
     return Frame(str(follower.path), _state(follower), report, figures, list(follower.run.log_lines()))
 
 
 def _report(follower: Follower) -> Report | None:
-    from pipesight.analysis.report import analyse
+    from pipesight.analysis.analyse import analyse
 
     return analyse(follower.run) if follower.run.steps() else None
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from pipesight._lazy import lazily
 
 if TYPE_CHECKING:
-    from pipesight.analysis.measured_costs import Measured, NoTasksError, measure
+    from pipesight.analysis.analyse import NoTasksError, measure
+    from pipesight.analysis.measured_costs import Measured
     from pipesight.pipeline.profiled_costs import profile, with_sizes
     from pipesight.plan.plans import DoesNotFitError, Plan, best_plans, predict, settings, simulated
     from pipesight.schedule.costs import Costs, Layer, Link
@@ -63,7 +64,7 @@ _HOMES = {
     "Layer": "pipesight.schedule.costs",
     "Link": "pipesight.schedule.costs",
     "Measured": "pipesight.analysis.measured_costs",
-    "NoTasksError": "pipesight.analysis.measured_costs",
+    "NoTasksError": "pipesight.analysis.analyse",
     "Plan": "pipesight.plan.plans",
     "Schedule": "pipesight.schedule.task_orders",
     "Setting": "pipesight.schedule.setting",
@@ -71,7 +72,7 @@ _HOMES = {
     "best_plans": "pipesight.plan.plans",
     "gpipe": "pipesight.schedule.task_orders",
     "interleaved": "pipesight.schedule.task_orders",
-    "measure": "pipesight.analysis.measured_costs",
+    "measure": "pipesight.analysis.analyse",
     "one_f_one_b": "pipesight.schedule.task_orders",
     "peak_bytes": "pipesight.schedule.memory",
     "predict": "pipesight.plan.plans",

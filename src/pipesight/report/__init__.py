@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from pipesight._lazy import lazily
 
 if TYPE_CHECKING:
-    from pipesight.analysis.report import Report, analyse
+    from pipesight.analysis.analyse import analyse
+    from pipesight.analysis.report import Report
     from pipesight.runs.reading.run import NotARunError, Run, open_run
     from pipesight.view.page import write_page
     from pipesight.view.report_json import as_json
@@ -19,7 +20,7 @@ _HOMES = {
     "NotARunError": "pipesight.runs.reading.run",
     "Report": "pipesight.analysis.report",
     "Run": "pipesight.runs.reading.run",
-    "analyse": "pipesight.analysis.report",
+    "analyse": "pipesight.analysis.analyse",
     "as_json": "pipesight.view.report_json",
     "open_run": "pipesight.runs.reading.run",
     "render": "pipesight.view.text_report",

@@ -8,11 +8,12 @@ from typing import Any
 
 from pipesight._plurals import plural
 from pipesight.analysis.changed_layers import CHANGED, LayerChange, layer_changes
+from pipesight.analysis.formatting import percent, time
 from pipesight.analysis.report import Report
 from pipesight.analysis.same_layers import same_layers
 from pipesight.analysis.verdict import TITLES
 from pipesight.view.report_json import as_json
-from pipesight.view.text_layout import Style, columns, percent, shown_width, time
+from pipesight.view.text_layout import Style, columns, shown_width
 
 __all__ = [
     "Comparison",

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from pipesight._plurals import count_of, plural
 from pipesight.analysis.collectives import Collective
-from pipesight.analysis.rank_links import Link
-from pipesight.analysis.rank_waits import Held
+from pipesight.analysis.formatting import percent, size, time
+from pipesight.analysis.rank_links import LinkReport
+from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.remarks import Remark
 from pipesight.analysis.report import Report
 from pipesight.analysis.stragglers import Straggler
 from pipesight.analysis.verdict import TITLES
-from pipesight.view.text_layout import percent, size, time
 
 __all__ = [
     "Finding",
@@ -110,7 +110,7 @@ def _straggler(straggler: Straggler, *, ranks: bool) -> Finding:
     return Finding(f"{who} {'; '.join(words)}", straggler.bursts)
 
 
-def _link(link: Link) -> Finding:
+def _link(link: LinkReport) -> Finding:
     ends = [(link.source, link.source_host), (link.target, link.target_host)]
     way = " -> ".join(f"rank {rank}" + (f" on {host}" if host is not None else "") for rank, host in ends)
     others = f", others {time(link.others)}" if link.others is not None else ""
@@ -118,7 +118,7 @@ def _link(link: Link) -> Finding:
     return Finding(f"{way}: {took}; costs {percent(link.share)} of the step")
 
 
-def _held(held: Held) -> Finding:
+def _held(held: LateRank) -> Finding:
     doing = "code between steps" if held.doing == "between_steps" else TITLES[held.doing]
     who = f"{plural(len(held.ranks), 'rank')} {ranks_named(held.ranks)}"
     wait = f"{time(held.wait)}, {percent(held.share)} of the mean step"

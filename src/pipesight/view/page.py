@@ -84,7 +84,7 @@ def write_page(
         NotARunError: There is nothing to show.
         ValueError: There is no such attempt, step, partition or layer.
     """
-    from pipesight.analysis.report import analyse
+    from pipesight.analysis.analyse import analyse
     from pipesight.runs.reading.run import open_run
 
     run_path = Path(run_path)

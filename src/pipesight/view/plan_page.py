@@ -15,7 +15,7 @@ import numpy as np
 from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import KINDS, Schedule
 
-__all__ = ["Timeline", "page"]
+__all__ = ["PlanTimeline", "page"]
 
 LANE, GAP, LABEL, WIDTH = 30, 6, 62, 1160
 NARROWEST = 13
@@ -25,7 +25,7 @@ NAMES = ("forward", "recompute", "backward", "weight gradient")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Timeline:
+class PlanTimeline:
     """A schedule, and when its tasks run, in seconds: by kind, stage and micro-batch, NaN where there is none."""
 
     title: str
@@ -42,7 +42,7 @@ class Timeline:
 
 def page(
     title: str,
-    timelines: Sequence[Timeline],
+    timelines: Sequence[PlanTimeline],
     headings: Sequence[str],
     rows: Sequence[Sequence[str]],
     notes: Sequence[str] = (),
@@ -73,7 +73,7 @@ def page(
 """
 
 
-def _section(timeline: Timeline, longest: float) -> str:
+def _section(timeline: PlanTimeline, longest: float) -> str:
     title, text = escape(timeline.title), escape(timeline.text)
     heading = f"<section><h2>{title}</h2><p>{text}</p>"
     if timeline.schedule.tasks > MOST_TASKS:
@@ -84,7 +84,7 @@ def _section(timeline: Timeline, longest: float) -> str:
     )
 
 
-def _drawing(timeline: Timeline, longest: float) -> str:
+def _drawing(timeline: PlanTimeline, longest: float) -> str:
     schedule = timeline.schedule
     scale = (WIDTH - LABEL - 2) / max(longest, 1e-12)
     height = schedule.devices * (LANE + GAP) + 22

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipesight._version import __version__
-from pipesight.analysis.layer_times import Layer
+from pipesight.analysis.layer_times import LayerReport
 from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.report import Overall, Report
 from pipesight.analysis.step_breakdown import PARTS, StepTimes, Summary
@@ -126,7 +126,7 @@ def _steps(steps: StepTimes, counted: Column) -> list[dict[str, Any]]:
     ]
 
 
-def _layer(layer: Layer) -> dict[str, Any]:
+def _layer(layer: LayerReport) -> dict[str, Any]:
     return {**asdict(layer), "runs": dict(zip(("forward", "recompute", "backward"), layer.runs, strict=True))}
 
 

@@ -1,4 +1,4 @@
-"""What text in a terminal is made of: numbers with units, bars, columns, colour."""
+"""Text for a terminal: colour, bars, columns, wrapped lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Style", "bar", "beside", "columns", "percent", "shown_width", "size", "spark", "time"]
+__all__ = ["Style", "bar", "beside", "columns", "shown_width", "spark"]
 
 READABLE = 100
 """Columns of a sentence; longer lines are hard to follow."""
@@ -71,45 +71,6 @@ class Style:
 def shown_width(text: str) -> int:
     """Return how many columns a text takes."""
     return len(_ESCAPE.sub("", text))
-
-
-def time(microseconds: float) -> str:
-    """Write a time with three digits or so.
-
-    >>> time(12345), time(12.3), time(4_560_000)
-    ('12.3 ms', '12.3 µs', '4.56 s')
-    """
-    for size, unit in ((1e6, "s"), (1e3, "ms")):
-        if abs(microseconds) >= size * 0.9995:
-            return f"{_three(microseconds / size)} {unit}"
-    return f"{_three(microseconds)} µs"
-
-
-def size(count: float) -> str:
-    """Write bytes with three digits or so.
-
-    >>> size(65536), size(100)
-    ('64.0 KiB', '100 B')
-    """
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if count >= 1024**power * 0.9995:
-            return f"{_three(count / 1024**power)} {unit}"
-    return f"{count:.0f} B"
-
-
-def _three(value: float) -> str:
-    if abs(value) >= 99.95:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
-
-
-def percent(share: float) -> str:
-    """Write a share.
-
-    >>> percent(0.4286), percent(0.0)
-    ('42.9%', '-')
-    """
-    return f"{share:.1%}" if abs(share) >= 0.0005 else "-"
 
 
 def bar(share: float, width: int, *, ascii: bool = False) -> str:

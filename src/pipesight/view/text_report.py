@@ -8,6 +8,7 @@ import numpy as np
 
 from pipesight._plurals import count_of
 from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.formatting import percent, time
 from pipesight.analysis.pipeline_report import PartitionReport, PipelineReport
 from pipesight.analysis.report import Overall, Report
 from pipesight.analysis.step_breakdown import OUTSIDE, PARTS
@@ -23,7 +24,7 @@ from pipesight.view.finding_sentences import (
     stragglers_in,
     warm_up_in,
 )
-from pipesight.view.text_layout import Style, bar, beside, columns, percent, shown_width, spark, time
+from pipesight.view.text_layout import Style, bar, beside, columns, shown_width, spark
 from pipesight.view.text_timeline import DRAWN, Glyphs, coloured, draw_step
 
 __all__ = ["render"]

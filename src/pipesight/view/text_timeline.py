@@ -21,7 +21,7 @@ from pipesight.analysis.step_grouping import EVALUATION
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, Column, Tasks
 from pipesight.view.text_layout import Style
 
-__all__ = ["DRAWN", "Glyphs", "Timeline", "coloured", "draw_step"]
+__all__ = ["DRAWN", "DrawnStep", "Glyphs", "coloured", "draw_step"]
 
 DRAWN = 0
 """The replica that is drawn, of several."""
@@ -44,7 +44,7 @@ class Glyphs:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class DrawnStep:
     """A drawn step: lines of one width, and for each cell of a line the phase it shows, -1 for none."""
 
     partitions: tuple[int, ...]
@@ -57,7 +57,9 @@ class Timeline:
     end: int
 
 
-def draw_step(report: Report, step: int, *, width: int, replica: int = DRAWN, glyphs: Glyphs | None = None) -> Timeline:
+def draw_step(
+    report: Report, step: int, *, width: int, replica: int = DRAWN, glyphs: Glyphs | None = None
+) -> DrawnStep:
     """Draw the first mini-batch of a step, its lines and their labels in ``width`` characters.
 
     Raises:
@@ -80,7 +82,7 @@ def draw_step(report: Report, step: int, *, width: int, replica: int = DRAWN, gl
     labels = [str(j) if same else f"r{rank} p{j}" for rank, j in lanes]
     room = max(width - max(map(len, labels)), 10)
     drawn = [_lane(tasks.where(tasks.partition == j), begin, end, room, glyphs) for _, j in lanes]
-    return Timeline(
+    return DrawnStep(
         partitions=tuple(j for _, j in lanes),
         labels=tuple(labels),
         lines=tuple(text for text, _ in drawn),

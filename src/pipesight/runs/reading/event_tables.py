@@ -70,6 +70,11 @@ class Table:
         return cls(**{name: np.asarray(column) for name, column in columns.items()})
 
     @classmethod
+    def empty(cls) -> Self:
+        """Make a table without rows."""
+        return cls(**{field.name: np.zeros(0, np.int64) for field in fields(cls)})
+
+    @classmethod
     def joined(cls, *tables: Self) -> Self:
         """Put tables below each other."""
         return cls(**{field.name: np.concatenate([getattr(t, field.name) for t in tables]) for field in fields(cls)})

@@ -18,7 +18,7 @@ def empty_page() -> str:
 
 def draw(follower: Follower) -> dict[str, Any] | None:
     """Return the payload of the page; nothing while there is nothing to show."""
-    from pipesight.analysis.report import analyse
+    from pipesight.analysis.analyse import analyse
     from pipesight.runs.reading.run import NotARunError, open_run
     from pipesight.view.page import page_payload
 

@@ -24,13 +24,14 @@ from dataclasses import dataclass
 
 from pipesight._plurals import count_of
 from pipesight.analysis.bubble import LOSSES
-from pipesight.analysis.latest_step import LiveFigures, StepFigures
+from pipesight.analysis.formatting import percent, time
+from pipesight.analysis.latest_step import LatestStep, StepNumbers
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_breakdown import PARTS
 from pipesight.analysis.verdict import TITLES
 from pipesight.runs.reading.event_tables import PHASES
 from pipesight.runs.reading.run import LogLine
-from pipesight.view.text_layout import Style, bar, percent, time
+from pipesight.view.text_layout import Style, bar
 from pipesight.view.text_timeline import DRAWN, Glyphs, coloured, draw_step
 
 __all__ = ["Frame", "draw_frame", "line_of"]
@@ -54,7 +55,7 @@ class Frame:
     title: str
     state: str
     report: Report | None = None
-    figures: LiveFigures | None = None
+    figures: LatestStep | None = None
     log: Sequence[LogLine] = ()
 
 
@@ -80,7 +81,7 @@ def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, a
     return shown[:height]
 
 
-def line_of(step: StepFigures, *, ascii: bool = False) -> str:
+def line_of(step: StepNumbers, *, ascii: bool = False) -> str:
     """Write a step on one line."""
     rate = "" if step.samples_per_second is None else f"   {_rate(step.samples_per_second)} samples/s"
     took = f"{time(step.time)}{rate}" if step.whole else f"{time(step.time)} so far"
@@ -109,7 +110,7 @@ def _warnings(frame: Frame, style: Style) -> list[str]:
     return [style.paint(line, "red", "bold") for line in style.wrapped(text)]
 
 
-def _numbers(figures: LiveFigures, style: Style) -> list[str]:
+def _numbers(figures: LatestStep, style: Style) -> list[str]:
     last, usual = figures.last, figures.usual
     over = f", the median of {figures.steps} steps" if figures.steps > 1 else ""
     rows = [["Step time", time(last.time), f"usually {time(usual.time)}{over}"]]
@@ -132,7 +133,7 @@ def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _timeline(report: Report, figures: LiveFigures, most: int, style: Style) -> list[str]:
+def _timeline(report: Report, figures: LatestStep, most: int, style: Style) -> list[str]:
     """Draw the last step, a line a partition, with its bubble."""
     if most < 2:
         return []
@@ -164,7 +165,7 @@ def _timeline(report: Report, figures: LiveFigures, most: int, style: Style) -> 
     return lines[:most]
 
 
-def _parts(figures: LiveFigures, most: int, style: Style) -> list[str]:
+def _parts(figures: LatestStep, most: int, style: Style) -> list[str]:
     """Draw where the time of the last step went as bars; those parts that usually matter, always in the same order."""
     if most < 2:
         return []

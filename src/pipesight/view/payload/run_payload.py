@@ -27,7 +27,7 @@ from pipesight.view.payload.lost_time import losses_of, losses_of_step
 from pipesight.view.payload.nonfinite_marks import lanes_of_tensor, marks_of_step
 from pipesight.view.payload.size_limits import LIMITS, Limits
 from pipesight.view.payload.statistic_tables import Marks, statistics_of
-from pipesight.view.payload.step_timelines import Timelines
+from pipesight.view.payload.step_timelines import StepTimelines
 
 __all__ = ["facts_of", "findings_of", "page_payload", "title_of"]
 
@@ -51,7 +51,7 @@ def page_payload(
     """
     bad = None if report.nonfinite is None else report.nonfinite.iteration
     found = (report.minibatches, report.tasks, run.spans(), run.transfers())
-    timelines = Timelines(
+    timelines = StepTimelines(
         *found,
         limits=limits,
         replicas=report.replicas,
@@ -98,7 +98,7 @@ def page_payload(
 
 
 def _shown(
-    run: Run, report: Report, timelines: Timelines, marks: Marks, limits: Limits
+    run: Run, report: Report, timelines: StepTimelines, marks: Marks, limits: Limits
 ) -> tuple[list[dict[str, Any]], int]:
     """Return the steps, in order, and how many of them have their layers."""
     layers = {(layer.partition, layer.name): k for k, layer in enumerate(report.layers)}
@@ -136,7 +136,7 @@ def _layer_runs(run: Run, report: Report, steps: Sequence[int], most: int) -> di
     return {step: found.where(order[a:b]) for step, a, b in zip(asked, first, last, strict=True)}
 
 
-def _steps(report: Report, timelines: Timelines, marks: Marks) -> dict[str, Any]:
+def _steps(report: Report, timelines: StepTimelines, marks: Marks) -> dict[str, Any]:
     """Return a line for every step, also of those that are not shown."""
     bubbles = _bubbles(report)
     return {
@@ -154,7 +154,7 @@ def _bubbles(report: Report) -> dict[int, float]:
     return dict(zip(numbers.tolist(), means.tolist(), strict=True))
 
 
-def _lanes(report: Report, timelines: Timelines) -> list[dict[str, Any]]:
+def _lanes(report: Report, timelines: StepTimelines) -> list[dict[str, Any]]:
     hosts = hosts_of(report.description)
     devices = {(row.partition, r): row.device for p in report.pipelines for row in p.rows for r in row.ranks}
     return [
@@ -248,7 +248,7 @@ def facts_of(report: Report) -> list[list[str]]:
     return facts
 
 
-def _notes(timelines: Timelines, shown: Sequence[Mapping[str, Any]], layered: int) -> list[str]:
+def _notes(timelines: StepTimelines, shown: Sequence[Mapping[str, Any]], layered: int) -> list[str]:
     """Return what there was no room for."""
     notes = []
     if len(shown) < len(timelines.numbers):
@@ -269,7 +269,7 @@ def _scope(steps: range, numbers: Sequence[int]) -> str:
     return f"step {first} only" if first == last else f"steps {first} to {last}"
 
 
-def _alarm(report: Report, timelines: Timelines, shown: Sequence[int]) -> dict[str, Any] | None:
+def _alarm(report: Report, timelines: StepTimelines, shown: Sequence[int]) -> dict[str, Any] | None:
     """Return what comes before all else: the first tensor that was not finite, and where it is in the page."""
     said, found = nonfinite_in(report), report.nonfinite
     if said is None or found is None:

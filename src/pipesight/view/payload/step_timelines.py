@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from pipesight.analysis.step_grouping import EVALUATION, INCOMPLETE, MiniBatches, Steps, find_steps, replicas_of
+from pipesight.analysis.step_grouping import EVALUATION, INCOMPLETE, MiniBatchTable, StepTable, find_steps, replicas_of
 from pipesight.runs.reading.event_tables import Column, LayerRuns, Spans, Tasks, Transfers
 from pipesight.view.payload.size_limits import Limits
 from pipesight.view.payload.step_choice import choose_steps
 
-__all__ = ["Lane", "Timelines"]
+__all__ = ["Lane", "StepTimelines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Lane:
     replica: int
 
 
-class Timelines:
+class StepTimelines:
     """The steps of a run, ready to be drawn.
 
     Args:
@@ -49,7 +49,7 @@ class Timelines:
 
     def __init__(
         self,
-        minibatches: MiniBatches,
+        minibatches: MiniBatchTable,
         tasks: Tasks,
         spans: Spans,
         transfers: Transfers,
@@ -141,16 +141,16 @@ class Timelines:
         first, count = self._steps.first[steps], self._steps.count[steps]
         return np.concatenate([np.arange(f, f + c) for f, c in zip(first.tolist(), count.tolist(), strict=True)])
 
-    def _minibatch_rows(self, k: int) -> MiniBatches:
+    def _minibatch_rows(self, k: int) -> MiniBatchTable:
         """Return the mini-batches of a step, and evaluations that ran meanwhile."""
         own = self._own.where(self._members(self._rows[k]))
         if (self._own.kind == EVALUATION).any():  # there is nothing else
             return own
         apart = self._minibatches.where(self._minibatches.kind == EVALUATION)
         meanwhile = (apart.begin >= self._begin[k]) & (apart.end <= self._end[k])
-        return MiniBatches.joined(own, apart.where(meanwhile))
+        return MiniBatchTable.joined(own, apart.where(meanwhile))
 
-    def _tasks_of(self, rows: MiniBatches) -> Tasks:
+    def _tasks_of(self, rows: MiniBatchTable) -> Tasks:
         places = [np.arange(f, f + c) for f, c in zip(rows.first.tolist(), rows.count.tolist(), strict=True)]
         return self._tasks.where(np.concatenate([np.zeros(0, np.int64), *places]))
 
@@ -201,7 +201,7 @@ class Timelines:
             "time": (own.end - own.begin).tolist(),
         }
 
-    def _lane_bubbles(self, rows: MiniBatches) -> list[float | None]:
+    def _lane_bubbles(self, rows: MiniBatchTable) -> list[float | None]:
         """Return the share of its windows in which each lane does not compute, or its rank where lanes take turns."""
         counted = rows.where(rows.kind != EVALUATION) if (rows.kind != EVALUATION).any() else rows
         if (counted.kind == INCOMPLETE).any():
@@ -221,7 +221,7 @@ def _lanes(tasks: Tasks, replicas: Mapping[int, int]) -> list[Lane]:
     return [Lane(rank, partition, replicas[rank]) for rank, partition in pairs.tolist()]
 
 
-def _by_number(steps: Steps, only: range | None) -> tuple[list[int], list[Column]]:
+def _by_number(steps: StepTable, only: range | None) -> tuple[list[int], list[Column]]:
     """Return the numbers of steps, all or some, and for each the rows of its replicas."""
     numbers, which = np.unique(steps.step, return_inverse=True)
     order = np.argsort(which, kind="stable")
