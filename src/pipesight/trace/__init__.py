@@ -1,4 +1,16 @@
-"""Events of a training program, as DFTracer's ``ai`` conventions name them, in a file that Perfetto opens."""
+"""Trace a training program into a file that Perfetto and DFTracer's tools open.
+
+Example::
+
+    import pipesight.trace as trace
+
+    with trace.start("trace.pfw.gz"), trace.instrument():  # what PyTorch does
+        for batch in trace.ai.dataloader.fetch.iter(loader):  # what you annotate
+            with trace.ai.compute.step:
+                train_step(batch)
+
+Events have the names of DFTracer's ``ai`` conventions; `ai` is the tree of them.
+"""
 
 from __future__ import annotations
 

@@ -37,14 +37,14 @@ from typing import Any
 
 from pipesight._torch.loading import after_worker_signal_handlers
 
-__all__ = ["Ends"]
+__all__ = ["ExitHooks"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of which Python would let a process die with nothing done
 _HIGH = 200  # descriptors that a program which closes all of them will not soon get for something else
 _PATIENCE = 0.1  # seconds for Python to call a handler
 
 
-class Ends:
+class ExitHooks:
     """Calls ``finish`` before this process ends, with what ends it unless it comes to its end, and ``flush`` before
     it becomes another program, which may fail.
     """
@@ -214,7 +214,7 @@ class Ends:
         """Have a process of multiprocessing that was not forked from a traced one look at what it is to do, too."""
         util: Any = sys.modules.get("multiprocessing.util")
         if util is not None:
-            util.register_after_fork(self, Ends._meet_loader_worker)
+            util.register_after_fork(self, ExitHooks._meet_loader_worker)
 
     def _meet_loader_worker(self) -> None:
         """If this process is to be a worker of a DataLoader, let its handler of SIGTERM be ours."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from pipesight._logger import own_logger
 from pipesight.trace import _span
 from pipesight.trace._encode import THREAD, Encoder
-from pipesight.trace._exit_hooks import Ends
+from pipesight.trace._exit_hooks import ExitHooks
 from pipesight.trace._span import EVENTS, FIELDS, NO_ARGS, thread_ids
 from pipesight.trace._waiting import wait
 from pipesight.trace.node import set_recording
@@ -62,7 +62,7 @@ class Tracer:
     def __init__(self) -> None:
         self.interval = 0.5
         self._sinks: tuple[Sink, ...] = ()
-        self._ends = Ends(self.finish, self._flush_and_say)
+        self._exit_hooks = ExitHooks(self.finish, self._flush_and_say)
         self._begin()
         self.on_finish: list[Callable[[], None]] = []
         """Called when the process ends with a trace being written, after the last event is."""
@@ -106,7 +106,7 @@ class Tracer:
                 _span.on_crowd.append(self.help_out)
                 _span.on_lost.append(self._count_lost)
                 _span.on_thread.append(self._meet_thread)
-                self._ends.watch()
+                self._exit_hooks.watch()
             self._sinks = (*self._sinks, sink)
             set_recording(True)
             self.ensure_thread()
@@ -288,7 +288,7 @@ class Tracer:
             self._met[ident] = known
             moment = _span.now()
             EVENTS.extend((THREAD, *known, moment, moment, 0, ident, NO_ARGS))
-        self._ends.begin_recording()
+        self._exit_hooks.begin_recording()
         self.ensure_thread()
 
     # The end of the process.
@@ -307,7 +307,7 @@ class Tracer:
                 try:
                     tell()
                 except Exception:
-                    logger.exception("something could not be finished")
+                    logger.exception("an action at the end of the trace failed")
 
     def _flush_and_say(self) -> None:
         self.flush()
@@ -318,20 +318,20 @@ class Tracer:
         _span.on_crowd.remove(self.help_out)
         _span.on_lost.remove(self._count_lost)
         _span.on_thread.remove(self._meet_thread)
-        self._ends.unwatch()
+        self._exit_hooks.unwatch()
 
     def before_fork(self) -> None:
         """Get ready for a fork."""
-        self._ends.before_fork()
+        self._exit_hooks.before_fork()
 
     def after_fork_in_parent(self) -> None:
         """Go on."""
-        self._ends.forked()
+        self._exit_hooks.forked()
 
     def after_fork(self) -> None:
         """Begin anew in a forked process: what was recorded before the fork is the parent's."""
         self._begin()
-        self._ends.begin_process()
+        self._exit_hooks.begin_process()
         EVENTS.clear()
         _span.begin_process()
         if self._sinks:
@@ -340,11 +340,11 @@ class Tracer:
             children = [sink.after_fork(self.encoder) for sink in self._sinks]
             self._sinks = tuple(child for child in children if child is not None)
             if self._sinks:
-                self._ends.after_fork()
+                self._exit_hooks.after_fork()
             else:
                 set_recording(False)
                 self._unwatch()
-        self._ends.forked()
+        self._exit_hooks.forked()
 
 
 def _announce(*, last: bool) -> None:

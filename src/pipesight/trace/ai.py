@@ -1,9 +1,4 @@
-"""The conventions for events of AI training: one name for one thing, in every program.
-
-from pipesight.trace import ai
-
-with ai.compute.forward: ...
-"""
+"""The tree of events that DFTracer's ``ai`` conventions name."""
 
 from __future__ import annotations
 
@@ -32,7 +27,7 @@ CONVENTIONS = {
     "checkpoint": ("capture", "restart"),
     "pipeline": ("epoch", "train", "evaluate", "test"),
 }
-"""Categories, and the names in each."""
+"""The categories, and the events in each."""
 
 
 def _tree() -> Node:
@@ -45,4 +40,4 @@ def _tree() -> Node:
 
 
 ai = _tree()
-"""The root. ``ai.compute.forward`` and so on are `Node`s, and so are the categories and the root itself."""
+"""The root of the tree. ``ai.compute.forward`` and the other events, the categories and the root are all `Node`s."""

@@ -1,10 +1,9 @@
-"""One name in the tree of events, and every way to record it.
+"""Nodes: the events of a trace, and every way to record them.
 
-A node is a decorator, a context manager, a wrapper for iterables, a pair of `start` and `stop`, and the parent of other
-nodes. It holds no start time: spans do (`_span`), so one node can be open many times at once.
+A node holds no start time: spans do (`_span`), so one node can be open many times at once.
 
-A node that records nothing is of another class, `SilentNode`. Python looks up both ends of a ``with`` block when it
-begins, so a switch in the middle of a block changes the next one, never half of this one.
+A node that does not record has another class, `SilentNode`, so that its ``with`` block costs almost nothing. Python
+looks up both ends of a ``with`` block when it starts, so a switch in the middle of a block only affects the next one.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ _recording = False
 
 
 class Node:
-    """An event with a name and a category.
+    """An event of a trace, such as ``ai.compute.forward``, or a category of events, such as ``ai.compute``.
 
-    Example::
+    Record it as a decorator, as a context manager, around a loop, or by hand::
 
         @ai.compute.forward
         def forward(model, x): ...
@@ -44,6 +43,20 @@ class Node:
         with ai.compute.forward(args={"layer": 3}): ...
 
         for batch in ai.dataloader.fetch.iter(dataloader): ...
+
+        ai.compute.forward.start()
+        ai.compute.forward.stop()
+
+    Unless a trace is being written (`pipesight.trace.start`), nothing is recorded, at next to no cost. ``disable()``
+    and ``enable()`` switch an event and all below it; ``update(epoch=3)`` adds arguments to all of them;
+    ``derive("name")`` returns an event of your own below this one.
+
+    Attributes:
+        name: What the event is called in the trace.
+        category: The category it belongs to in the trace.
+        args: Arguments that every span of it carries.
+        enabled: Whether it is recorded while a trace is being written.
+        recording: Whether a span that starts now is recorded.
     """
 
     phase = "X"
@@ -114,7 +127,13 @@ class Node:
     ) -> Use: ...
 
     def __call__(self, function: Any = None, /, **options: Any) -> Any:
-        """Decorate ``function``, or, given keywords, return a decorator and context manager with these arguments."""
+        """Decorate ``function``; or, given keywords, return a decorator and context manager with these arguments.
+
+        Args:
+            function: Function, method or generator to record each call of.
+            **options: ``args``, a dict of arguments for the span; ``epoch``, ``step``, ``image_idx``, ``image_size``,
+                arguments by name; ``enable``, to record this use whatever the event's own switch says.
+        """
         if function is not None:
             if options:
                 raise TypeError(f"pass arguments or a function, not both: @{self!r}({', '.join(options)}=...)")
@@ -132,7 +151,13 @@ class Node:
     ) -> AsyncIterable[T]: ...
 
     def iter(self, iterable: Any, *, include_iter: bool = True, include_block: bool = True) -> Any:
-        """Iterate, and record each wait for an item as ``.iter`` and each run of the loop's body as ``.block``."""
+        """Iterate, recording each wait for an item as ``NAME.iter`` and each run of the loop's body as ``NAME.block``.
+
+        Args:
+            iterable: What to iterate over; its items come out as they are.
+            include_iter: Record the waits.
+            include_block: Record the bodies.
+        """
         if _span.is_compiling():
             return iterable
         wait = self.derive("iter") if include_iter else None
@@ -141,14 +166,14 @@ class Node:
     # By hand.
 
     def start(self, *, metadata: bool = False) -> None:
-        """Begin a span that `stop` ends in the same thread; with ``metadata``, note the moment in the file at once."""
+        """Start a span that `stop` ends, in the same thread. With ``metadata``, write the moment instead of a span."""
         if metadata:
             self._mark("start")
         elif self.recording and not _span.is_compiling():
             _span.start(self)
 
     def stop(self, *, metadata: bool = False) -> None:
-        """End what the last `start` began, in this context or else in this thread, if anything."""
+        """End the span that the last `start` of this event opened, in this context or else in this thread."""
         if metadata:
             self._mark("end")
         elif not _span.is_compiling():
@@ -162,11 +187,11 @@ class Node:
 
     @property
     def init(self) -> Node:
-        """The event of a constructor, or of any set-up: ``checkpoint.init``."""
+        """The event ``NAME.init``, for a constructor or other set-up."""
         return self.derive("init")
 
     def derive(self, name: str) -> Node:
-        """Return a child, named ``self.name.name``; the same one for the same name."""
+        """Return the event ``SELF.name`` below this one, made on the first call."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"the name of a derived event must be a string that is not empty (name: {name!r})")
         if _span.is_compiling():
@@ -177,9 +202,9 @@ class Node:
             return self._derived[name]
 
     def add(self, name: str, *, category: str | None = None) -> Node:
-        """Return a new child, named ``name``, that is an attribute of this node."""
+        """Add an event below this one, as an attribute of it, and return it."""
         if hasattr(self, name):
-            raise ValueError(f"{self!r} has a {name!r} already")
+            raise ValueError(f"{self!r} already has a {name!r}")
         with _changing:
             child = self._added[name] = Node(name, category or self.category, self)
             setattr(self, name, child)
@@ -194,7 +219,7 @@ class Node:
         )
 
     def subtree(self) -> Iterator[Node]:
-        """Yield this node and all below."""
+        """Yield this event and all below it."""
         yield self
         for child in [*self._added.values(), *self._derived.values()]:
             yield from child.subtree()
@@ -208,7 +233,7 @@ class Node:
         image_size: int | None = None,
         args: Args | None = None,
     ) -> Node:
-        """Add arguments to the spans of this node and of all below that end from now on."""
+        """Add arguments to the spans of this event and all below it that end from now on."""
         new = named_args(epoch, step, image_idx, image_size, args)
         if new:
             with _changing:
@@ -217,11 +242,11 @@ class Node:
         return self
 
     def enable(self) -> None:
-        """Record the events of this node and of all below."""
+        """Record this event and all below it."""
         self._switch(True)
 
     def disable(self) -> None:
-        """Do not record the events of this node and of all below."""
+        """Stop recording this event and all below it."""
         self._switch(False)
 
     def _switch(self, enabled: bool) -> None:
@@ -234,8 +259,8 @@ class Node:
         self.__class__ = Node if self.enabled and _recording else SilentNode
 
 
-class SilentNode(Node):
-    """A node while it records nothing."""
+class SilentNode(Node):  # noqa: D101
+    __doc__ = Node.__doc__  # most users meet the tree before a trace is started, and call help() on it
 
     recording = False
 
@@ -247,7 +272,14 @@ class SilentNode(Node):
 
 
 class Use:
-    """One use of a node: with arguments of its own, or recorded whatever the node's switch says."""
+    """One use of an event, with arguments of its own: ``ai.compute.forward(args={"layer": 3})``.
+
+    A decorator, a context manager, and, by `iter`, a wrapper for loops.
+
+    Attributes:
+        name: That of the event.
+        category: That of the event.
+    """
 
     __slots__ = ("_enable", "_node", "_own", "category", "name")
 
@@ -275,12 +307,12 @@ class Use:
 
     @property
     def switch(self) -> Node:
-        """The node that says whether this use is recorded."""
+        """The event that decides whether this use is recorded."""
         return self._node if self._enable is None else _ALWAYS if self._enable else _NEVER
 
     @property
     def args(self) -> Args:
-        """The node's arguments of now, and its own."""
+        """The event's current arguments and those of this use."""
         return {**self._node.args, **self._own} if self._own else self._node.args
 
     def __enter__(self) -> Use:
@@ -321,7 +353,7 @@ class Use:
     ) -> AsyncIterable[T]: ...
 
     def iter(self, iterable: Any, *, include_iter: bool = True, include_block: bool = True) -> Any:
-        """Iterate as `Node.iter` does, with the arguments and the switch of this use."""
+        """Iterate as `Node.iter` does, with the arguments of this use."""
         if _span.is_compiling():
             return iterable
         wait = self._derive("iter") if include_iter else None
@@ -337,12 +369,12 @@ _NEVER.disable()
 
 
 def is_recording() -> bool:
-    """Tell whether there is a trace to record for."""
+    """Tell whether a trace is being written."""
     return _recording
 
 
 def set_recording(on: bool) -> None:
-    """Let all nodes record, as far as they are enabled, or none."""
+    """Let all enabled nodes record, or none."""
     global _recording
     with _changing:
         if _recording == on:

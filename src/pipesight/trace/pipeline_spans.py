@@ -1,9 +1,9 @@
-"""Spans of a pipeline, by themselves: its tasks, their layers, its transfers, and arrows from task to task.
+"""The spans of pipelines: tasks, their layers, transfers, and arrows from task to task.
 
 ======================================  =================================================
 ``forward``, ``backward``               one micro-batch in one partition
 ``forward.recompute``                   its forward again, for the backward
-``backward.weight``                     the gradients of its weights, where a schedule takes them by themselves
+``backward.weight``                     the gradients of its weights, where a schedule computes them separately
 ``forward.layer`` and so on             one layer in it
 ``transfer``                            tensors from another device
 ======================================  =================================================
@@ -56,7 +56,7 @@ class _Track:
 
 
 class PipelineSpans(Observer):
-    """Records what the engine tells."""
+    """Records the tasks, layers and transfers of pipelines while a trace is being written."""
 
     def wanted(self) -> bool:
         """Whether there is a trace to record for, and no CUDA graph in the making."""

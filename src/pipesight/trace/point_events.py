@@ -12,7 +12,7 @@ __all__ = ["counter", "instant"]
 
 
 def counter(name: str, /, **values: float) -> None:
-    """Note values that change over time; a viewer draws a curve of each.
+    """Record values that change over time; viewers draw a curve for each.
 
     Example::
 
@@ -23,7 +23,7 @@ def counter(name: str, /, **values: float) -> None:
 
 
 def instant(name: str, /, **args: Any) -> None:
-    """Note that something happened now.
+    """Record that something happened now; viewers draw a mark.
 
     Example::
 

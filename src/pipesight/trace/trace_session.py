@@ -31,7 +31,11 @@ logger = own_logger(__name__)
 
 
 class Session:
-    """A trace that is being written. Leave it, or call `stop`, to end it."""
+    """A trace that is being written, from `start`. Leaving its ``with`` block, or `stop`, ends it.
+
+    Attributes:
+        from_environment: Whether ``PIPESIGHT_ENABLE`` or ``DFTRACER_ENABLE`` started it.
+    """
 
     def __init__(self, file: TraceFile, *, from_environment: bool = False) -> None:
         self._file = file
@@ -42,7 +46,7 @@ class Session:
 
     @property
     def path(self) -> Path:
-        """The file of this process; it is made when the first event comes."""
+        """The trace file of this process, created with the first event."""
         return self._file.path
 
     @property
@@ -52,21 +56,21 @@ class Session:
 
     @property
     def removed(self) -> int:
-        """How many events were in parts that had to go, by ``max_parts``."""
+        """How many events were in parts that ``max_parts`` removed."""
         return self._file.removed
 
     @property
     def written(self) -> int:
-        """How many events the files hold that are there."""
+        """How many events the existing files hold."""
         return self._file.written
 
     @property
     def clock_offset(self) -> int:
-        """What is added to the monotonic clock, in nanoseconds, to get the times in the file."""
+        """Nanoseconds added to the monotonic clock to get the times in the file."""
         return self._file.clock_offset
 
     def pause(self) -> None:
-        """Record nothing until `resume`; spans that are open are recorded when they end."""
+        """Stop recording until `resume`; spans that are already open are still recorded."""
         tracer.pause()
 
     def resume(self) -> None:
@@ -78,7 +82,7 @@ class Session:
         flush()
 
     def stop(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining events and close the file."""
         global _session
         if _session is self:
             _session = None
@@ -96,14 +100,14 @@ class Session:
         self.stop()
 
     def hand_on(self, values: Mapping[str, object]) -> None:
-        """Let processes that this one starts trace too, each into a file of its own beside this one."""
+        """Let child processes trace too, each into a file of its own beside this one."""
         self._before = {name: os.environ.get(name) for name in values}
         for name, value in values.items():
             os.environ[name] = str(value)
 
 
 class _Guest(Session):
-    """What a program gets that is traced already: its end is not that of the trace."""
+    """What `start` returns under ``pipesight run``, which owns the trace: pausing and stopping do not end it."""
 
     def pause(self) -> None:
         """Let it be recorded."""
@@ -133,7 +137,7 @@ def start(
     max_bytes: int | None = None,
     max_parts: int | None = None,
 ) -> Session:
-    """Trace into ``path``, until `stop`, the end of the returned session's block, or that of the process.
+    """Trace this process into ``path`` until `stop`, the end of the ``with`` block, or the end of the process.
 
     Example::
 
@@ -141,14 +145,13 @@ def start(
             train()
 
     Args:
-        path: the file, or a folder, for ``trace.pfw.gz`` in it. The name gets ``.pfw.gz``; under torchrun the rank
-            goes into it, and processes that this one starts write files of their own beside it, named by their process
-            number.
-        compress: write gzip.
-        include_args: write the arguments of events.
-        interval: seconds from the end of an event until it is on disk, at most.
-        max_bytes: begin another file, ``name.part2.pfw.gz``, before one gets larger than that.
-        max_parts: keep that many of these files, and remove the oldest.
+        path: The file, or a folder to write ``trace.pfw.gz`` into. The suffix ``.pfw.gz`` is added; under torchrun,
+            the rank is too. Child processes write files of their own beside it, named by their process ID.
+        compress: Compress the file with gzip.
+        include_args: Write the arguments of events.
+        interval: At most this many seconds pass from the end of an event until it is on disk.
+        max_bytes: Start another file, ``name.part2.pfw.gz``, before one grows beyond this size.
+        max_parts: Keep this many of these files, and remove the oldest.
 
     Raises:
         RuntimeError: Another trace is being written.
@@ -228,13 +231,13 @@ def _file_in(path: str | os.PathLike[str]) -> Path:
 
 
 def stop() -> None:
-    """End the trace that `start` began, if any."""
+    """End the trace that `start` started; does nothing without one."""
     if _session is not None and not _session.of_command:
         _session.stop()
 
 
 def flush() -> None:
-    """Write all events that have ended so far."""
+    """Write all events that have ended so far to disk."""
     tracer.flush()
 
 

@@ -1,4 +1,4 @@
-"""`instrument`: all of it, at once, and back."""
+"""`instrument`: record what PyTorch does, without changes to the program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Instrumentation", "instrument"]
 
 
 class Instrumentation:
-    """What `instrument` did. `remove` undoes it, and so does the end of the last ``with`` block that uses it."""
+    """An active `instrument`. `remove`, or the end of the last ``with`` block that uses it, undoes it."""
 
     def __init__(self, depth: int, outer: Instrumentation | None = None) -> None:
         self.depth = depth
@@ -35,7 +35,7 @@ class Instrumentation:
         instrument_graphs(self._patches)
 
     def remove(self) -> None:
-        """Put PyTorch back as it was."""
+        """Restore PyTorch as it was."""
         global _instrumentation
         if _instrumentation is self:
             _instrumentation = None
@@ -66,11 +66,11 @@ _instrumentation: Instrumentation | None = None
 
 
 def instrument(*, depth: int = 1) -> Instrumentation:
-    """Record what PyTorch does, under the names of the ``ai`` conventions, whenever a trace is being written.
+    """Record what PyTorch does, as events of the ``ai`` conventions, while a trace is being written.
 
-    DataLoader fetches and epochs, the forward and backward of modules, optimizer steps, copies between devices,
-    communication of ``torch.distributed``, checkpoints. Calling it again changes nothing but ``depth``, and a ``with``
-    block inside of another ends for itself alone.
+    That is DataLoader fetches and epochs, the forward and backward of modules, optimizer steps, copies between devices,
+    collectives of ``torch.distributed``, and checkpoints. Calling it again only changes ``depth``; ``with`` blocks can
+    be nested.
 
     Example::
 
@@ -78,8 +78,8 @@ def instrument(*, depth: int = 1) -> Instrumentation:
             train()
 
     Args:
-        depth: how deep modules are looked into: 1 for those that the program calls, 2 for their children as well, and
-            so on; 0 for none.
+        depth: Which modules to record: 1 for those that the program calls, 2 for their children too, and so on; 0 for
+            none.
     """
     global _instrumentation
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
