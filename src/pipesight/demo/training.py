@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipesight._plurals import count_of
+from pipesight._process import processors
 from pipesight.balance import balance_by_size
 from pipesight.demo.model import char_gpt
 from pipesight.demo.sonnets import SonnetText
@@ -117,8 +117,7 @@ class Training:
 def pick_partitions() -> int:
     """Return how many partitions suit this machine: as many as can compute at the same time, from 2 up to 4."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(2, min(gpus or processors, 4))
+    return max(2, min(gpus or processors(), 4))
 
 
 def pick_devices(partitions: int) -> list[torch.device]:

@@ -83,7 +83,7 @@ class ClockServer:
                 client.socket.close()
 
     def _answer_those(self, ready: list[tuple[selectors.SelectorKey, int]]) -> bool:
-        """Answer all that have come; tell whether it is time to end."""
+        """Answer all that have come; return whether it is time to end."""
         for key, _ in ready:
             if key.fileobj is self._woken:
                 return True
@@ -117,7 +117,7 @@ class ClockServer:
         client.socket.close()
 
     def _answer(self, client: _Client) -> bool:
-        """Answer what has come; tell whether there may be more."""
+        """Answer what has come; return whether there may be more."""
         try:
             came = client.socket.recv(_LONGEST)
             client.heard = time.monotonic()

@@ -68,7 +68,7 @@ class LogCapture:
         self._tasks.on = on and self._level <= logging.INFO
 
     def has_task_lines(self) -> bool:
-        """Tell whether they come by themselves, since the program wants them."""
+        """Return whether they come by themselves, since the program wants them."""
         return self._enabled(task_logger, logging.INFO)
 
     def write(self, level: int, name: str, message: str, *, created: float | None = None, place: str = "") -> None:
@@ -188,7 +188,7 @@ class _TaskLines(Observer):
         self._lines, self.on = lines, False
 
     def wanted(self) -> bool:
-        """Tell whether the lines are wanted, and nobody else brings them."""
+        """Return whether the lines are wanted, and nobody else brings them."""
         return self.on and not self._lines.has_task_lines()
 
     def task_started(self, where: Where) -> None:
@@ -204,7 +204,7 @@ class _TaskLines(Observer):
 
 
 def _was_logged() -> bool:
-    """Tell whether a logger made the record itself, by its level: others hand over records that are to be handled."""
+    """Return whether a logger made the record itself, by its level: others hand over records that are to be handled."""
     frame = sys._getframe(2)
     for _ in range(_CALLERS):
         if frame.f_code is _LOG:

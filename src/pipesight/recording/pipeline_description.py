@@ -42,7 +42,7 @@ class PipelineDescription:
         ]
 
     def settle(self) -> bool:
-        """Learn no more, once a mini-batch has come through; tell whether there is news."""
+        """Learn no more, once a mini-batch has come through; return whether there is news."""
         if not self._handles or self._minibatch is None:
             return False
         self.remove()

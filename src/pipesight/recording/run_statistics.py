@@ -197,7 +197,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _wraps(module: nn.Module, pipeline: nn.Module) -> bool:
-    """Tell whether a module is nothing but a pipeline, wrapped, by ``DistributedDataParallel`` for example."""
+    """Return whether a module is nothing but a pipeline, wrapped, by ``DistributedDataParallel`` for example."""
     while module is not pipeline:
         children = list(module.children())
         if len(children) != 1 or any(True for _ in module.parameters(recurse=False)):

@@ -171,7 +171,7 @@ class StepCounter:
 
 
 def _is_rehearsal() -> bool:
-    """Tell whether an optimizer steps only to get a state, which a checkpoint is then loaded into."""
+    """Return whether an optimizer steps only to get a state, which a checkpoint is then loaded into."""
     code = optimizer_rehearsal_code()
     frame = sys._getframe() if code is not None else None
     while frame is not None and frame.f_code is not code:

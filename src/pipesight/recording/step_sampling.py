@@ -69,7 +69,7 @@ class StepSampling:
         return cls.of(windows, every=every)
 
     def include(self, step: int) -> bool:
-        """Tell whether a step is recorded."""
+        """Return whether a step is recorded."""
         if self.windows is None:
             return step % self.every == 0
         return any(

@@ -1,1 +1,2 @@
-"""The run directory: its layout and format, and reading it, whole or while it grows. Nothing here needs torch."""
+"""The run directory: its format (`format`), writing it, reading it (`reading`), and following it while it grows
+(`following`). Nothing here needs torch."""

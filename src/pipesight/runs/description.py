@@ -1,4 +1,4 @@
-"""`run.json`: what is known about a run, on disk from its first moment on."""
+"""`run.json`: what a rank writes about its run, from the start."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from pipesight._logger import own_logger
+from pipesight._process import current_folder, processors
 from pipesight._version import __version__
 from pipesight.runs.directory import RunDirectory
 from pipesight.runs.format import FORMAT, FORMAT_VERSION
@@ -22,13 +23,13 @@ logger = own_logger(__name__)
 
 
 class Description:
-    """The facts about a run. A file is replaced at one stroke, so readers see all of it or what was there before.
+    """The facts about a run. The file is replaced atomically, so readers see either the old one or the new one.
 
     Args:
-        directory: Where it belongs.
-        clock: What there is to say of it.
+        directory: The run directory.
+        clock: How the clock of this rank differs from that of rank 0.
         observed: What is recorded.
-        versions: Of torch and CUDA.
+        versions: The versions of torch and CUDA.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Description:
         self._file = directory.description
         self._complained = False
         self.written = 0.0
-        """When it was written last, by the monotonic clock."""
+        """When it was last written, by the monotonic clock."""
         self._facts: dict[str, Any] = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -45,9 +46,9 @@ class Description:
             "python": sys.version.partition(" ")[0],
             **versions,
             "command": list(sys.orig_argv),
-            "cwd": _folder(),
+            "cwd": current_folder(),
             "host": socket.gethostname(),
-            "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "processors": processors(),
             "pid": os.getpid(),
             "ppid": os.getppid(),
             "rank": directory.rank,
@@ -64,11 +65,11 @@ class Description:
         }
 
     def end(self, outcome: str) -> None:
-        """Note that the run is over, and how it went."""
+        """Set when and how the run ended."""
         self._facts.update(ended=_now(), outcome=outcome)
 
     def update(self, **facts: Any) -> None:
-        """Note what was learned, and write it; training goes on if that fails."""
+        """Add facts, and write the file; if that fails, training goes on."""
         self._facts.update(facts)
         self.written = time.monotonic()
         partial = self._file.with_name(f".{self._file.name}.{os.getpid()}")
@@ -91,21 +92,14 @@ def _now() -> str:
     return datetime.datetime.now().astimezone().isoformat(timespec="microseconds")
 
 
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it was removed
-        return "?"
-
-
 def outcome_of(error: BaseException | None) -> str:
-    """Say how a run ended, in one line."""
+    """Return how a run ended, in one line."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return "ok"
     if isinstance(error, SystemExit):
         return f"SystemExit: {error.code}"
     notes: list[str] = getattr(error, "__notes__", [])
     first, *others = [*str(error).split("\n"), *notes]
-    place = next((line for line in others if line.startswith("in partition ")), "")  # as pipelines add it
+    place = next((line for line in others if line.startswith("in partition ")), "")  # added by pipelines
     text = f"{first[:500]} {place}".strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

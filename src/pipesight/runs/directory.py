@@ -1,23 +1,19 @@
-"""The run directory: which files are whose, and whether they may be written.
+"""A rank's place in a run directory: which files are its own, and whether it may write them.
 
-    RUN/run.json                    of rank 0, as are all files of the whole run
-    RUN/ranks/rank-00001.json       the same facts of other ranks
-    RUN/trace/rank-00000.pfw.gz
-    RUN/stats/rank-00000.jsonl
-    RUN/logs/rank-00000.log
+`pipesight.runs.format` lists the files. The ranks of a run start at any time, so each handles its own files only.
 
-The ranks of a run begin at any time, so each looks after its own files only. If torchrun starts them anew, they write
-more files in the same directory, with the number of the attempt in their names. The torchruns of several nodes may
-count differently, so the number is the next one after that of the description which the rank has left::
+If torchrun restarts the ranks, they write more files into the same directory, with the number of the attempt in their
+names. The torchruns of several nodes may count restarts differently, so a rank takes the number after the one in the
+description that it left behind::
 
-    node of rank 0   told 0 ──────── told 0, as it was rank 1 that crashed
-                     attempt 0       attempt 1: run.json is of attempt 0, and of this torchrun
-    node of rank 1   told 0 ─ crash  told 1
+    node of rank 0   count 0 ─────── count 0, since it was rank 1 that crashed
+                     attempt 0       attempt 1: run.json is of attempt 0 and of this torchrun
+    node of rank 1   count 0 ─ crash count 1
                      attempt 0       attempt 1
 
-What was recorded before is left alone: the next recording of the same name goes beside it, into ``RUN-2``, ``RUN-3``
-and so on. The ranks of one machine come to the same number, as the descriptions say which start of torchrun they are
-of; those of several machines cannot, and are told to choose.
+An earlier recording is kept: the next one of the same name goes into ``RUN-2``, ``RUN-3`` and so on. Ranks on one
+machine find the same number, since each description says which start of torchrun it belongs to; ranks on several
+machines cannot, and get an error that asks for another name.
 """
 
 from __future__ import annotations
@@ -45,15 +41,15 @@ class RunDirectory:
 
     Attributes:
         path: The directory.
-        rank: Of this process.
-        ranks: How many there are.
-        restart: How often a launcher has started the run anew, without a new directory; settled by `claim`.
-        launch: Which start of torchrun this is of, if it is.
+        rank: The rank of this process.
+        ranks: The number of ranks.
+        restart: How often a launcher has restarted the run in this directory; settled by `claim`.
+        launch: Identifies the start of torchrun, if there is one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not os.fspath(path):
-            raise ValueError("the path of a run directory must not be empty; name one: observe('RUN')")
+            raise ValueError("the path of a run directory must not be empty; give one: observe('RUN')")
         self.path = Path(path).absolute()
         self.rank, self.ranks = launched_rank() or 0, max(1, environment_number("WORLD_SIZE") or 1)
         self.restart, self.launch = restarts(), launch()
@@ -61,17 +57,17 @@ class RunDirectory:
 
     @property
     def name(self) -> str:
-        """What the files of this rank are called."""
+        """The name of this rank's files, without suffix."""
         return rank_name(self.rank)
 
     @property
     def description(self) -> Path:
-        """The file that describes the run, as this rank sees it."""
+        """The file in which this rank describes the run."""
         return self.path / RUN_FILE if self.rank == 0 else self.path / RANKS / f"{self.name}.json"
 
     @property
     def trace(self) -> Path:
-        """What the trace of this rank is called, but for its suffix."""
+        """The trace of this rank, without suffix."""
         return self.path / TRACE / with_attempt(self.name, self.restart)
 
     @property
@@ -80,28 +76,28 @@ class RunDirectory:
         return self.path / LOGS / f"{with_attempt(self.name, self.restart)}.log"
 
     def traces(self) -> list[Path]:
-        """Return the files that this process and those that it started have written so far."""
+        """Return the traces of this process and of those that it started."""
         with contextlib.suppress(OSError):
             return [file for file in (self.path / TRACE).iterdir() if file.name.startswith(self.name)]
         return []
 
     def claim(self, *, overwrite: bool = False) -> None:
-        """Make the directory, or see that it is free for this rank, or take the next of its name that is.
+        """Make the directory if it is free for this rank, or else the next one of its name that is.
 
         Raises:
-            FileExistsError: It holds something else than a recording, or its name is that of a file.
+            FileExistsError: It holds something other than a recording, or it is a file.
         """
         asked, number = self.path, 1
         while not overwrite and self._is_of_another():
             number += 1
             self.path = asked.with_name(f"{asked.name}-{number}")
         if self.path.exists() and not self.path.is_dir():
-            raise FileExistsError(f"a run directory must be a folder, but {str(self.path)!r} is a file; name another")
+            raise FileExistsError(f"a run directory must be a folder, but {str(self.path)!r} is a file; give another")
         left = _read(self.description)
         goes_on = self._goes_on(left)
         if goes_on:
             self.restart = max(self.restart, left["restart"] + 1)
-        if goes_on or (self.restart and not left):  # it may have ended before it left anything
+        if goes_on or (self.restart and not left):  # it may have ended before it wrote anything
             self._put_aside(left.get("restart", self.restart - 1))
         elif overwrite:
             for file in list(self._own()):
@@ -117,13 +113,13 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def leave(self) -> None:
-        """Take away the directory that was made for nothing."""
+        """Remove the directory if it was made for nothing."""
         if self._made:
             with contextlib.suppress(OSError):  # another rank has written to it
                 self.path.rmdir()
 
     def _files(self) -> Iterator[Path]:
-        """Yield the files that some observation may have written."""
+        """Yield the files that a recording may have written."""
         for name in _OF_THE_RUN:
             if (self.path / name).is_file():
                 yield self.path / name
@@ -133,21 +129,21 @@ class RunDirectory:
                     yield file
 
     def _own(self) -> Iterator[Path]:
-        """Yield the files of this rank; rank 0 has those of ranks that are no more."""
+        """Yield the files of this rank; rank 0 also has those of ranks that no longer exist."""
         for file in self._files():
             rank = _rank_of(file)
             if rank == self.rank or (self.rank == 0 and not 0 < rank < self.ranks):
                 yield file
 
     def _foreign(self) -> Iterator[Path]:
-        """Yield all that the other ranks of this run cannot have written, or be writing at this moment."""
+        """Yield the files that no other rank of this run can have written."""
         for file in sorted(self.path.rglob("*")) if self.path.exists() else ():
             recorded = file.relative_to(self.path).parts[0] in _FOLDERS and _RANK.search(file.name)
             if not file.is_dir() and not (recorded and 0 < _rank_of(file) < self.ranks):
                 yield file
 
     def _is_of_another(self) -> bool:
-        """Tell whether there is a recording, and not of this run; asked where all ranks get the same answer."""
+        """Return whether there is a recording of another run; all ranks get the same answer."""
         if not (self.path / RUN_FILE).is_file():
             return False
         if self.ranks > 1:
@@ -162,16 +158,16 @@ class RunDirectory:
         return bool(left) and not self._goes_on(left)
 
     def _goes_on(self, left: dict[str, Any]) -> bool:
-        """Tell whether what a rank has left is of an attempt before: of this torchrun, or that of another node."""
+        """Return whether a rank's description is of an earlier attempt, of this torchrun or that of another node."""
         if type(left.get("restart")) is not int or left.get("pid") == os.getpid():
             return False
         if self.launch is None:
-            return bool(self.restart > left["restart"])  # whoever says so
+            return bool(self.restart > left["restart"])  # whatever set the count
         others = sorted((self.path / RANKS).glob("*.json"))
         return any(_read(file).get("launch") == self.launch for file in (self.description, *others))
 
     def _put_aside(self, before: int) -> None:
-        """Give the statistics of the attempt before another name; the other files have the attempt in theirs."""
+        """Rename the statistics of the last attempt; other files have the attempt in their names."""
         last = self.path / STATS / f"{self.name}.jsonl"
         with contextlib.suppress(OSError):
             last.rename(last.with_name(f"{self.name}-attempt-{before}.jsonl"))

@@ -103,7 +103,7 @@ def rates_of(
 
 
 def _varies(cause: _Times, group: NDArray[np.int64]) -> bool:
-    """Tell whether a cause differs within groups, so that its effect can be seen."""
+    """Return whether a cause differs within groups, so that its effect can be seen."""
     means = np.bincount(group, cause[:, 0]) / np.bincount(group)
     return bool(np.std(cause[:, 0] - means[group]) > 0.01)
 

@@ -67,7 +67,7 @@ class RankSchedule:
             raise ValueError(f"schedule '{self.name}' {wrong}")
 
     def fits(self, microbatches: int, ranks: int, partitions: int) -> bool:
-        """Tell whether it can run so many micro-batches."""
+        """Return whether it can run so many micro-batches."""
         return self.rule(microbatches, ranks, partitions) is None
 
 

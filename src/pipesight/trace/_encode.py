@@ -11,6 +11,7 @@ from json import JSONEncoder
 from typing import Any, TypeAlias
 
 from pipesight._launcher import launched_rank
+from pipesight._process import current_folder
 from pipesight._version import __version__
 from pipesight.trace._pipeline_lines import PlaceLines
 from pipesight.trace._span import FIELDS, ROOT_ID, WHEN, Args, thread_ids
@@ -73,7 +74,7 @@ class Encoder:
     def header(self) -> bytes:
         """Return what a file begins with: the names behind the hashes, and the event that is around all others."""
         thread = self.pid  # on Linux, the first thread has the number of its process
-        command, executable, folder = " ".join(sys.argv), sys.executable, _folder()
+        command, executable, folder = " ".join(sys.argv), sys.executable, current_folder()
         moment = self.begun
         start = {
             "hhash": self._host[1],
@@ -267,13 +268,6 @@ def _process_name(pid: int) -> str:
     words = [] if rank is None else [f"rank {rank}"]
     words += [] if name == "MainProcess" else [name]
     return ", ".join(words) or f"process {pid}"
-
-
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it was removed
-        return "?"
 
 
 def _hash(text: str) -> str:

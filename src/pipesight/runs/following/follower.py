@@ -113,7 +113,7 @@ class Follower:
         self._grew_at = -math.inf
 
     def look(self) -> bool:
-        """Read what is new; tell whether there is anything to show that was not there before."""
+        """Read what is new; return whether there is anything to show that was not there before."""
         if self.state.phase == "ended":
             return False
         before = self.state
@@ -258,7 +258,7 @@ class Follower:
         return ending_of(self.run.description)
 
     def _are_closed(self, least: int) -> bool:
-        """Tell whether all traces, so many at least, have come to their end."""
+        """Return whether all traces, so many at least, have come to their end."""
         return len(self._closed) >= least and all(self._closed.values())
 
 

@@ -78,7 +78,7 @@ class RecentRun(Run):
         self._remarks[path] = text
 
     def settle(self, *, everything: bool) -> bool:
-        """Find out which steps are whole; tell whether they are others than before.
+        """Find out which steps are whole; return whether they are others than before.
 
         A step counts as whole one look after the next one began: threads hand in their events one after the other.
         """

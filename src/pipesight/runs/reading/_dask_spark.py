@@ -1,6 +1,6 @@
-"""Events of a dataset, in a cluster: the same queries as in DuckDB, run by Dask or Spark where the events are.
+"""Queries on a Parquet dataset in a cluster: the same as in DuckDB, run by Dask or Spark.
 
-Only what a query results in comes here. The workers must see the dataset under the same path.
+Only the results of queries come to this process. The workers must see the dataset under the same path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["DaskEvents", "SparkEvents", "events_in"]
 
 
 def events_in(engine: object, dataset: Path) -> Events:
-    """Return the events of a dataset in an engine: ``"dask"``, ``"spark"``, a client of Dask, or a session of Spark.
+    """Return the events of a dataset in an engine: ``"dask"``, ``"spark"``, a Dask client, or a Spark session.
 
     Raises:
         ValueError: there is no such engine.
@@ -42,7 +42,7 @@ def events_in(engine: object, dataset: Path) -> Events:
 
 
 class DaskEvents:
-    """Events in Dask: on the cluster of a client, or else on that which Dask would take."""
+    """Events in Dask: on the cluster of a client, or else on Dask's default one."""
 
     def __init__(self, dataset: Path, client: Any = None) -> None:
         try:
@@ -65,11 +65,11 @@ class DaskEvents:
         return {name: _plain(table[name].to_numpy()) for name in table.columns}
 
     def close(self) -> None:
-        """Leave the cluster as it is: it is not ours."""
+        """Do nothing: the cluster belongs to the caller."""
 
 
 class SparkEvents:
-    """Events in Spark: of a session, or else of the one that there is."""
+    """Events in Spark: in a session, or else in the active one."""
 
     def __init__(self, dataset: Path, session: Any = None) -> None:
         try:
@@ -94,9 +94,9 @@ class SparkEvents:
         }
 
     def close(self) -> None:
-        """Leave the session as it is: it is not ours."""
+        """Do nothing: the session belongs to the caller."""
 
 
 def _plain(column: Column) -> Column:
-    """Return a column as an array of numbers or of strings, whatever kind of string it holds."""
+    """Return a column as a plain array of numbers or Python strings."""
     return column if column.dtype.kind in "biu" else column.astype(object)

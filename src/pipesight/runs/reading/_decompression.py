@@ -1,4 +1,4 @@
-"""What is in a compressed file, piece by piece, however damaged: of each gzip member all that can be trusted.
+"""Decompress a trace piece by piece, however damaged it is.
 
 Traces are sequences of complete members, each with a checksum. A member that fails it is skipped, and the next one is
 looked for. The last one may have been cut off, or be in the making: it is taken as far as it goes.
@@ -20,7 +20,7 @@ __all__ = ["Decompressor", "is_packed", "without_surrogates"]
 _GZIP = b"\x1f\x8b"
 _MEMBER = _GZIP + b"\x08"
 _CHUNK = 2**18  # bytes
-_HELD = 2**25  # bytes of a member's text that wait for its checksum; beyond, they go out unchecked
+_HELD = 2**25  # bytes of a member's text that wait for its checksum; beyond, they are yielded unchecked
 _WINDOW = 31  # zlib's number for gzip
 _ESCAPES = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
@@ -30,13 +30,15 @@ _TAIL = 64  # bytes
 
 
 def is_packed(path: Path, start: bytes) -> bool:
-    """Tell whether a file is compressed, by its first bytes, or if those are damaged, by its name and others."""
+    """Return whether a file is compressed, by its first bytes; where those are damaged, by its name."""
     return start.startswith(_GZIP) or (path.suffix == ".gz" and _MEMBER in start)
 
 
 def without_surrogates(text: bytes) -> bytes:
-    """Replace escapes of half a character in JSON, as a path that is no Unicode has them; return others as they are."""
-    if b"\\" not in text or (b"\\ud" not in text and b"\\uD" not in text):  # the first is fast, and mostly so
+    """Replace escaped lone surrogates in JSON, such as paths that are not valid Unicode have."""
+    if b"\\" not in text or (
+        b"\\ud" not in text and b"\\uD" not in text
+    ):  # the first test is fast, and decides in most cases
         return text
     changed = _ESCAPES.sub(lambda found: b"\\ufffd" if found["half"] else found[0], text)
     return text if changed == text else changed
@@ -57,11 +59,11 @@ class Decompressor:
         self.cut = False
         """Whether the end of the last member is missing."""
         self.damaged = 0
-        """Bytes of the file that could not be trusted."""
+        """Bytes of the file that fail their checksum."""
         self.unchecked = False
-        """Whether text of a damaged member went out before the damage showed."""
+        """Whether text of a damaged member was yielded before the damage was found."""
         self.has_surrogates = False
-        """Whether there are escapes of half a character in it, which not every reader of JSON takes."""
+        """Whether it has escaped lone surrogates, which not every JSON reader accepts."""
         self.tail = b""
         """The last bytes of the text."""
 
@@ -101,7 +103,7 @@ class Decompressor:
                 self.unchecked |= sent > 0
                 begin = packed.find(_MEMBER, begin + 1, end)
                 self.damaged += begin - member.begin
-                yield b"\n"  # what was before and what comes after are two lines
+                yield b"\n"  # the text before and the text after are different lines
                 continue
             yield from held
             self.cut = not member.is_whole

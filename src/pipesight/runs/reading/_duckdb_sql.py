@@ -1,7 +1,7 @@
-"""From lines of JSON to the columns of events, as DuckDB does it, and from there to the columns of a dataset.
+"""DuckDB's SQL: from lines of JSON to the table of events, and from there to the columns of a Parquet dataset.
 
-Only reading and writing is SQL: it is DuckDB's own. What is asked of events is in `queries`, for every engine. A report
-needs spans alone. For a dataset every event is read, with all that its line says.
+Queries on events are in `event_queries`, for all engines. A report needs only spans; for a dataset, every event is read
+with all its fields.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ALTER TABLE events ADD COLUMN arguments VARCHAR;
 ALTER TABLE events ADD COLUMN other_fields VARCHAR
 """
 
-# A line that is no JSON is a row of nulls, and so is a value of another type. Metadata, counters and arrows have a name
-# but no duration.
+# A line that is not JSON becomes a row of nulls, a value of another type a null. Metadata, counters and arrows have a
+# name but no duration.
 _EVENTS = """
 SELECT source.number AS file, source.rank AS rank, coalesce(pid, -1) AS pid, coalesce(tid, -1) AS tid,
     coalesce(cat, '') AS category, coalesce(name, '') AS name,
@@ -71,7 +71,7 @@ _EVERYTHING = """(SELECT unnest(json_transform(json, '{{
             "microbatch": "INTEGER", "layer": "VARCHAR", "device": "VARCHAR", "size": "BIGINT",
             "lost_events": "BIGINT", "group": "VARCHAR", "p_idx": "BIGINT", "level": "INTEGER"}}}}')), json, filename
     FROM read_json_objects({reading}))"""
-# What the columns do not hold, or not as it was, is kept as it was.
+# Fields that no column holds unchanged are kept as JSON.
 _MORE = """,
     CASE WHEN dur IS NOT NULL THEN CASE WHEN cat = 'dftracer' THEN 'frame' ELSE 'span' END ELSE CASE ph
         WHEN 'M' THEN 'metadata' WHEN 'C' THEN 'counter' WHEN 'i' THEN 'instant' WHEN 's' THEN 'arrow start'
@@ -96,7 +96,7 @@ END"""
 _LAST = 2**61  # microseconds; beyond, sums might not fit
 _IS_SPAN = f"ts BETWEEN 0 AND {_LAST} AND dur BETWEEN 0 AND {_LAST}"
 _IS_TIMED = f"ts BETWEEN 0 AND {_LAST} AND coalesce(dur, 0) BETWEEN 0 AND {_LAST}"
-# Below -1 are rows that a report has no use for: those that tell of the file, and events that are no spans.
+# Below -1 are rows that a report does not need: those about the file itself, and events that are not spans.
 _FRAME, _END, _DAMAGED, _NO_SPAN = -2, -3, -4, -5
 _KIND = f"""
 CASE WHEN dur IS NULL AND name IS NOT NULL THEN {_NO_SPAN}
@@ -152,13 +152,13 @@ END""",
 
 
 def events(*, packed: bool, foreign: bool, together: bool = False, whole: bool = False) -> str:
-    """Return the query that makes events of the file ``$paths``, or of those, if there are several together.
+    """Return the query that reads events from the files ``$paths``.
 
     Args:
         packed: whether they are compressed.
-        foreign: whether others made them.
+        foreign: whether another tool wrote them.
         together: whether there are several.
-        whole: whether to take every event, with all that its line says, or spans alone.
+        whole: whether to read every event with all its fields, or only spans.
     """
     columns = _FOREIGN if foreign else _OURS
     longest = _LONGEST_OF_MANY if together else LONGEST
@@ -173,7 +173,7 @@ def events(*, packed: bool, foreign: bool, together: bool = False, whole: bool =
 
 
 SCHEMA = 2
-"""The version of the columns of a dataset. Before there was a number, they were others."""
+"""The version of the columns of a dataset; a dataset without a version has version 1."""
 
 
 def _words(column: str, words: tuple[str, ...]) -> str:
@@ -205,7 +205,7 @@ SETTLING_ALL = f"DELETE FROM events WHERE kind = {_DAMAGED}"
 
 _OTHERS_TASKS = "phase >= 0 AND minibatch < 0 AND list_contains($files, file)"
 ADOPTION = (
-    # The profiler says which step it is; a schedule runs once in it.
+    # The profiler gives the number of the step; a schedule runs once in it.
     f"""
 UPDATE events SET step = profiled.number, minibatch = profiled.number FROM (
     SELECT file AS of_file, device <> '' AS on_device, "begin" AS first, "end" AS last,
@@ -214,7 +214,7 @@ UPDATE events SET step = profiled.number, minibatch = profiled.number FROM (
 WHERE {_OTHERS_TASKS} AND number IS NOT NULL AND file = of_file AND (device <> '') = on_device
     AND "begin" >= first AND "begin" < last
 """,
-    # Otherwise each task comes once in a mini-batch.
+    # Otherwise, each task occurs once in a mini-batch.
     f"""
 UPDATE events SET step = number, minibatch = number FROM (
     SELECT rowid AS task, row_number() OVER (PARTITION BY file, pid, device <> '', partition, phase, microbatch

@@ -1,4 +1,4 @@
-"""What is in a file, by its beginning: events a line, events in one JSON value, other objects, or something else."""
+"""The type of a file, by its first bytes: one event per line, a Chrome trace, other JSON lines, or something else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipesight.runs.reading.safe_open import open_plain
 __all__ = ["FileType", "Sniffed", "sniff"]
 
 FileType: TypeAlias = Literal["lines", "chrome", "records", "empty", "other"]
-"""What is in a file: an event a line; events in one JSON value; other objects, one a line; nothing; something else."""
+"""One event per line; events in one JSON value; other JSON objects, one per line; nothing; something else."""
 
 _START = 2**16  # bytes that tell what a file is
 _LINES = 200  # and how many lines
@@ -24,7 +24,7 @@ _LINES = 200  # and how many lines
 
 @dataclass(frozen=True, slots=True)
 class Sniffed:
-    """What the beginning of a file tells."""
+    """What the first bytes of a file show."""
 
     form: FileType
     packed: bool = False
@@ -33,7 +33,7 @@ class Sniffed:
 
 
 def sniff(path: Path) -> Sniffed:
-    """Return what the beginning of a file tells."""
+    """Return the type of a file, whether it is compressed, and which process wrote it."""
     with open_plain(path) as file:
         start = file.read(_START)
     if packed := is_packed(path, start):
@@ -56,7 +56,7 @@ def sniff(path: Path) -> Sniffed:
 
 
 def _form(first: bytes, lines: Sequence[bytes], text: bytes, *, is_event: bool) -> FileType:
-    """Tell what a file holds, of which these are the first lines; whether any of them is an event."""
+    """Return the type of a file with these first lines; ``is_event``: whether one of them is an event."""
     value = _parsed(first)
     if isinstance(value, dict):
         return "chrome" if "traceEvents" in value else "lines" if is_event else "records"

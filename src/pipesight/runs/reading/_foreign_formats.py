@@ -1,4 +1,4 @@
-"""Events that others wrote, as lines like ours: PyTorch's profiler and other makers of Chrome traces, torchtitan."""
+"""Events and metrics that other tools wrote, converted to lines like ours: Chrome traces and torchtitan's logs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _STEPS = ("step", "iteration", "global_step", "iter")
 
 
 class ChromeReader:
-    """The events of a Chrome trace, an object or an array, on as many lines as it likes.
+    """The events of a Chrome trace: a JSON object or array, on any number of lines.
 
-    Iterating gives each event as a line of JSON, and never holds more than a few. What is damaged is skipped.
+    Iterating yields each event as a line of JSON, and never holds more than a few. Damaged events are skipped.
     """
 
     def __init__(self, texts: Iterable[bytes]) -> None:
@@ -35,11 +35,11 @@ class ChromeReader:
         self.skipped = 0
         """Events that could not be read."""
         self.ended = False
-        """Whether the end of the list was there."""
+        """Whether the end of the list was reached."""
         self.shift = 0
-        """Microseconds to be added to the times."""
+        """Microseconds to add to the times."""
         self.rank: int | None = None
-        """The rank that the trace says it is of."""
+        """The rank that the trace names."""
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield the events."""
@@ -85,19 +85,19 @@ class ChromeReader:
                 return False
 
     def _more(self) -> bool:
-        """Read on, and forget what is behind."""
+        """Read on, and drop what was consumed."""
         rest = self._text[self._at :]
         pieces, size = [rest], 0
         for text in self._texts:
             pieces.append(text)
             size += len(text)
-            if size > len(rest):  # so that a long event is not looked at too often
+            if size > len(rest):  # so that a long event is not parsed too often
                 break
         self._text, self._at = "".join(pieces), 0
         return size > 0
 
     def _skip(self) -> bool:
-        """Go to the next event after one that is damaged."""
+        """Skip to the next event after a damaged one."""
         while not (found := _BETWEEN.search(self._text, self._at + 1)):
             self._at = max(self._at, len(self._text) - 2)
             if not self._more():
@@ -119,7 +119,7 @@ def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def span_of(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the span that a line of torchtitan's structured log ends, as an event, if it ends one."""
+    """Return the span that a line of torchtitan's structured log ends, as an event; ``None`` if it ends none."""
     name, value, end = record.get("log_type_name"), record.get("value"), record.get("time_us")
     if not isinstance(name, str) or not name.endswith("_end") or record.get("log_type") != "event":
         return None
@@ -140,7 +140,7 @@ def span_of(record: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def statistics_of(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the numbers of a line as lines of statistics: ours as they are, torchtitan's metrics, or any by step."""
+    """Yield the numbers in a record as lines of statistics: our own, torchtitan's metrics, or any that has a step."""
     if {"iteration", "statistic", "value"} <= record.keys():
         yield record
         return

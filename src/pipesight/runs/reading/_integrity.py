@@ -1,7 +1,7 @@
-"""Whether files are whole: their checksums and their last lines.
+"""Whether files are intact: their checksums and their last lines.
 
-DuckDB does not look at checksums. Files that are small, as most are, are checked before they are read, so that nothing
-damaged is; large ones afterwards, while the report is made of them, and what is found out is told at its end.
+DuckDB does not verify checksums. Small files, as most are, are checked before they are read, so that nothing damaged is
+read. Large ones are checked in the background while the report is made, which then ends with what was found.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pipesight.runs.reading._decompression import Decompressor
 __all__ = ["IntegrityChecks"]
 
 _SMALL = 2**22  # bytes of all files together
-_NICENESS = 5  # enough for queries to come first, and not to starve on a machine that is busy
+_NICENESS = 5  # low enough for queries to come first, high enough not to starve on a busy machine
 
 
 class IntegrityChecks:
-    """The checks of some files."""
+    """Checks files now, or in a thread."""
 
     def __init__(self) -> None:
         self._done: dict[Path, Decompressor] = {}
@@ -35,28 +35,28 @@ class IntegrityChecks:
             self._check(paths)
 
     def has_found_damage(self, path: Path, *, check: bool = False) -> bool:
-        """Tell whether a file is known to be damaged, or to hold what DuckDB does not take; or check it for that."""
+        """Return whether a file is known to be damaged, or to hold what DuckDB rejects; ``check`` checks it first."""
         if check and path not in self._done:
             self._check([path])
         found = self._done.get(path)
         return found is not None and (found.cut or found.damaged > 0 or found.has_surrogates)
 
     def when_done(self, path: Path, tell: Callable[[Decompressor], None]) -> None:
-        """Tell what was found out about a file, now or in `finish`."""
+        """Call ``tell`` with the result for a file, now or in `finish`."""
         if path in self._done:
             tell(self._done[path])
         else:
             self._waiting.append((path, tell))
 
     def begin(self) -> None:
-        """Check what is waited for in another thread."""
+        """Check the remaining files in a thread."""
         if self._waiting:
             paths = [path for path, _ in self._waiting]
             self._thread = threading.Thread(target=self._check_nicely, args=[paths], daemon=True)
             self._thread.start()
 
     def finish(self) -> None:
-        """Wait for all checks, and tell."""
+        """Wait for all checks, and report their results."""
         if self._thread is not None:
             self._thread.join()
         waiting, self._waiting = self._waiting, []
@@ -65,7 +65,7 @@ class IntegrityChecks:
                 tell(self._done[path])
 
     def stop(self) -> None:
-        """Give up what has not been checked."""
+        """Abandon the remaining checks."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
@@ -78,7 +78,7 @@ class IntegrityChecks:
     def _check(self, paths: Sequence[Path]) -> None:
         for path in paths:
             unpacker = Decompressor(path)
-            with contextlib.suppress(OSError):  # who reads it, tells
+            with contextlib.suppress(OSError):  # whoever reads the file reports it
                 for _ in unpacker:
                     if self._stopped.is_set():
                         return

@@ -1,6 +1,6 @@
-"""Files that DuckDB does not read as they are: what is damaged, too long or of another make is made into lines first.
+"""Files that DuckDB cannot read as they are, because they are damaged, have overlong lines or another format.
 
-They go through a piece at a time, so that neither memory nor disk has to hold more than that.
+They are converted to lines of events piece by piece, so that neither memory nor disk has to hold more than one piece.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _PIECE = 2**26  # bytes of lines that are read together
 
 
 class Normalizer:
-    """Makes lines that DuckDB reads of a file that it does not, a piece at a time."""
+    """Converts one file to lines that DuckDB reads."""
 
     def __init__(self, file: TraceFile) -> None:
         self.file = file
         self.unpacker = Decompressor(file.path)
         self.failure: str | None = None
-        """Why it could not be read to its end."""
+        """Why the file could not be read to its end."""
         self._chrome: ChromeReader | None = None
         self._too_long = 0
 
     def read_into(self, events: DuckEvents, number: int, shift: ClockShift) -> None:
-        """Read the file's events, as of the file of this number, and add to their times."""
+        """Read the events into the table, under this file number and with their times shifted."""
         foreign = self.file.form != "lines"
-        source = Source(events.folder / "sieved.pfw", number, self.file.rank, own=self.file.own, packed=False)
+        source = Source(events.folder / "normalized.pfw", number, self.file.rank, own=self.file.own, packed=False)
         lines = self._lines()
         try:
             while piece := _take(lines, _PIECE):
@@ -58,7 +58,7 @@ class Normalizer:
 
     @property
     def skipped(self) -> int:
-        """How much of it is no event."""
+        """How many entries are not events."""
         return self._too_long + (self._chrome.skipped if self._chrome is not None else 0)
 
     def _lines(self) -> Iterator[bytes]:
@@ -77,7 +77,7 @@ class Normalizer:
             yield from map(without_surrogates, self._whole_lines())
 
     def _whole_lines(self) -> Iterator[bytes]:
-        """Yield the text in pieces that end where a line does, without lines that are too long to be any."""
+        """Yield the text in pieces that end at a line's end, without overlong lines."""
         rest: list[bytes] = []  # of a line, unless it is too long
         size = 0
         for text in self.unpacker:

@@ -1,10 +1,10 @@
-"""A run as a dataset: all its events in Parquet, in files of each rank, beside those of its files that hold no events.
+"""A run as a dataset: all its events in Parquet, one or more files per rank, next to its other files.
 
-    DATASET/events/rank-00000-0.parquet         every event with all that it says; nothing else is in this folder
+    DATASET/events/rank-00000-0.parquet         every event with all its fields; nothing else is in this folder
     DATASET/run.json, ranks, stats, logs        as they were
     DATASET/notes.json                          notes on the files that the events were read from
 
-Such a folder is a run itself. Larger ones than a machine can take are read by a cluster: see `_clusters`.
+Such a folder can be read like a run. Those too large for one machine are read by a cluster: see `_dask_spark`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BESIDE = (RUN_FILE, RANKS, STATS, LOGS)
 
 
 def is_dataset(path: Path) -> bool:
-    """Tell whether a folder is what `write_dataset` makes."""
+    """Return whether a folder is a dataset."""
     return (path / EVENTS).is_dir() and next((path / EVENTS).rglob("*.parquet"), None) is not None
 
 
@@ -39,7 +39,7 @@ def check_schema(path: Path) -> None:
     """Refuse a dataset whose columns are not those of this version.
 
     Raises:
-        NotARunError: they are others, or cannot be read.
+        NotARunError: the version differs, or cannot be read.
     """
     from pipesight.runs.reading._duckdb_sql import SCHEMA
     from pipesight.runs.reading.duckdb_events import schema_of
@@ -47,8 +47,8 @@ def check_schema(path: Path) -> None:
     found = schema_of(next(iter(sorted((path / EVENTS).rglob("*.parquet")))))
     if found != SCHEMA:
         raise NotARunError(
-            f"a dataset of another version of pipesight: {str(path)!r} (its schema: {found}, this one's: {SCHEMA}); "
-            "make it anew from the run: pipesight convert RUN --to parquet"
+            f"the dataset was written by another version of pipesight: {str(path)!r} (its schema: {found}, expected: "
+            f"{SCHEMA}); convert the run again: pipesight convert RUN --to parquet"
         )
 
 
@@ -60,19 +60,19 @@ def write_dataset(
     target: Path,
     records: Sequence[tuple[Path, int]] = (),
 ) -> int:
-    """Write events and the files beside them into a folder, which is there when all of it is, instead of an older one.
+    """Write a dataset; the folder gets its name, and replaces an older dataset, once it is complete.
 
-    Returns how many events there are, spans and others.
+    Returns the number of events, spans and others.
 
     Args:
         events: the events.
         notes: what is noted about the run's files.
         source: the run directory that they are of, or a file.
         target: the folder.
-        records: files of others with statistics, and their ranks.
+        records: files of other tools with statistics, and their ranks.
 
     Raises:
-        OSError: it could not be written; then an older one stays.
+        OSError: it could not be written; an older dataset stays.
     """
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -98,7 +98,7 @@ def write_dataset(
 
 
 def read_notes(path: Path) -> list[Note]:
-    """Return what was left out when a dataset was made, as far as it says."""
+    """Return the notes that were made when the dataset was written."""
     try:
         check_plain(path / NOTES, path)
         with open_plain(path / NOTES) as file:
@@ -112,7 +112,7 @@ def read_notes(path: Path) -> list[Note]:
 
 
 def _refused(run: Path, folder: str, names: Sequence[str]) -> list[str]:
-    """Return what of a folder is not copied: links to folders, and what was refused when the run was read."""
+    """Return the names that are not copied: links to folders, and files that are refused in a run."""
     paths = [Path(folder, name) for name in names]
     return [path.name for path in paths if (path.is_symlink() if path.is_dir() else refusal(path, run) is not None)]
 

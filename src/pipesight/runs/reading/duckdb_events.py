@@ -1,4 +1,4 @@
-"""Events in DuckDB: files of lines are read once, into one table, which goes to disk where memory is short."""
+"""Events in DuckDB: traces are read once, into one table, which spills to disk when memory is short."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 __all__ = ["DuckEvents", "FileFacts", "Source", "UnreadableError", "schema_of"]
 
 MEMORY = "512MB"
-"""What DuckDB may take before it writes to disk."""
-THREADS = 8  # at most: more want more memory, and a compressed file is no faster to read
+"""Memory that DuckDB may use before it spills to disk."""
+THREADS = 8  # at most: more need more memory, and do not read a compressed file faster
 
 
 class UnreadableError(Exception):
-    """DuckDB does not get through a file."""
+    """DuckDB cannot read a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of lines: whose events they are, and what to add to their times."""
+    """A file of events: its rank, and what to add to its times."""
 
     path: Path
     number: int
@@ -45,22 +45,22 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What a file turned out to hold."""
+    """What was found in a file."""
 
     spans: int
     damaged: int
-    """Lines that are no events, or spans without a time."""
+    """Lines that are not events, or spans without a time."""
     ended: bool
-    """Whether there is the event that ends a trace."""
+    """Whether the final event of a trace is there."""
     lost: int = 0
-    """How many events that one says could not be written."""
+    """How many events could not be written, as the final event says."""
 
 
 class DuckEvents:
-    """A table of events in a database of its own, which is gone when it is closed.
+    """A table of events in a temporary database.
 
     Args:
-        whole: take every event, with all that its line says, so that a dataset can be made of them; else spans alone.
+        whole: read every event with all its fields, for a dataset, instead of only spans.
     """
 
     def __init__(self, *, whole: bool = False) -> None:
@@ -79,7 +79,7 @@ class DuckEvents:
                 "autoinstall_known_extensions": False,
             }
         )
-        self._database.execute("SET enable_progress_bar = false")  # it goes to stdout when a query takes seconds
+        self._database.execute("SET enable_progress_bar = false")  # it would print to stdout when a query takes seconds
         self._database.execute(sql.SOURCES)
         if whole:
             self._database.execute(sql.WHOLE)
@@ -87,11 +87,11 @@ class DuckEvents:
 
     @property
     def folder(self) -> Path:
-        """Where files may be put that are needed for a while."""
+        """A folder for temporary files."""
         return Path(self._folder.name)
 
     def read(self, sources: Sequence[Source], *, foreign: bool = False) -> None:
-        """Add the events of some files, or of none of them.
+        """Add the events of some files: of all of them or, if one fails, of none.
 
         Raises:
             UnreadableError: One of them is damaged, or gone.
@@ -116,22 +116,22 @@ class DuckEvents:
             raise UnreadableError(str(error)) from None
 
     def remove(self, number: int) -> None:
-        """Take out the events of a file."""
+        """Remove the events of a file."""
         self._database.execute("DELETE FROM events WHERE file = $number", {"number": number})
 
     def adopt(self, numbers: Sequence[int]) -> None:
-        """Find the steps and ranks of tasks that others recorded, in the files of these numbers."""
+        """Infer the steps and ranks of tasks that other tools recorded, in the files of these numbers."""
         for statement in sql.ADOPTION:
             self._database.execute(statement, {"files": list(numbers)})
 
     def settle(self) -> dict[int, FileFacts]:
-        """Return what was in each file, by its number, and leave out lines that are no events, or of no use."""
+        """Return what was found in each file, by its number, and delete rows that are not needed."""
         rows = self._database.execute(sql.FACTS).fetchall()
         self._database.execute(sql.SETTLING_ALL if self.is_whole else sql.SETTLING)
         return {number: FileFacts(*facts) for number, *facts in rows}
 
     def write(self, folder: Path) -> int:
-        """Write every event as Parquet, into files for each rank; return how many there are.
+        """Write every event as Parquet, in files per rank; return the number of events.
 
         Raises:
             OSError: the disk is full, for example.
@@ -152,7 +152,7 @@ class DuckEvents:
 
     @classmethod
     def of_parquet(cls, folder: Path) -> Self:
-        """Take events from Parquet, as `write` leaves it. They stay there, and each query reads what it needs.
+        """Query the Parquet files that `write` made; they are not copied.
 
         Raises:
             NotARunError: the files are damaged.
@@ -188,13 +188,13 @@ class DuckEvents:
         return found
 
     def close(self) -> None:
-        """Let go of it all."""
+        """Close the database, and delete the temporary files."""
         self._database.close()
         self._folder.cleanup()
 
 
 def schema_of(file: Path) -> int:
-    """Return the version of the columns of a file of a dataset; 1 if it says none.
+    """Return the version of the columns of a Parquet file; 1 if it has none.
 
     Raises:
         NotARunError: the file is damaged.
@@ -215,7 +215,7 @@ def _quoted(path: Path) -> str:
 
 
 def _forget() -> None:
-    """Drop what narwhals keeps of DuckDB's types, which DuckDB would complain of when the process ends."""
+    """Clear narwhals' cache of DuckDB types, about which DuckDB would complain at exit."""
     with contextlib.suppress(Exception):
         from narwhals import _namespace
 

@@ -1,4 +1,4 @@
-"""What the numbers in tables mean: phases of tasks, and kinds of spans. Those who only read need no arrays for it."""
+"""The numbers for phases of tasks and kinds of spans in tables of events. Needs no NumPy: reading starts without."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ __all__ += ["WEIGHT"]
 
 FORWARD, RECOMPUTE, BACKWARD, WEIGHT = range(4)
 PHASES = ("forward", "recompute", "backward", "weight")
-"""Of tasks. Schedules that split the backward have the gradients of weights by themselves."""
+"""Phases of tasks. Schedules that split the backward have a separate phase for weight gradients."""
 
 DATA, OPTIMIZER, CHECKPOINT, COMMUNICATION = range(4)
 KINDS = ("data loading", "optimizer", "checkpoints", "communication")
-"""Of what the program does beside its pipelines."""
+"""Kinds of spans: what the main thread does outside the pipeline."""

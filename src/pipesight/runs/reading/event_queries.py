@@ -1,6 +1,6 @@
-"""The report's queries, written once: expressions over a lazy frame of events, whichever engine has the frame.
+"""The report's queries, written once for all engines, as expressions over a lazy frame of events.
 
-Engines filter, project and group, in this way. What is left is small, and is sorted and weeded out as arrays, so that
+Engines filter, project and group. The results are small; they are sorted and filtered further as NumPy arrays, so that
 every engine gives the same table, row for row.
 """
 
@@ -64,9 +64,9 @@ COLUMNS = {
     "size": "BIGINT",
     "peers": "VARCHAR",
 }
-"""Of a frame of spans. What a span has not is -1, or empty: engines differ in what they make of null.
+"""Columns of a frame of spans. A missing value is -1 or empty, since engines treat null differently.
 
-``phase`` is that of a task, or of a layer if ``layer`` is there too; ``kind`` is that of a span of the main thread.
+``phase`` is that of a task or, if ``layer`` is set, of a layer; ``kind`` is that of a span of the main thread.
 """
 
 _RENAMED = {
@@ -76,11 +76,11 @@ _RENAMED = {
     "partition": "partition_index",
     "size": "size_bytes",
 }
-"""What columns are called in a dataset, where words that are reserved in SQL would be in the way."""
+"""Names of columns in a dataset, where words that SQL reserves would be inconvenient."""
 
 
 def of_dataset(rows: Frame) -> Frame:
-    """Return the spans of a dataset, with numbers for words, and no null."""
+    """Return the spans of a dataset, with codes instead of words, and without nulls."""
 
     def column(name: str, kind: str) -> nw.Expr:
         given = nw.col(_RENAMED.get(name, name))
@@ -102,32 +102,32 @@ def _code(given: nw.Expr, words: Sequence[str]) -> nw.Expr:
 _TASK = ("step", "minibatch", "partition", "microbatch", "phase")
 
 
-def tasks(events: Frame, fetch: Fetch, window: range | None = None) -> Tasks:
-    """Return the tasks, by mini-batch and begin; those on the device, where a partition has them."""
-    chosen = _within(events.filter((nw.col("phase") >= 0) & (nw.col("layer") == "")), window)
+def tasks(events: Frame, fetch: Fetch, wanted: range | None = None) -> Tasks:
+    """Return the tasks, by mini-batch and begin; as timed on the device, where a partition has such times."""
+    chosen = _within(events.filter((nw.col("phase") >= 0) & (nw.col("layer") == "")), wanted)
     found = fetch(chosen.select("rank", *_TASK, "begin", "end", _on_device()))
-    kept = _on_device_if_any(_stepped(found, window))
+    kept = _on_device_if_any(_stepped(found, wanted))
     return Tasks(**_sorted(kept, "minibatch", "begin", "rank", "partition", "microbatch", "phase", "end", "step"))
 
 
-def transfers(events: Frame, fetch: Fetch, window: range | None = None) -> Transfers:
+def transfers(events: Frame, fetch: Fetch, wanted: range | None = None) -> Transfers:
     """Return the transfers to partitions, by mini-batch and begin."""
     is_transfer = (nw.col("category") == "device") & (nw.col("name") == "transfer") & (nw.col("partition") >= 0)
-    chosen = _within(events.filter(is_transfer), window)
+    chosen = _within(events.filter(is_transfer), wanted)
     found = fetch(chosen.select("rank", *_TASK[:-1], "begin", "end", "size"))
     return Transfers(
-        **_sorted(_stepped(found, window), "minibatch", "begin", "rank", "partition", "microbatch", "end", "size")
+        **_sorted(_stepped(found, wanted), "minibatch", "begin", "rank", "partition", "microbatch", "end", "size")
     )
 
 
 def spans(events: Frame, fetch: Fetch) -> Spans:
-    """Return what main threads did beside pipelines, by rank and begin."""
+    """Return what main threads did outside pipelines, by rank and begin."""
     found = fetch(events.filter(nw.col("kind") >= 0).select("rank", "kind", "begin", "end"))
     return Spans(**_sorted(found, "rank", "begin", "end", "kind"))
 
 
 def communications(events: Frame, fetch: Fetch) -> Communications:
-    """Return the communication of main threads outside of pipelines, by rank and begin."""
+    """Return the communication of main threads outside pipelines, by rank and begin."""
     columns = ("rank", "name", "peers", "step", "begin", "end", "size")
     if "peers" not in events.collect_schema().names():  # a dataset of an earlier version
         return Communications(*[np.zeros(0, np.int64)] * len(columns))
@@ -135,11 +135,11 @@ def communications(events: Frame, fetch: Fetch) -> Communications:
     return Communications(**_sorted(fetch(chosen.select(*columns)), "rank", "begin", "end", "name", "peers"))
 
 
-def layer_times(events: Frame, fetch: Fetch, window: range | None = None) -> LayerTimes:
+def layer_times(events: Frame, fetch: Fetch, wanted: range | None = None) -> LayerTimes:
     """Return the time of each layer in each phase, by rank, partition, layer and phase."""
-    chosen = _within(events.filter((nw.col("phase") >= 0) & (nw.col("layer") != "")), window)
-    if window is not None and abs(window.step) != 1:
-        chosen = chosen.filter((nw.col("step") - min(window, default=0)) % abs(window.step) == 0)
+    chosen = _within(events.filter((nw.col("phase") >= 0) & (nw.col("layer") != "")), wanted)
+    if wanted is not None and abs(wanted.step) != 1:
+        chosen = chosen.filter((nw.col("step") - min(wanted, default=0)) % abs(wanted.step) == 0)
     groups = ("rank", "partition", "layer", "phase", "on_device")
     runs = chosen.select("rank", "partition", "layer", "phase", _on_device(), dur=nw.col("end") - nw.col("begin"))
     times = runs.group_by(*groups).agg(count=nw.len(), total=nw.col("dur").sum(), longest=nw.col("dur").max())
@@ -167,12 +167,12 @@ def names(events: Frame, fetch: Fetch) -> NameTimes:
 
 
 def count(events: Frame, fetch: Fetch) -> int:
-    """Return how many spans there are."""
+    """Return the number of spans."""
     return int(fetch(events.select(count=nw.len()))["count"][0])
 
 
 def steps(events: Frame, fetch: Fetch) -> Column:
-    """Return the numbers of the steps that there are tasks of, or else spans of any kind, in order."""
+    """Return the steps that have tasks or, if none has, spans of any kind, in order."""
     known = events.filter(nw.col("step") >= 0)
     found = fetch(known.group_by("step").agg(last=nw.col("phase").max()).select("step", "last"))
     with_tasks = found["last"] >= 0
@@ -186,18 +186,18 @@ def ranks(events: Frame, fetch: Fetch) -> Column:
     return np.sort(found["rank"].astype(np.int64))
 
 
-def _within(events: Frame, window: range | None) -> Frame:
-    if window is None:
+def _within(events: Frame, wanted: range | None) -> Frame:
+    if wanted is None:
         return events
-    first, last = min(window, default=0), max(window, default=-1)
+    first, last = min(wanted, default=0), max(wanted, default=-1)
     return events.filter((nw.col("step") >= first) & (nw.col("step") <= last))
 
 
-def _stepped(found: Mapping[str, Column], window: range | None) -> Mapping[str, Column]:
-    """Leave out what lies between the steps of a window that takes every second, say."""
-    if window is None or abs(window.step) == 1:
+def _stepped(found: Mapping[str, Column], wanted: range | None) -> Mapping[str, Column]:
+    """Keep the steps of a range with a step of more than 1."""
+    if wanted is None or abs(wanted.step) == 1:
         return found
-    rows = (found["step"] - min(window, default=0)) % abs(window.step) == 0
+    rows = (found["step"] - min(wanted, default=0)) % abs(wanted.step) == 0
     return {name: column[rows] for name, column in found.items()}
 
 
@@ -206,7 +206,7 @@ def _on_device() -> nw.Expr:
 
 
 def _on_device_if_any(found: Mapping[str, Column]) -> dict[str, Column]:
-    """Keep what a GPU timed, and of partitions without such, what the host did."""
+    """Keep the times measured on a GPU, and those of the host for partitions without such."""
     columns = dict(found)
     on_device = columns.pop("on_device").astype(bool)
     if not on_device.any() or on_device.all():
@@ -217,11 +217,11 @@ def _on_device_if_any(found: Mapping[str, Column]) -> dict[str, Column]:
 
 
 def _sorted(columns: Mapping[str, Column], *by: str) -> dict[str, Column]:
-    """Sort by some columns, the first of them first, and give numbers one width whichever engine they come from."""
+    """Sort by columns, most significant first, and give numbers the same width in every engine."""
     plain = {name: column if column.dtype.kind in "OU" else column.astype(np.int64) for name, column in columns.items()}
     keys = [_sortable(plain[name]) for name in by]
     rows = np.lexsort(keys[1::-1])
-    if _has_ties(keys[:2], rows):  # seldom, and all the columns take five times as long
+    if _has_ties(keys[:2], rows):  # rare; sorting by all columns takes five times as long
         rows = np.lexsort(keys[::-1])
     return {name: column[rows] for name, column in plain.items()}
 

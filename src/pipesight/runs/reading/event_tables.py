@@ -1,6 +1,6 @@
-"""What the report works on: small tables of a run, a column an array, times in whole microseconds.
+"""The tables of a run that the analysis works on: columns are arrays, times are whole microseconds.
 
-Queries make them of events, wherever those are; everything after that is arithmetic on these.
+`event_queries` makes them from events, in any engine.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Table:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def where(self, rows: Column) -> Self:
-        """Return some rows: those that a mask selects, or that numbers name, in their order."""
+        """Return the rows that a mask or indices select."""
         return type(self)(**{name: column[rows] for name, column in self.columns().items()})
 
     @classmethod
     def of(cls, **columns: Any) -> Self:
-        """Make a table of any sequences."""
+        """Make a table from sequences."""
         return cls(**{name: np.asarray(column) for name, column in columns.items()})
 
     @classmethod
@@ -76,13 +76,13 @@ class Table:
 
     @classmethod
     def joined(cls, *tables: Self) -> Self:
-        """Put tables below each other."""
+        """Concatenate tables."""
         return cls(**{field.name: np.concatenate([getattr(t, field.name) for t in tables]) for field in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tasks(Table):
-    """One micro-batch in one partition: a row each. ``phase`` is `FORWARD`, `RECOMPUTE`, `BACKWARD` or `WEIGHT`."""
+    """A phase of a micro-batch on a partition; ``phase``: `FORWARD`, `RECOMPUTE`, `BACKWARD` or `WEIGHT`."""
 
     rank: Column
     """The rank that ran it."""
@@ -104,7 +104,7 @@ class Tasks(Table):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfers(Table):
-    """Tensors on their way to a partition, of ``size`` bytes."""
+    """Transfers of tensors to a partition, of ``size`` bytes."""
 
     rank: Column
     step: Column
@@ -118,7 +118,7 @@ class Transfers(Table):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans(Table):
-    """What the main thread of a rank did beside the pipeline. ``kind`` is `DATA`, `OPTIMIZER` and so on."""
+    """What the main thread of a rank did outside the pipeline; ``kind``: `DATA`, `OPTIMIZER` and so on."""
 
     rank: Column
     kind: Column
@@ -128,7 +128,7 @@ class Spans(Table):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Communications(Table):
-    """Calls of torch.distributed outside of pipelines, and waits for them, by ``peers``: ``"0,1"``, or ``"world"``."""
+    """Calls of torch.distributed outside pipelines, and waits for them; ``peers``: ``"0,1"``, or ``"world"``."""
 
     rank: Column
     name: Column
@@ -141,7 +141,7 @@ class Communications(Table):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTimes(Table):
-    """The times of a layer in one phase, over all its runs."""
+    """The total time of a layer in one phase, over all its runs."""
 
     rank: Column
     partition: Column
@@ -169,7 +169,7 @@ class LayerRuns(Table):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NameTimes(Table):
-    """The times of all spans of one name, whatever they are."""
+    """The total time of all spans of one name."""
 
     category: Column
     name: Column

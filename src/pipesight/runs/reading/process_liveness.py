@@ -19,7 +19,7 @@ _PATIENCE = 60.0
 
 
 def may_restart(facts: Mapping[str, Any]) -> bool:
-    """Tell whether torchrun may start the ranks of a run anew: it has not ended itself, as far as is known."""
+    """Return whether torchrun may start the ranks of a run anew: it has not ended itself, as far as is known."""
     return facts.get("launch") is not None and not is_gone(facts.get("ppid"), facts)
 
 
@@ -61,7 +61,7 @@ def _seconds_since(moment: str) -> float:
 
 
 def is_gone(pid: object, facts: Mapping[str, Any]) -> bool:
-    """Tell whether a process on the host of a run is known to have ended."""
+    """Return whether a process on the host of a run is known to have ended."""
     if not isinstance(pid, int) or not 0 < pid < 2**31 or facts.get("host") != os.uname().nodename:
         return False
     try:

@@ -75,7 +75,7 @@ class Run:
         return list(self._loaded.notes)
 
     def was_killed(self) -> bool:
-        """Tell whether the run's process is gone from this machine, and nobody wrote how it ended."""
+        """Return whether the run's process is gone from this machine, and nobody wrote how it ended."""
         if not is_gone(self.description.get("pid"), self.description) or may_restart(self.description):
             return False
         try:  # it may have ended just now, in the usual way

@@ -108,7 +108,7 @@ def _candidates(path: Path, notes: list[Note]) -> list[Path]:
 
 
 def _is_ours(folder: Path, file: Path) -> bool:
-    """Tell whether a file is one of those of a run directory that hold no events."""
+    """Return whether a file is one of those of a run directory that hold no events."""
     return file.relative_to(folder).parts[0] in (RUN_FILE, NOTES, RANKS, STATS, LOGS)
 
 
