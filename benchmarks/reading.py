@@ -26,7 +26,7 @@ MEBIBYTES_AT_MOST = 1024
 
 READ = """
 import sys
-from pipesight.runs.reading.run import open_run
+from pipesight.report import open_run
 def main():
     with open_run(sys.argv[1]) as run:
         run.tasks(), run.transfers(), run.spans(), run.layer_times(), run.names(), run.steps(), run.ranks(), run.notes
