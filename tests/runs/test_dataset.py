@@ -158,7 +158,8 @@ def test_dataset_of_another_version(tmp_path):
     old = tmp_path / "dataset/events/rank=0"
     old.mkdir(parents=True)
     duckdb.sql("SELECT 1 AS phase").write_parquet(str(old / "events-0.parquet"))
-    with pytest.raises(NotARunError, match=r"its schema: 1, expected: 2\); convert the run again: pipesight convert RUN"):
+    message = r"its schema: 1, expected: 2\); convert the run again: pipesight convert RUN"
+    with pytest.raises(NotARunError, match=message):
         open_run(tmp_path / "dataset")
 
 
