@@ -11,7 +11,7 @@ SOURCE = ROOT / "src" / "pipesight"
 
 
 def test_files_exist():
-    """A path is one in the package or in the repository; a bare name is that of one file, in the folder named before."""
+    """A path is one in the package or in the repository; a bare name is a file in the folder named before."""
     for line in PAGE.split("\n\n"):
         folders = [SOURCE, ROOT]
         for name in re.findall(r"`([\w/]+\.(?:py|css|yml|toml|md))`", line):
