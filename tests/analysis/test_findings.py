@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipesight.analysis.advice import AT_LEAST, AT_MOST, SIMULATED, Change
 from pipesight.analysis.analyse import analyse, measure
 from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.comparison import compare
 from pipesight.analysis.described_pipelines import pipelines_of
 from pipesight.analysis.nonfinite import first_nonfinite
 from pipesight.analysis.report import Report
@@ -21,7 +22,6 @@ from pipesight.plan.plans import best_plans
 from pipesight.plan.plans import settings as planned_settings
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.task_orders import interleaved
-from pipesight.view.comparison_text import compare
 from pipesight.view.text_report import render
 from support import warm
 from support.synthetic import Made

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipesight.analysis.analyse import analyse
+from pipesight.analysis.comparison import compare
 from pipesight.runs.reading.run import open_run
-from pipesight.view.comparison_text import compare, part_rows, quantity_rows, settings_text
+from pipesight.view.comparison_text import part_rows, quantity_rows, settings_text
 from pipesight.view.finding_sentences import links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
 from pipesight.view.page import write_comparison, write_page
 from support import browser

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from pipesight.analysis.analyse import analyse
 from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.comparison import compare
 from pipesight.analysis.formatting import percent, time
 from pipesight.analysis.report import Report
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE
 from pipesight.runs.reading.run import open_run
-from pipesight.view.comparison_text import compare, comparison_as_json, render_comparison
+from pipesight.view.comparison_text import comparison_as_json, render_comparison
 from pipesight.view.text_layout import Style, bar, beside, columns, shown_width, spark
 from pipesight.view.text_report import render
 from pipesight.view.text_timeline import Glyphs, draw_step

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pipesight._plurals import count_of
 from pipesight.analysis.advice import Change
 from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.formatting import rough_percent
 from pipesight.analysis.step_breakdown import OUTSIDE
 
 __all__ = ["TITLES", "Verdict", "verdict_on"]
@@ -82,19 +83,21 @@ def verdict_on(
         sentences.append(f"It is the time that {who} are idle in the window, {WINDOW}.")
     if devices < workers:
         where = "one device, which computes" if devices == 1 else f"{devices} devices, which compute"
-        sentences.append(f"The partitions share {where} {_percent(1 - device_idle)} of the window.")
+        sentences.append(f"The partitions share {where} {rough_percent(1 - device_idle)} of the window.")
     if processors is not None and on_processors > processors:
         few = count_of(processors, "processor")
         who = "partitions" if workers == partitions else "ranks"
         sentences.append(f"{on_processors} {who} share {few} and slow each other down.")
     inside = max((name for name in LOSSES if name != "fill_and_drain"), key=lambda name: shares.get(name, 0))
     if shares.get(inside, 0) >= MUCH:
-        sentences.append(f"The largest other loss is {_noun(inside)}, {_percent(shares[inside])} of the mean step.")
+        sentences.append(
+            f"The largest other loss is {_noun(inside)}, {rough_percent(shares[inside])} of the mean step."
+        )
     outside = sum(shares.get(name, 0) for name in OUTSIDE)
     if outside >= MUCH:
         worst = max(OUTSIDE, key=lambda name: shares.get(name, 0))
-        most = f", {_percent(shares[worst])} on {_noun(worst)}" if worst != "between_steps" else ""
-        sentences.append(f"{_percent(outside)} of the mean step is spent outside the pipeline{most}.")
+        most = f", {rough_percent(shares[worst])} on {_noun(worst)}" if worst != "between_steps" else ""
+        sentences.append(f"{rough_percent(outside)} of the mean step is spent outside the pipeline{most}.")
     if not changes:
         sentences.append("The trace shows no change that would save more than 1%.")
     return Verdict(" ".join(sentences), tuple(changes))
@@ -103,16 +106,13 @@ def verdict_on(
 def _first(bubble: float, bound: float, partitions: int, chunks: int, workers: int) -> str:
     if workers == 1:
         one = "partition" if partitions == 1 else "rank"
-        return f"There is one {one}, so there is no bubble; it is idle {_percent(bubble)} of the time."
+        return f"There is one {one}, so there is no bubble; it is idle {rough_percent(bubble)} of the time."
     where = f" on {workers} ranks" if workers < partitions else ""
-    shape = f"{partitions} partitions{where} and {chunks} micro-batch{'es' * (chunks != 1)}"
+    shape = f"{partitions} partitions{where} and {count_of(chunks, 'micro-batch', 'micro-batches')}"
+    measured, alone = rough_percent(bubble), rough_percent(bound)
     if bubble - bound <= 0.02:
-        return f"The bubble is {_percent(bubble)}, about what the schedule itself has with {shape} ({_percent(bound)})."
-    return f"The bubble is {_percent(bubble)}; the schedule alone would have {_percent(bound)} with {shape}."
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+        return f"The bubble is {measured}, about what the schedule itself has with {shape} ({alone})."
+    return f"The bubble is {measured}; the schedule alone would have {alone} with {shape}."
 
 
 def _noun(part: str) -> str:

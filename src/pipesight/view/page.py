@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pipesight.view.payload import LIMITS, Limits, page_payload
 
 if TYPE_CHECKING:
-    from pipesight.view.comparison_text import Comparison
+    from pipesight.analysis.comparison import Comparison
 
 __all__ = [
     "LIMITS",

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipesight._plurals import count_of
 from pipesight.analysis.bubble import LOSSES
-from pipesight.analysis.formatting import percent, time
+from pipesight.analysis.formatting import percent, rate, time
 from pipesight.analysis.pipeline_report import PartitionReport, PipelineReport
 from pipesight.analysis.report import Overall, Report
 from pipesight.analysis.step_breakdown import OUTSIDE, PARTS
@@ -198,14 +198,10 @@ def _bubble_note(overall: Overall, dash: str) -> str:
 
 
 def _throughput(overall: Overall) -> tuple[str, str]:
-    rates = [f"{_rate(overall.steps_per_second)} steps/s", f"{_rate(overall.microbatches_per_second)} micro-batches/s"]
+    rates = [f"{rate(overall.steps_per_second)} steps/s", f"{rate(overall.microbatches_per_second)} micro-batches/s"]
     if overall.samples_per_second is not None:
-        rates.insert(0, f"{_rate(overall.samples_per_second)} samples/s")
+        rates.insert(0, f"{rate(overall.samples_per_second)} samples/s")
     return rates[0], f"over {time(overall.elapsed)} including pauses; {rates[1]}"
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _where(overall: Overall, style: Style) -> list[str]:

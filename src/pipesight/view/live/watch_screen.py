@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from pipesight._plurals import count_of
 from pipesight.analysis.bubble import LOSSES
-from pipesight.analysis.formatting import percent, time
+from pipesight.analysis.formatting import percent, rate, time
 from pipesight.analysis.latest_step import LatestStep, StepNumbers
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_breakdown import PARTS
@@ -83,8 +83,8 @@ def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, a
 
 def line_of(step: StepNumbers, *, ascii: bool = False) -> str:
     """Write a step on one line."""
-    rate = "" if step.samples_per_second is None else f"   {_rate(step.samples_per_second)} samples/s"
-    took = f"{time(step.time)}{rate}" if step.whole else f"{time(step.time)} so far"
+    speed = "" if step.samples_per_second is None else f"   {rate(step.samples_per_second)} samples/s"
+    took = f"{time(step.time)}{speed}" if step.whole else f"{time(step.time)} so far"
     text = f"step {step.step}   {took}   bubble {step.bubble:.1%}, schedule alone {step.bound:.1%}"
     return text.replace("µs", "us") if ascii else text
 
@@ -115,8 +115,8 @@ def _numbers(figures: LatestStep, style: Style) -> list[str]:
     over = f", the median of {figures.steps} steps" if figures.steps > 1 else ""
     rows = [["Step time", time(last.time), f"usually {time(usual.time)}{over}"]]
     if last.samples_per_second is not None and usual.samples_per_second is not None:
-        over = f"{_rate(usual.samples_per_second)} over all steps including pauses" if figures.steps > 1 else ""
-        rows.append(["Throughput", f"{_rate(last.samples_per_second)} samples/s", over])
+        over = f"{rate(usual.samples_per_second)} over all steps including pauses" if figures.steps > 1 else ""
+        rows.append(["Throughput", f"{rate(last.samples_per_second)} samples/s", over])
     bubble = f"usually {usual.bubble:.1%}, schedule alone {usual.bound:.1%}"
     rows.append(["Bubble", f"{last.bubble:.1%}", bubble])
     # Of a width that does not change with every number.
@@ -127,10 +127,6 @@ def _numbers(figures: LatestStep, style: Style) -> list[str]:
         + style.paint(style.cut(f"   {rest}", style.width - sum(widths)), "dim")
         for name, value, rest in rows
     ]
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _timeline(report: Report, figures: LatestStep, most: int, style: Style) -> list[str]:

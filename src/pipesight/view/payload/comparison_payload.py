@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pipesight.analysis.comparison import Comparison
 from pipesight.analysis.report import Report
 from pipesight.analysis.verdict import TITLES
-from pipesight.view.comparison_text import Comparison, layer_rows, part_rows, quantity_rows, settings_text
+from pipesight.view.comparison_text import layer_rows, part_rows, quantity_rows, settings_text
 from pipesight.view.finding_sentences import nonfinite_in
 from pipesight.view.payload.lost_time import MEANINGS
 from pipesight.view.payload.run_payload import facts_of, findings_of, title_of
