@@ -1,14 +1,17 @@
-"""Statistics of tensors: a configuration chooses layers, tensors and statistics, and training logs them.
+"""Log statistics of tensors during training. A YAML file selects the layers, tensors, statistics and steps.
 
-Example::
+`watch` logs the tensors of a model's layers without changes to the training loop::
+
+    with pipesight.stats.watch(model, "stats.yaml", log_dir="run"):
+        train(model)
+
+Or log tensors yourself::
 
     import pipesight.stats as debug_api
 
     debug_api.initialize("stats.yaml", log_dir="run")
     debug_api.log_tensor_stats("fc1", tensor=x, tensor_name="activation")
     debug_api.step()
-
-or, with no calls in the training loop, `watch`.
 """
 
 from __future__ import annotations

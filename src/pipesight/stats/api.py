@@ -1,4 +1,4 @@
-"""The API: one session a process, begun by `initialize` and ended by `end_debug`.
+"""The API: one session per process, from `initialize` to `end_debug`.
 
 Example::
 
@@ -69,22 +69,22 @@ def initialize(
     default_logging_enabled: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Begin a session.
+    """Start logging statistics in this process; `end_debug` ends it.
 
     Args:
-        config_file: A YAML file, or a dict; ``""`` for no features.
+        config_file: The path of a YAML file, or a dict; ``""`` enables no feature.
         feature_dirs: Folders with features of your own.
-        statistics_logger: Takes each value; several may be given.
-        log_dir: Where logs go.
-        init_training_step: The number of the first step, after a checkpoint for example.
-        tb_writer: A TensorBoard writer.
-        default_logging_enabled: Log to the file even if a logger or a writer is given.
-        **kwargs: ``sinks``, further ones such as `WandbSink`; ``reduction_timeout``, the seconds to wait for other
-            ranks (300); ``extensions`` is taken for the sake of callers, and not needed.
+        statistics_logger: A `BaseLogger`, or several, that gets every value.
+        log_dir: Folder for the log files.
+        init_training_step: The number of the first step, for example after loading a checkpoint.
+        tb_writer: A TensorBoard ``SummaryWriter``, which gets every value.
+        default_logging_enabled: Write the log file even if a logger or a writer is given.
+        **kwargs: ``sinks``, more `Sink` objects such as `WandbSink`; ``reduction_timeout``, how many seconds to wait
+            for other ranks (300 by default); ``extensions``, accepted for compatibility and ignored.
 
     Raises:
         ConfigError: The configuration has mistakes; the error lists them all.
-        RuntimeError: There is a session.
+        RuntimeError: A session is already open.
         TypeError: An argument is unknown.
     """
     if current_session.of_process is not None:
@@ -116,9 +116,9 @@ def open_session(
     extensions: object = None,
     log: Callable[[int, str], None] | None = None,
 ) -> StatsSession:
-    """Make a session of one's own; see `initialize`. Nothing is left behind if it fails.
+    """Return a new session; see `initialize` for the arguments. If it fails, nothing is left behind.
 
-    Given ``log``, messages go there with their levels, and not to a file of their own.
+    Given ``log``, messages go there with their levels instead of into a file.
     """
     if not isinstance(init_training_step, int) or isinstance(init_training_step, bool) or init_training_step < 0:
         raise ValueError(
@@ -191,26 +191,26 @@ def log_tensor_stats(
     reduction_group: dist.ProcessGroup | None = None,
     gemm: str | None = None,
 ) -> Mapping[str, Any]:
-    """Measure a tensor, if the configuration selects it at this step; the values are logged by `step`.
+    """Measure a tensor if the configuration selects it in this step; `step` logs the values.
 
-    Calls for one tensor in one iteration are merged into one value. The tensor is neither changed nor kept.
+    Several calls for one tensor in one iteration are merged into one value. The tensor is neither modified nor kept.
 
     Args:
-        layer_name: Of the layer.
-        tensor: What to measure.
-        tensor_name: Such as ``"activation"``.
-        iteration: By default the session's own counter, which `step` increases.
-        skip_reduction: Log what this rank has, without the others.
+        layer_name: The layer's name, which the configuration selects by.
+        tensor: The tensor to measure.
+        tensor_name: What it is, such as ``"activation"``.
+        iteration: The iteration; by default the session's step counter, which `step` increments.
+        skip_reduction: Log the values of this rank, without merging over ranks.
         reduction_group: Merge over these ranks instead of those of `set_tensor_reduction_group`.
-        gemm: Of which product it is an operand, for ``gemms_struct``.
+        gemm: The matrix product it is an operand of, for ``gemms_struct``.
 
     Returns:
-        The statistics of this tensor on this rank, worked out when they are looked at; ``{}`` if it is not selected.
+        The statistics of this tensor on this rank by name, computed on access; empty if the tensor is not selected.
 
     Raises:
-        RuntimeError: There is no session.
+        RuntimeError: No session is open.
         ConfigError: Two sections select the layer.
-        NonfiniteError: It has NaN or Inf, and the configuration says ``on_nonfinite: raise``.
+        NonfiniteError: The tensor has NaN or Inf, and the configuration says ``on_nonfinite: raise``.
     """
     if _is_compiling():
         return _log_uncompiled(layer_name, tensor, tensor_name, iteration, skip_reduction, reduction_group, gemm)
@@ -225,22 +225,22 @@ _log_uncompiled: Callable[..., Mapping[str, Any]] = torch.compiler.disable(_log)
 
 
 def step() -> None:
-    """End a training step: log what was measured in it, merged over ranks, and count on. Without a session, nothing."""
+    """End a training step: merge over ranks and log what was measured in it. Does nothing without a session."""
     session = running_or_none()
     if session is not None:
         session.step()
 
 
 def initialize_training_step(train_step: int) -> None:
-    """Set the step counter, after a checkpoint was loaded for example."""
+    """Set the step counter, for example after loading a checkpoint."""
     running().step_count = operator.index(train_step)
 
 
 def set_tensor_reduction_group(group: dist.ProcessGroup | None, layer_name: str | None = None) -> None:
-    """Merge statistics, of one layer or of all, over the ranks of a group; ``None`` for all ranks.
+    """Merge the statistics of one layer, or of all, over the ranks of a group; ``None`` for all ranks.
 
-    That goes for the statistics of `pipesight.observe`, too. Those of a `DistributedPipeline` are merged over its
-    data-parallel group if no other is set.
+    This applies to the statistics of `pipesight.observe`, too. By default, those of a `DistributedPipeline` are merged
+    over its data-parallel group.
     """
     sessions = [session for session in (running_or_none(), current_session.of_run) if session is not None]
     for session in sessions or [running()]:
@@ -248,22 +248,22 @@ def set_tensor_reduction_group(group: dist.ProcessGroup | None, layer_name: str 
 
 
 def get_tensor_reduction_group() -> dist.ProcessGroup | None:
-    """Return the group that was set."""
+    """Return the group set by `set_tensor_reduction_group`; ``None`` for all ranks."""
     return running().merging.group
 
 
 def log_message(message: str, layer_name: str | None = None, level: int = logging.INFO, **_: Any) -> None:
-    """Write a line to the general log; ``layer_name`` is for callers of nvdlfw_inspect and not needed."""
+    """Write a line to the message log; ``layer_name`` is accepted for compatibility and ignored."""
     running().messages.log_message(message, level)
 
 
 def list_features() -> list[str]:
-    """Return the names of the features a configuration may use, those of the session if there is one."""
+    """Return the names of the features that a configuration can use."""
     return _registry().list_features()
 
 
 def explain_features(features: str | Iterable[str] | None = None) -> str:
-    """Return what features say of themselves: one, several, or all."""
+    """Return the documentation of one feature, of several, or of all."""
     return _registry().explain_features("all" if features is None else features)
 
 
@@ -273,7 +273,7 @@ def _registry() -> Registry:
 
 
 def infer_and_assign_layer_names(model: nn.Module | Iterable[nn.Module]) -> None:
-    """Give a model, or several, and its layers names, as the attribute ``name``: ``model``, ``model.fc1`` and so on."""
+    """Set the attribute ``name`` of a model, or several, and of its layers: ``model``, ``model.fc1`` and so on."""
     for one in [model] if isinstance(model, nn.Module) else model:
         one.name = "model"  # type: ignore[assignment]
         for name, layer in named_layers(one):
@@ -281,7 +281,7 @@ def infer_and_assign_layer_names(model: nn.Module | Iterable[nn.Module]) -> None
 
 
 def end_debug() -> None:
-    """Log what is left and end the session. Without a session, nothing."""
+    """Log the remaining values and end the session. Does nothing without a session."""
     session, current_session.of_process = current_session.of_process, None
     if session is not None:
         session.close()

@@ -24,10 +24,10 @@ _SHORT.maxstring = _SHORT.maxother = LONGEST_VALUE
 
 
 class ConfigError(ValueError):
-    """A configuration with mistakes; its text lists them all.
+    """A configuration has mistakes; the message lists all of them.
 
     Attributes:
-        source: The file; empty if it was a dict.
+        source: The path of the file; empty for a dict.
         mistakes: One line each, ``FILE:LINE: section.feature.key: rule (value)``.
     """
 

@@ -25,7 +25,7 @@ GRADIENTS = ("gradient", "dgrad")
 
 
 class NonfiniteError(RuntimeError):
-    """A tensor has NaN or Inf, and the configuration says ``on_nonfinite: raise``."""
+    """A tensor has NaN or Inf, and the configuration says ``on_nonfinite: raise``. The message names the first one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ GRACE = 5.0  # seconds in which those who are only late can be told from those w
 
 
 class MissingRankError(RuntimeError):
-    """A rank of the group did not take part in an exchange."""
+    """A rank did not call ``step()`` in time, so statistics could not be merged over ranks."""
 
 
 class RankExchange:

@@ -281,7 +281,7 @@ class Registry:
         for name in asked:
             found = [full for full in known if name in (full, full.partition(".")[2])]
             if not found:
-                raise ValueError(f"no feature is called {name!r}{nearest(name, known)}")
+                raise ValueError(f"unknown feature {name!r}{nearest(name, known)}")
             chapters += [_chapter(full, self.feature(*full.split(".", 1))) for full in found]
         return "\n\n".join(dict.fromkeys(chapters))
 
@@ -298,7 +298,13 @@ def default_registry() -> Registry:
 
 
 def register_feature(namespace: str = BASE, name: str | None = None, *, stand_in: bool = False) -> Callable[[C], C]:
-    """Return a decorator that makes a class a feature. See `Registry.add`."""
+    """Return a class decorator that registers a feature.
+
+    Args:
+        namespace: The key that a configuration names it under; ``base`` needs none.
+        name: What a configuration calls it; by default, the name of the class.
+        stand_in: Whether another class of the same name may replace it.
+    """
     return default_registry().register_feature(namespace, name, stand_in=stand_in)
 
 
@@ -308,7 +314,7 @@ def register_namespace_api(namespace: str) -> Callable[[C], C]:
 
 
 def api_method(method: F) -> F:
-    """Mark a method as one that serves the API call of its name."""
+    """Mark a method of a feature: it serves the API call of the same name, such as ``log_tensor_stats``."""
     method.is_api = True  # type: ignore[attr-defined]
     return method
 
@@ -321,7 +327,7 @@ def _object(cls: type) -> Any:
     try:
         return cls()
     except Exception as error:
-        error.add_note(f"a feature is made without arguments ({_place(cls)})")
+        error.add_note(f"the class of a feature must need no arguments ({_place(cls)})")
         raise
 
 

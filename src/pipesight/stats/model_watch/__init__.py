@@ -1,4 +1,4 @@
-"""Watch a model: its layers log their tensors, with no calls in user code."""
+"""`watch`: log the tensors of a model's layers without changes to the training loop."""
 
 from pipesight.stats.model_watch.watcher import TENSORS, Watch, watch
 

@@ -1,4 +1,4 @@
-"""Watch a model: its selected layers log their tensors, with no calls in user code.
+"""`watch`: log the tensors of a model's layers without changes to the training loop.
 
 input ──▶ layer ──▶ output = activation
              │          ▲
@@ -43,9 +43,9 @@ def watch(
     auto_step: bool = True,
     **kwargs: Any,
 ) -> Watch:
-    """Log the tensors of a model's layers as a configuration says.
+    """Log the tensors of a model's layers that a configuration selects.
 
-    Micro-batches of a step are merged into one value, and recomputation is not counted. ::
+    The micro-batches of a step are merged into one value; recomputations are not counted. ::
 
         with pipesight.stats.watch(model, "stats.yaml", log_dir="run"):
             train(model)
@@ -53,14 +53,13 @@ def watch(
     Args:
         model: A plain module or a `GPipe`, before or after it is wrapped by ``DistributedDataParallel`` or
             ``torch.compile``; or a `DistributedPipeline`, whose statistics are merged over the ranks of a stage.
-        config: A YAML file or a dict. Without one, the session that ``initialize`` began is used.
-        auto_step: Let a step end where, after an optimizer's step, the model is called again; a model in eval mode or
-            under ``torch.no_grad()`` is not watched then. Otherwise call ``step()`` of the session or of what this
-            returns.
+        config: The path of a YAML file, or a dict. Without one, the session of ``initialize`` is used.
+        auto_step: End a step when the model is called again after an optimizer's step, and ignore calls in eval mode
+            or under ``torch.no_grad()``. Otherwise, call ``step()`` of the session or of the returned `Watch`.
         **kwargs: As for ``initialize``: ``log_dir``, ``tb_writer``, ``statistics_logger`` and so on.
 
     Returns:
-        What watches; its ``remove()``, or the end of its ``with`` block, ends that.
+        The watch; its ``remove()``, or the end of its ``with`` block, ends it.
 
     Raises:
         ConfigError: The configuration has mistakes, or two of its sections select one layer.
@@ -84,10 +83,10 @@ def watch(
 
 
 class Watch:
-    """A model under watch. Made by `watch`.
+    """A watched model, from `watch`. Leaving its ``with`` block, or `remove`, ends it.
 
     Attributes:
-        layers: The names of the layers that the configuration selects, and the tensors of each that it may log.
+        layers: The layers that the configuration selects, and for each the tensors it can log.
     """
 
     def __init__(self, session: StatsSession, model: Model, *, auto_step: bool, own: bool) -> None:
@@ -163,7 +162,7 @@ class Watch:
         self._session.messages.warning(f"nothing was logged by watch(): {why}")
 
     def step(self) -> None:
-        """End a step; for ``auto_step=False``."""
+        """End a step, where ``auto_step=False``."""
         if self._auto:
             raise RuntimeError("the optimizer ends the steps; to end them yourself, use watch(..., auto_step=False)")
         self._session.step()
@@ -173,7 +172,7 @@ class Watch:
         self._session.flush()
 
     def remove(self) -> None:
-        """End the watch: log what is left, and leave the model as it was."""
+        """End the watch: log the remaining values and restore the model."""
         self._remove(failed=False)
 
     def _remove(self, *, failed: bool) -> None:
@@ -355,7 +354,7 @@ def _check_arguments(model: object, config: object) -> None:
 
 
 def _forget_compiled(model: nn.Module) -> None:
-    """Have a compiled model compiled again: what was compiled knows nothing of hooks that came or went later."""
+    """Have a compiled model compiled again: compiled code ignores hooks that are added or removed later."""
     if any(is_compiled(m) for m in model.modules()):
         torch.compiler.reset()
 

@@ -29,10 +29,10 @@ TINY = 1e-280  # a sum of squares below it may have lost digits, or all of them
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """The moments of the finite elements of a tensor, or of several.
+    """The moments of the finite elements of a tensor, or of several merged ones. From `measure`.
 
-    A field that was not asked for is NaN, and stays NaN when merged. ``m2`` is NaN, too, where it cannot be held: for
-    float64 elements beyond about 1e±144, the squares of which leave float64's range.
+    A field that was not requested is NaN, and stays NaN when merged. ``m2`` is also NaN where it would overflow or
+    underflow: for float64 elements beyond about 1e±144.
 
     Attributes:
         count: finite elements.

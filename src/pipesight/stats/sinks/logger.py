@@ -12,7 +12,7 @@ __all__ = ["BaseLogger", "LoggerSink"]
 
 
 class BaseLogger(ABC):
-    """What a user's logger inherits from.
+    """The base class of your own loggers, for ``initialize(statistics_logger=...)``.
 
     Example::
 

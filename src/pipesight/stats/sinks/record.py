@@ -11,20 +11,10 @@ __all__ = ["Record", "Sink"]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One value of one statistic of one tensor.
-
-    Attributes:
-        value: a plain float.
-        nans: how many NaN elements the value leaves out.
-        infs: how many infinite elements the value leaves out.
-        ranks: the ranks that have these, where several were merged; the first that had them first.
-        order: if there are such elements, the place of the tensor among those of its iteration and rank that have some,
-            in the order of computation.
-        partition: of the pipeline in which the first of them was computed; so are micro-batch and phase.
-    """
+    """One value of one statistic of one tensor, as sinks get it."""
 
     layer: str
-    """Its name in the model."""
+    """The layer's name in the model."""
     tensor: str
     """Such as `activation` or `gradient`."""
     statistic: str
@@ -32,19 +22,25 @@ class Record:
     iteration: int
     """The training step."""
     value: float
+    """The value; NaN if the tensor has no finite element."""
     nans: int = 0
+    """How many NaN elements the value excludes."""
     infs: int = 0
+    """How many infinite elements the value excludes."""
     ranks: tuple[int, ...] = ()
+    """The ranks with NaN or Inf, the first to have them first, where ranks were merged."""
     order: int | None = None
+    """The position of the tensor among those with NaN or Inf in its iteration and rank, in the order of computation."""
     partition: int | None = None
+    """The partition in which NaN or Inf first appeared; ``None`` outside a pipeline."""
     microbatch: int | None = None
-    """In which the first of them was computed."""
+    """The micro-batch in which NaN or Inf first appeared."""
     phase: str | None = None
-    """In which the first of them was computed."""
+    """The phase in which NaN or Inf first appeared: `forward`, `backward`, ..."""
 
     @staticmethod
     def named(name: str, value: float, iteration: int) -> Record:
-        """Return a record of a scalar that has a name, and no layer, tensor or statistic."""
+        """Return the record of a scalar that has only a name."""
         return Record(name, "", "", iteration, value)
 
     @property
@@ -56,7 +52,7 @@ class Record:
 
 
 class Sink(Protocol):
-    """Something that takes records: a file, a TensorBoard writer, a user's logger.
+    """Takes records: a file, a TensorBoard writer, your own code.
 
     Example::
 
@@ -68,12 +64,13 @@ class Sink(Protocol):
             def close(self):
                 pass
 
-    A sink may have an attribute ``forgives``, a tuple of exceptions that must not end the training (a full disk). Any
-    other exception in a sink is raised.
+    A sink can have an attribute ``forgives``, a tuple of exceptions that must not stop the training, such as
+    ``(OSError,)`` for a full disk: they are reported once, and the lost records are counted. Any other exception is
+    raised in the training loop.
     """
 
     def write(self, records: Sequence[Record]) -> None:
-        """Take records. When this returns, somebody else can read them."""
+        """Store records, so that others can read them when this returns."""
 
     def close(self) -> None:
-        """Let go of files and connections. Nothing is written afterwards."""
+        """Release files and connections. ``write`` is not called afterwards."""
