@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Tests run beside each other, and threads that wait for work of a few numbers spin. Processes that tests start get it.
@@ -43,6 +44,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()  # what was imported is here to stay: no later collection has to go through it
     if session.config.option.quick:
         quick.forbid_processes()
 

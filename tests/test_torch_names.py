@@ -65,6 +65,7 @@ def private_names(path: Path, known: set[str]) -> Iterator[str]:
                 yield f"{node.func.id}(..., {name.value!r})"
 
 
+@pytest.mark.slow
 def test_private_names_of_torch_stand_in_one_package():
     """No module but those of ``_torch`` names them, except those listed above with the reason."""
     known = own_names()

@@ -136,6 +136,7 @@ def test_busy_and_losses_add_up(run):
             assert found.busy[row, j] == (mine.end - mine.begin).sum()
 
 
+@pytest.mark.slow
 @given(played(gaps=True, transfers=True))
 @settings(deadline=None, max_examples=60)
 def test_busy_and_losses_of_ranks_add_up(run):

@@ -52,6 +52,7 @@ def run(request, tmp_path):
     return made.folder, request.param
 
 
+@pytest.mark.slow
 def test_costs_are_the_whole_backward(run):
     """Layers cost what they do in both parts, and the recorded setting is simulated to take what it took."""
     folder, spans = run
@@ -79,6 +80,7 @@ def test_costs_are_the_whole_backward(run):
         assert sum(tasks) * CHUNKS / N * 1e-6 < plan.step_seconds < sum(tasks) * CHUNKS * 1e-6
 
 
+@pytest.mark.slow
 def test_report_has_the_whole_backward(run):
     """The table of layers has the same, of all steps and of some."""
     folder, spans = run

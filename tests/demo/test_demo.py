@@ -370,6 +370,7 @@ def test_partitions_suit_the_machine(monkeypatch, processors, partitions):
     assert pick_partitions() == partitions
 
 
+@pytest.mark.slow
 def test_no_thread_outlives_the_demo(capsys):
     """A demo that ran in this process leaves its threads and settings as they were."""
     before = threading.enumerate(), torch.get_num_threads()

@@ -916,6 +916,7 @@ def test_pipeline_within_a_pipeline(checkpoint):
     torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.data())
 def test_random_models(data):

@@ -512,6 +512,7 @@ def test_compiled_layers(checkpoint):
     assert compiler.calls >= 32
 
 
+@pytest.mark.slow
 @QUIET_COMPILER
 @MODES
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -362,6 +362,7 @@ def test_tuples_beside_skips(checkpoint):
     assert_same(model, rand(5, 3, grad=True), [1, 1, 1], chunks=2, checkpoint=checkpoint)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.data())
 def test_random_skips(data):

@@ -158,6 +158,7 @@ def test_memory_limit_is_kept(problem, limit, few):
     assert max(plan.memory_bytes) <= limit
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(problems())
 def test_bounds_hold(problem):
@@ -172,6 +173,7 @@ def test_bounds_hold(problem):
         assert real == pytest.approx(least, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_large_models_are_searched(schedule):
     """Of the 10^11 cuts of 64 layers into 16, the best one is found, and proven if the bound is met."""

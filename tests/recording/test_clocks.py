@@ -153,6 +153,7 @@ def test_a_clock_that_makes_no_sense(clock, tmp_path):
         assert (run.spans().begin - START).tolist() == [3000]
 
 
+@pytest.mark.slow
 def test_many_ranks_at_once():
     """512 ranks that ask at the same moment are all answered, though others say nothing, or nonsense."""
     server = ClockServer(time.time_ns)

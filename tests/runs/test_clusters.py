@@ -87,6 +87,7 @@ def dask_client() -> Iterator[Any]:
         yield client
 
 
+@pytest.mark.slow
 def test_duckdb_on_a_dataset(dataset, expected):
     """DuckDB gives the same tables of a dataset as of the run that it was made of."""
     with open_run(dataset) as run:

@@ -367,6 +367,7 @@ def test_too_much_at_once(run, follow, monkeypatch):
     assert "to keep up" in follower.run.notes[0].text
 
 
+@pytest.mark.slow
 def test_bounded(run, follow):
     """No more than the last steps are kept, however long it goes on."""
     run.begin()

@@ -265,6 +265,7 @@ def test_missing_end(tmp_path):
         assert texts(run) == ["incomplete: its process was killed, or is still writing"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
 def test_lines_that_are_no_events(packed, tmp_path):
     """Lines that are no events are left out and counted; of wrong types, what is right is taken."""
@@ -314,6 +315,7 @@ def test_lines_of_any_length(length, place, tmp_path):
         assert ("long" in run.names().name) == ("long" in table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2**23])
 def test_half_characters(size, tmp_path):
     """Text that is no Unicode, which Python escapes, costs no event, in a small file or a large one."""

@@ -124,7 +124,7 @@ def test_signatures_are_those_of_dftracer():
 
 def test_distribution_needs_pipesight_and_nothing_else():
     """Installing the shim asks for pipesight only; the package is typed."""
-    assert importlib.metadata.distribution("pipesight-dftracer").requires == ["pipesight>=0.1"]
+    assert importlib.metadata.distribution("pipesight-dftracer").requires == ["pipesight<0.3,>=0.2"]
     assert (Path(dftracer.__file__).parent / "py.typed").is_file()
 
 

@@ -184,7 +184,7 @@ def test_version_passes_for_0_2_2():
 def test_distribution_needs_pipesight_and_nothing_else():
     """Installing the shim asks for pipesight only; the package is typed."""
     found = importlib.metadata.distribution("pipesight-nvdlfw-inspect")
-    assert found.requires == ["pipesight>=0.1"]
+    assert found.requires == ["pipesight<0.3,>=0.2"]
     assert (Path(nvdlfw_inspect.__file__).parent / "py.typed").is_file()
 
 

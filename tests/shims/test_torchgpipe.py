@@ -85,7 +85,7 @@ def test_version_passes_for_0_0_7():
 def test_distribution_needs_pipesight_and_nothing_else():
     """Installing the shim asks for pipesight only; both packages are typed."""
     found = importlib.metadata.distribution("pipesight-torchgpipe")
-    assert found.requires == ["pipesight>=0.1"]
+    assert found.requires == ["pipesight<0.3,>=0.2"]
     root = Path(torchgpipe.__file__).parents[1]
     for package in ("torchgpipe", "torchgpipe_balancing"):
         assert (root / package / "py.typed").is_file()

@@ -120,6 +120,7 @@ def test_a_new_session(tmp_path):
         assert len(values(tmp_path / folder)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("first", [True, False])
 def test_a_watched_model(first, tmp_path):
@@ -151,6 +152,7 @@ def test_a_watched_model(first, tmp_path):
         assert_six(found, i, "2", "activation", expected[1])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_watching_a_model_that_has_run_compiled(tmp_path):
     """A watch that begins after the model was compiled and called sees it, and so does its end."""

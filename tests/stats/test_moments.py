@@ -79,6 +79,7 @@ def test_empty_is_neutral(x):
     assert moments.merge(Moments.EMPTY) == moments == Moments.EMPTY.merge(moments)
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(ARRAYS, min_size=3, max_size=3), min_size=1, max_size=4))
 @settings(max_examples=40)
 def test_rows(ranks):

@@ -41,6 +41,7 @@ EVENTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(events=EVENTS)
 def test_any_order_of_calls(tmp_path_factory, events):

@@ -221,6 +221,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(tree=trees)
 def test_read_back(tmp_path_factory, tree):

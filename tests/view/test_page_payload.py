@@ -294,6 +294,7 @@ def test_log_lines_of_shown_steps_and_warnings_come_first():
 # The file.
 
 
+@pytest.mark.slow
 def test_the_page_of_a_normal_run_is_small(tmp_path):
     """4 partitions, 4 micro-batches, 8 layers, 200 steps, statistics and log lines: under 2 MB, nothing left out."""
     rng = random.Random(0)
