@@ -231,7 +231,7 @@ def test_a_file_that_fails_is_named(folder, text, error):
 
 def test_a_missing_folder_is_an_error(tmp_path):
     """A folder that is not there is FileNotFoundError; what is no path is a type error."""
-    with pytest.raises(FileNotFoundError, match="feature_dirs must name folders"):
+    with pytest.raises(FileNotFoundError, match="feature_dirs must be existing folders"):
         Registry().load_feature_dirs(tmp_path / "none")
     with pytest.raises(TypeError, match="feature_dirs must be paths"):
         Registry().load_feature_dirs([3])
@@ -289,7 +289,7 @@ def test_explanations_are_docstrings():
         == registry.explain_features(registry.list_features())
     )
     assert "Silent\n    (no docstring)" in registry.explain_features("Silent")
-    with pytest.raises(ValueError, match=r"unknown feature 'Cuont'*"):
+    with pytest.raises(ValueError, match=r"unknown feature 'Cuont'"):
         registry.explain_features("Cuont")
     with pytest.raises(ValueError, match=r"did you mean 'base.Count'\?"):
         registry.explain_features("base.Cont")

@@ -404,7 +404,7 @@ def test_own_roots_and_names():
         ("mine", "mine"),
     ]
     for taken in ("forward", "update"):
-        with pytest.raises(ValueError, match=f"has a '{taken}' already"):
+        with pytest.raises(ValueError, match=f"already has a '{taken}'"):
             ai.compute.add(taken)
     with pytest.raises(AttributeError, match="forwrad"):
         _ = ai.compute.forwrad
