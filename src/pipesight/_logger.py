@@ -1,4 +1,4 @@
-"""Loggers for the library's own lines: one that cannot be written does not stop training.
+"""Loggers for the library's own lines: a failing handler does not stop the training.
 
 ``logging`` lets what a handler's ``emit`` raises reach the line that logged. If that line is ours, in the middle of a
 pass, it would break training.

@@ -1,4 +1,4 @@
-"""Tensors inside of what modules and collectives take and return."""
+"""Find tensors in nested arguments and results."""
 
 from __future__ import annotations
 

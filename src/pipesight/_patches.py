@@ -1,4 +1,4 @@
-"""Functions of torch that are watched for a while, such that a program cannot tell.
+"""Wrap functions of torch for a while, without the program noticing.
 
 A Python function stays the object that it is, under all its names; only its code is replaced. So names that were
 imported before, ``is``, pickle, the tables of TorchScript and ``torch.compile``, and what others put around it

@@ -1,4 +1,4 @@
-"""Log lines that say which partition and which layer is running."""
+"""Log lines that name the partition, micro-batch and layer that is running."""
 
 from pipesight.logs.context_filter import ContextFilter
 from pipesight.logs.layer_lines import register_layer_logging_hooks

@@ -1,4 +1,4 @@
-"""The context as attributes of log records."""
+"""Give log records the step, partition, micro-batch, phase and layer that is running."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ lines = OwnLogger(logger)
 
 
 def attributes(where: Where | None) -> dict[str, object]:
-    """Return what a format string can show: ``%(step)s %(partition)s %(microbatch)s %(phase)s %(layer)s``."""
+    """Return the attributes for format strings: ``%(step)s %(partition)s %(microbatch)s %(phase)s %(layer)s``."""
     names = ("step", "partition", "microbatch", "phase", "layer")
     if where is None:
         return {**dict.fromkeys(names), "step": context.counted_step()}
@@ -23,16 +23,17 @@ def attributes(where: Where | None) -> dict[str, object]:
 
 
 class ContextFilter(logging.Filter):
-    """Gives every record the attributes of the context, also those that your own layers and libraries log.
+    """Adds ``step``, ``partition``, ``microbatch``, ``phase`` and ``layer`` to every record that passes it.
 
-    Outside of a partition they are ``None``, but for the step while a run is observed. ::
+    That includes records of your own layers and of libraries. Outside a partition the attributes are ``None``, except
+    ``step`` while a run is observed. ::
 
         handler.addFilter(ContextFilter())
         handler.setFormatter(logging.Formatter("[%(partition)s/%(microbatch)s] %(message)s"))
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add the attributes that are missing; let every record pass."""
+        """Add the attributes that are missing; return true for every record."""
         for name, value in attributes(context.current()).items():
             record.__dict__.setdefault(name, value)
         return True

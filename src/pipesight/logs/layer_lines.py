@@ -1,4 +1,4 @@
-"""A line for every layer that runs."""
+"""Log each layer that runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["register_layer_logging_hooks"]
 
 
 def register_layer_logging_hooks(partitions: GPipe | Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Log each layer of a ``GPipe``, or of its ``partitions``, at DEBUG; return handles whose ``remove()`` ends it.
+    """Log each layer of a `GPipe`, or of its ``partitions``, at DEBUG. Returns handles; their ``remove()`` ends it.
 
     Example::
 
@@ -31,7 +31,7 @@ def register_layer_logging_hooks(partitions: GPipe | Iterable[nn.Module]) -> lis
             hook.remove()
 
     Raises:
-        TypeError: It is neither, such as the plain model.
+        TypeError: The argument is neither, for example a plain model.
     """
     given = getattr(partitions, "partitions", partitions)
     found: list[Any] = list(given) if isinstance(given, Iterable) else [None]

@@ -1,4 +1,4 @@
-"""A line for every micro-batch in every partition."""
+"""Log each micro-batch in each partition."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MESSAGE = "Micro-batch %d (partition %d): checkpoint_stop=%d, using_checkpointin
 
 
 class TaskLog(Observer):
-    """Logs each forward task at INFO. It is one of `context.DEFAULT_OBSERVERS`; the logger's level turns it on.
+    """Logs each forward task at INFO, if the logger ``pipesight.pipeline`` has that level when a pass starts.
 
-    The level is read once a pass.
+    It is attached to every process (`context.observer.DEFAULT_OBSERVERS`).
     """
 
     def wanted(self) -> bool:
-        """Tell whether anyone would see the lines."""
+        """Return whether the logger is enabled for INFO."""
         return lines.isEnabledFor(logging.INFO)
 
     def task_started(self, where: Where) -> None:

@@ -1,4 +1,4 @@
-"""What the configuration says of one tensor of one layer, worked out once."""
+"""What to do with one tensor of one layer in each step, compiled from the configuration once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Action:
 
 
 class TensorActions:
-    """The rules of all features of a section for one tensor.
+    """The rules of a section's features for one tensor, compiled into one action per step.
 
     Example::
 

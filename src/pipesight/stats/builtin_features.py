@@ -1,4 +1,4 @@
-"""The features there are from the start: statistics of tensors, and of their cast to float8."""
+"""The built-in features: statistics of tensors, and of their cast to float8."""
 
 from __future__ import annotations
 

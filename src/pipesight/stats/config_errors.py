@@ -1,4 +1,4 @@
-"""Collecting the mistakes of a configuration: where each is, what is wrong, and the nearest right word."""
+"""The mistakes in a configuration: where each is, what is wrong, and the closest valid name."""
 
 from __future__ import annotations
 

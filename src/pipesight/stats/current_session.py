@@ -1,4 +1,4 @@
-"""The session that calls belong to: that of the process, or the one that is calling a feature."""
+"""The session that API calls go to: that of the process, or the one that is calling a feature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured in the iteration under way, until that ends: then it is merged and logged.
+"""What was measured in the current iteration. When that ends, it is merged and logged.
 
 keep --> TensorMeasurements per (layer, tensor, group)
               |  end of the iteration
@@ -39,11 +39,11 @@ Key = tuple[str, str, dist.ProcessGroup | None, Action]
 
 
 class IterationBuffer:
-    """The entries of one iteration. Threads may add to them at once.
+    """The measurements of one iteration, by layer, tensor and group. Thread-safe.
 
     Attributes:
-        iteration: The one under way; None if nothing has come since the last one ended.
-        layers: Those of the models that are watched.
+        iteration: The current one; ``None`` if nothing was measured since the last one ended.
+        layers: The layers of the watched models.
     """
 
     def __init__(self, merging: RankMerging, sinks: Sinks, messages: MessageLog, reporter: NonfiniteReporter) -> None:

@@ -1,4 +1,4 @@
-"""What the environment says about the log files: the three ``NVDLFW_INSPECT_*`` variables, and the rank."""
+"""How to write the log files: the three ``NVDLFW_INSPECT_*`` environment variables, and the rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has been measured of one tensor in one iteration, until its values are logged."""
+"""What was measured of one tensor in one iteration, and the statistics that follow."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What is said of tensors that went NaN or Inf: one line that matters, then silence with a count.
+"""Report tensors that became NaN or Inf: one line for the first, then only counts.
 
     iteration   5   first bad tensor: ...; 203 more tensors have NaN or Inf in this iteration
     6, 7, ...       nothing, but for a count after 10, 100, 1000 ... such iterations
     the end         NaN or Inf in 95 of 100 iterations, ...
 
-A tensor that turns bad beside others that have been so for a while, such as masks, is worth a line again.
+A tensor that becomes bad while others have long been, such as masks, is reported again.
 """
 
 from __future__ import annotations

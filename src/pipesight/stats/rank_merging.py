@@ -1,4 +1,4 @@
-"""Values of several ranks, merged: which groups there are, and what their ranks have measured."""
+"""Merge what several ranks have measured: which process groups there are, and the merge itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is this forward the second one of a checkpoint? What it computes was measured the first time.
+"""Is this forward a recomputation? Then its tensors have been measured already.
 
 GPipe says so itself. ``torch.utils.checkpoint`` does not, but runs both forwards: its frames are on the stack::
 

@@ -1,4 +1,4 @@
-"""What a configuration names and a model, or `watch`, does not have: most likely a misspelt word."""
+"""Names in a configuration that match no layer or tensor: probably misspelled."""
 
 from __future__ import annotations
 

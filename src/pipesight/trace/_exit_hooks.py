@@ -1,22 +1,23 @@
-"""The ends of a process: whichever comes, what has to be done before it is done.
+"""Finish the trace before the process ends, however it ends.
 
     return, exception, sys.exit     atexit
     os._exit, os.exec*              replaced in the module `os`, while there is a trace
     SIGTERM, SIGHUP                 a handler, where the program has none
-    the last thread ends            as that of a process that another thread than the main one forked: a destructor
+    the last thread ends            a destructor, in a process that was forked from a thread other than the main one
 
-The workers of torch's DataLoader get a handler of SIGTERM from torch that ends them on the spot. That is how they end
-where workers are kept until the program ends, so ours takes its place there, and leaves with the same status.
+Torch gives DataLoader workers a SIGTERM handler that ends them at once, which is how persistent workers end. Ours
+replaces it there, and exits with the same status.
 
-Without a handler, a signal ends a process wherever it is. With one, Python notes it and goes on until the main thread
-is back from C: never, if the signal came just before that began to wait, or while it was being woken for a lock that
-another process then got. Whoever ends processes and waits for them, as a Pool does, would wait forever. Therefore
+Without a handler, a signal ends a process wherever it is. With one, Python only notes the signal and runs the handler
+when the main thread returns from C: never, if the signal came just before the thread began to wait, or while it was
+being woken for a lock that another process then took. A parent that terminates its children and joins them, as a Pool
+does, would wait forever. Therefore:
 
-    a forked process, until it records      has no handler in place: the signal ends it on the spot
-    one that records, and that another      a thread hears of signals by `signal.set_wakeup_fd`, and sends them to the
-    traced process has started              main thread again until the handler is called
+    a forked process, until it records      has no handler installed: the signal ends it at once
+    one that records, started by a          a thread reads signals from `signal.set_wakeup_fd`, and sends them to the
+    traced process                          main thread again until the handler runs
 
-Nobody hears of them where the program uses `set_wakeup_fd` itself, or where other threads record but the main one.
+That thread is missing where the program uses `set_wakeup_fd` itself, or where the main thread does not record.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ from pipesight._torch.loading import after_worker_signal_handlers
 
 __all__ = ["ExitHooks"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of which Python would let a process die with nothing done
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # by default they end a process without running any Python code
 _HIGH = 200  # descriptors that a program which closes all of them will not soon get for something else
 _PATIENCE = 0.1  # seconds for Python to call a handler
 
 
 class ExitHooks:
-    """Calls ``finish`` before this process ends, with what ends it unless it comes to its end, and ``flush`` before
-    it becomes another program, which may fail.
+    """Calls ``finish`` before this process ends, and ``flush`` before ``os.exec*``, which may fail.
+
+    ``finish`` gets what ends the process, such as ``"SIGTERM"``, or ``None`` if it ends normally.
     """
 
     def __init__(self, finish: Callable[[str | None], None], flush: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
-"""Lines of tasks, layers and messages of pipelines: what is the same in each step is made into text once.
+"""The lines of pipeline spans. The text that is the same in each step is made once and kept as a template.
 
-A task's line is followed by those of its arrows, the ways of a micro-batch into it and out of it.
+A task's line is followed by the ends of its arrows, which show a micro-batch's way into and out of it.
 """
 
 from __future__ import annotations

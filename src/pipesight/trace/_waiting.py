@@ -1,4 +1,4 @@
-"""How long to wait for another thread: as long as it gets on, however slow it is."""
+"""Wait for another thread as long as it makes progress, however slow it is."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _TURN = 0.05  # seconds
 
 
 def wait(is_done: Callable[[float], bool], progress: Callable[[], object], patience: float) -> bool:
-    """Wait until it is done, or nothing has changed for ``patience`` seconds; return whether it is done.
+    """Wait until it is done, or ``progress`` has not changed for ``patience`` seconds; return whether it is done.
 
-    The seconds are turns of this thread, not those of a clock: a process that was stopped, or a thread that kept
-    Python's lock for long, gave nobody a chance to get on.
+    Seconds are counted in turns of this thread, not by a clock: in a stopped process, or while one thread holds the
+    GIL, nobody could make progress.
 
     Args:
-        is_done: waits for so many seconds, and tells whether it is done.
-        progress: anything that changes while the other gets on.
-        patience: how many seconds without a change to wait.
+        is_done: Waits for the given number of seconds, and returns whether it is done.
+        progress: Returns anything that changes while the other thread makes progress.
+        patience: Seconds without progress after which to give up.
     """
     seen, turns = progress(), 0
     while not is_done(_TURN):

@@ -25,21 +25,30 @@ _FALSE = {"0", "false", "no", "off", ""}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to trace; ``None`` where nothing was said."""
+    """How to trace; ``None`` where the environment says nothing."""
 
     enable: bool | None = None
+    """Whether to trace at all."""
     log_file: Path | None = None
+    """The trace file."""
     data_dir: str | None = None
+    """Read for DFTracer's sake, and not used."""
     inc_metadata: bool = True
+    """Whether to write the arguments of events."""
     trace_compression: bool = True
+    """Whether to compress the file."""
     log_level: str | None = None
+    """The level of the logger ``pipesight.trace``."""
     interval: float = 0.5
+    """Seconds until an event is on disk, at most."""
     max_bytes: int | None = None
+    """The size of a file, at most."""
     max_parts: int | None = None
+    """How many files to keep."""
 
     @staticmethod
     def from_environment() -> Settings:
-        """Read the environment; say what is wrong with it, and go on."""
+        """Read the environment; warn about wrong values, and use the defaults instead."""
         enable, file = _switch("ENABLE"), _read("LOG_FILE")
         if not file and enable and "PIPESIGHT_ENABLE" in os.environ:  # DFTracer's programs name a file themselves
             file = "trace"

@@ -1,10 +1,10 @@
 """Spans on a GPU: when kernels ran, not when they were launched.
 
-An event of CUDA is put into the stream at either end of a span. Nobody waits for them: when they are done, the writer
-asks CUDA how long after a first event, whose time on the host's clock is known, they were. Each device has a track of
-its own in the trace.
+A CUDA event is recorded in the stream at either end of a span. Nobody waits for them: once they have passed, the writer
+asks CUDA for their distance from an anchor, an event whose time on the host's clock is known. Each device has its own
+track in the trace. Spans of a GPU that is too far behind are dropped, and counted as lost events.
 
-Where one layer of a task ends, the next begins, so one event does for both::
+Where one layer of a task ends, the next begins, so one event serves both::
 
     task      |-----------------------|
     layers    |---- a ---|---- b -----|

@@ -1,4 +1,4 @@
-"""What extensions derive from and call: classes with their own API, features and settings."""
+"""The classes and functions for extensions: namespaces, features, settings, loggers, with nvdlfw_inspect's names."""
 
 from pipesight.stats.extensions.config_mapper import BaseConfigAPIMapper, GenericConfigAPIMapper, GenericFrameworkAPI
 from pipesight.stats.extensions.helpers import (

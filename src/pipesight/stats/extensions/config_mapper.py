@@ -1,4 +1,4 @@
-"""From the settings of a feature to those of one call: which of its tensors is it about?"""
+"""Select the settings of a feature that apply to one call, by the tensor that the call is about."""
 
 from __future__ import annotations
 

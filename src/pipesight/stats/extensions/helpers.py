@@ -1,4 +1,4 @@
-"""Odds and ends that extensions import: where a call came from, joined docstrings, gathered tensors, loaded files."""
+"""Helpers for extensions: identifying calls, joining docstrings, gathering tensors, loading files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration as extensions read it: dictionaries by namespace and feature."""
+"""The configuration of a layer as extensions read it: dictionaries by namespace and feature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The API of a namespace: takes a call, finds the features that are configured for the layer, and calls them."""
+"""The API of a namespace: routes a call to the features that are configured for the layer."""
 
 from __future__ import annotations
 
