@@ -151,13 +151,15 @@ def test_page_draws_both_timelines(recorded):
     read.feed(text)
     assert "img" not in read.tags
     assert "script" not in read.tags
-    assert not read.addresses
-    assert "http" not in text
+    assert read.addresses == ["data:,"]  # no icon is asked for
+    assert "http:" not in text
+    assert "https:" not in text
+    assert "default-src 'none'" in text
     assert "Plans for <img src=x onerror=alert(1)>" in read.texts
     tips = [tip for tip in read.texts if "of micro-batch" in tip]
     assert len(tips) == (4 + 3 + 4) * 2 + (2 + 2) * 2
     assert len([tip for tip in tips if tip.startswith("recompute")]) == 3 * 2
-    assert "prefers-color-scheme:dark" in text
+    assert "light-dark(" in text
 
 
 def test_memory_limit(recorded):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pipesight.analysis.analyse import analyse
 from pipesight.runs.reading.run import LogLine, open_run
 from pipesight.view import page as html
+from pipesight.view import page_assets
 from pipesight.view.page import MOST_BYTES, Limits, Served, page_html, page_payload, write_page
 from pipesight.view.payload.log_lines import logs_of
 from pipesight.view.payload.statistic_tables import Mark, statistics_of
@@ -388,6 +389,6 @@ def test_a_served_page_says_where_to_ask():
 def test_scripts_that_import_each_other_in_a_circle_are_refused(monkeypatch):
     """They are joined one after the other, so there must be an order."""
     scripts = {"a.js": 'import { b } from "./b.js";\nexport const a = b;\n', "b.js": 'import { a } from "./a.js";\n'}
-    monkeypatch.setattr(html, "_asset", scripts.__getitem__)
+    monkeypatch.setattr(page_assets, "_asset", scripts.__getitem__)
     with pytest.raises(ImportError, match=r"in a circle: a\.js -> b\.js -> a\.js"):
-        html._script.__wrapped__("a.js")
+        page_assets._script.__wrapped__("a.js")

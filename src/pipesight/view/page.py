@@ -1,26 +1,19 @@
-"""The page: one file that works offline, drawn from a payload.
-
-The page's scripts are ES modules, in the folder ``page``. They become one script here: each keeps a scope of its own,
-and none is fetched. The policy of the page allows this script and this style, by their hashes, and nothing else.
-"""
+"""The page of a run, or of two: one file that works offline, drawn from a payload."""
 
 from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
 import html
 import json
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipesight.view.page_assets import fill_page
 from pipesight.view.payload import LIMITS, Limits, page_payload
 
 if TYPE_CHECKING:
@@ -39,6 +32,12 @@ __all__ = [
 
 MOST_BYTES = 2_000_000
 """Of a page on disk: long runs show fewer steps."""
+
+_COMMANDS = {"run_page": "pipesight report RUN --html", "comparison_page": "pipesight report RUN_A RUN_B --html"}
+_INCOMPLETE = (  # the script removes it, if it is there
+    '<p id="incomplete">This page is incomplete: the end of the file is missing. '
+    "Write it again with <code>{command}</code>, or copy it again.</p>\n"
+)
 
 LEVEL = 9  # of gzip: a page is written once and sent around
 
@@ -143,17 +142,13 @@ def page_html(payload: Mapping[str, Any] | None = None, *, served: Served | None
         served: Where a server has more. Without, the page is a file, and asks nobody for anything.
         name: Which page: that of a run, ``run_page``, or ``comparison_page``.
     """
-    style, script = _style(), _script(f"{name}.js")
     title = "" if payload is None else str(payload["title"])
     values = {
-        "policy": _policy(style, script, served),
         "addresses": "\n".join(_addresses(served)),
-        "title": html.escape(title or "pipesight"),
-        "style": style,
+        "incomplete": _INCOMPLETE.format(command=_COMMANDS[name]),
         "payload": "" if payload is None else _packed(payload),
-        "script": script,
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset(f"{name}.html"))
+    return fill_page(name, title=title or "pipesight", values=values, script=f"{name}.js", served=served is not None)
 
 
 def _packed(payload: Mapping[str, Any]) -> str:
@@ -168,66 +163,3 @@ def _addresses(served: Served | None) -> list[str]:
     return [
         f'<meta name="pipesight-{name}" content="{html.escape(address)}">' for name, address in known.items() if address
     ]
-
-
-def _policy(style: str, script: str, served: Served | None) -> str:
-    rules = {
-        "default-src": "'none'",
-        "script-src": _hash(script),
-        "style-src": _hash(style),
-        "img-src": "data:",
-        "connect-src": "'none'" if served is None else "'self'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
-    return "; ".join(f"{name} {value}" for name, value in rules.items())
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-# Scripts and style.
-
-_IMPORT = re.compile(r'^import (?:\{(?P<names>[^}]*)\} from )?"\./(?P<file>[\w.]+)";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:const|let|class|function|async function) (?P<name>\w+))", re.MULTILINE)
-
-
-@cache
-def _asset(name: str) -> str:
-    return (files("pipesight.view") / "assets" / name).read_text(encoding="utf-8")
-
-
-@cache
-def _style() -> str:
-    return re.sub(r"/\*.*?\*/\n?", "", _asset("style.css"), flags=re.DOTALL)
-
-
-@cache
-def _script(main: str) -> str:
-    """Join a module and all that it imports, each before those that import it."""
-    joined: dict[str, str] = {}
-    _join(main, joined, ())
-    return "\n".join([*(text for name, text in joined.items() if name != main), _body(main)])
-
-
-def _join(name: str, joined: dict[str, str], above: tuple[str, ...]) -> None:
-    if name in joined:
-        return
-    if name in above:
-        raise ImportError(f"scripts of the page must not import each other in a circle: {' -> '.join([*above, name])}")
-    for match in _IMPORT.finditer(_asset(name)):
-        _join(match["file"], joined, (*above, name))
-    exports = ", ".join(match["name"] for match in _EXPORT.finditer(_asset(name)))
-    joined[name] = f"const {_variable(name)} = (() => {{\n{_body(name)}return {{ {exports} }};\n}})();"
-
-
-def _body(name: str) -> str:
-    def imported(match: re.Match[str]) -> str:
-        return f"const {{{match['names']}}} = {_variable(match['file'])};\n" if match["names"] else ""
-
-    return _EXPORT.sub("", _IMPORT.sub(imported, _asset(name)))
-
-
-def _variable(name: str) -> str:
-    return "$" + name.removesuffix(".js")

@@ -56,7 +56,7 @@ function showFigures(known) {
   const { bubble, bound, recompute } = known;
   const figures = [
     [
-      "bubble",
+      "bubble of the window",
       formatShare(bubble),
       bound === null ? "" : `schedule alone ${formatShare(bound)}`,
       "The share of the window (from the first forward to the last backward) in which partitions are idle, over " +
