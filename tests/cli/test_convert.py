@@ -281,7 +281,7 @@ def test_folder_without_traces(tmp_path):
     """A folder must have traces in it."""
     ended = convert(".", cwd=tmp_path)
     assert ended.returncode == 2
-    assert "no trace in the folder '.': no file there ends in .pfw.gz or .pfw" in ended.stderr
+    assert "no trace in the folder '.': no file in it ends in .pfw.gz or .pfw" in ended.stderr
 
 
 def test_folder_of_the_output_that_is_missing(tmp_path):

@@ -65,12 +65,12 @@ def link(path: Path) -> str:
     elsewhere = path.parents[2] / "elsewhere"
     elsewhere.write_text(json.dumps({"iteration": 0, "layer": SECRET, "outcome": SECRET, "rank": 1}) + "\n")
     path.symlink_to(elsewhere)
-    return "refused: it is a link that leads out of the run"
+    return "refused: it is a link to a file outside the run"
 
 
 def nowhere(path: Path) -> str:
     path.symlink_to(path.with_name("nothing"))
-    return "refused: it is a link that leads nowhere"
+    return "refused: it is a broken link"
 
 
 def called(*arguments: object) -> tuple[int, str, str]:

@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
             trace=not options.no_trace,
             stats=options.stats,
             logs=None if options.logs.lower() == "none" else options.logs,
-            steps=StepSampling.parse(options.steps).windows,
+            steps=StepSampling.parse(options.steps).ranges,
             every=options.every,
             max_bytes=quota(options.max_bytes),
             overwrite=options.overwrite,

@@ -1,12 +1,12 @@
-"""The clocks of ranks, compared with that of rank 0.
+"""The arithmetic of comparing a rank's clock with that of rank 0.
 
-Each rank asks rank 0 for the time, again and again, and keeps the answer that came fastest::
+Each rank asks rank 0 for the time repeatedly, and keeps the answer that came fastest::
 
     rank 1   ── sent ──────────────── received ──     rank 0 read its clock somewhere in between: halfway, give or
     rank 0            ── its clock ──                 take half of the time that it took
 
-Two such measurements, at the start and at the end, give an offset and a drift. In between and beyond, the error is that
-of the straight line through both; it is more where a third measurement says that the clocks did not drift evenly.
+Two such measurements, at the start and at the end, give an offset and a drift. The error is that of the straight line
+through both, and more if another measurement shows that the clocks did not drift evenly.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 __all__ = ["Correction", "Measurement", "correction_from", "measure"]
 
 ROUNDS = 32
-"""How often a rank asks for one measurement."""
+"""How often a rank asks in one measurement."""
 UNKNOWN_DRIFT = 1e-4
-"""What clocks drift apart at most, in all likelihood, where that was not measured: 100 microseconds a second."""
+"""The most that clocks are assumed to drift apart where it was not measured: 100 microseconds per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How far the clock of rank 0 is ahead, when ours said ``at``, in nanoseconds."""
+    """How far the clock of rank 0 is ahead when ours shows ``at``, in nanoseconds."""
 
     at: int
     ahead: int
@@ -34,20 +34,20 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What to add to the times of a rank, in nanoseconds: ``ahead``, and ``drift`` for each after ``since``."""
+    """What to add to the times of a rank: ``ahead`` nanoseconds, plus ``drift`` for each after ``since``."""
 
     since: int
     ahead: int
     drift: float
     error: int
-    """How far times may be from those of rank 0 then."""
+    """How far corrected times may still be off, in nanoseconds."""
 
     def apply(self, moment: int) -> int:
-        """Return what the clock of rank 0 said."""
+        """Return the time by the clock of rank 0."""
         return moment + self.ahead + round((moment - self.since) * self.drift)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the description of a rank says."""
+        """Return what ``run.json`` says."""
         return {
             "error_ns": self.error,
             "offset_correction_ns": self.ahead,
@@ -57,7 +57,7 @@ class Correction:
 
 
 def measure(ask: Callable[[], int], clock: Callable[[], int], *, rounds: int = ROUNDS) -> Measurement:
-    """Ask for the time of rank 0 some times, and keep the answer that came fastest."""
+    """Ask for the time of rank 0 several times, and keep the answer that came fastest."""
     best: Measurement | None = None
     for _ in range(rounds):
         sent = clock()
@@ -73,12 +73,12 @@ def measure(ask: Callable[[], int], clock: Callable[[], int], *, rounds: int = R
 
 
 def correction_from(measurements: Sequence[Measurement], *, begin: int, end: int) -> Correction:
-    """Draw a line through the best measurement of the first half of the time, and that of the second.
+    """Fit a line through the best measurement of the first half of the time, and the best of the second.
 
     Args:
-        measurements: In order of time, one at least.
-        begin: When the first time was taken that is to be corrected.
-        end: When the last was.
+        measurements: In order of time, at least one.
+        begin: The first time to be corrected.
+        end: The last time to be corrected.
     """
     middle = (measurements[0].at + measurements[-1].at) // 2
     one = min((m for m in measurements if m.at <= middle), key=lambda m: m.error)

@@ -1,7 +1,7 @@
-"""Rank 0's answers to ranks that ask for its time: one thread for all of them, however many come at once.
+"""Rank 0's clock server: one thread answers all ranks that ask for the time.
 
-A line that is a question mark is answered with the time. Any other is what a rank found out of its own clock. A rank
-that is slow, or says nothing, keeps no other waiting.
+A question mark on a line is answered with the time. Any other line is the JSON of what a rank found about its clock. A
+slow or silent rank delays no other.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pipesight.recording.clock_correction import UNKNOWN_DRIFT
 __all__ = ["ASK", "ClockServer"]
 
 ASK = b"?\n"
-"""What a rank sends to be told the time."""
-_BACKLOG = 4096  # connections that may wait for this thread to wake up
+"""What a rank sends to get the time."""
+_BACKLOG = 4096  # connections that may be pending
 _LONGEST = 4096  # bytes of a line
-_IDLE = 60.0  # seconds after which a rank that says nothing is let go
+_IDLE = 60.0  # seconds after which a silent rank is disconnected
 _PAUSE = 0.05
 
 
 @dataclass(slots=True)
 class _Client:
-    """A rank that is connected."""
+    """A connected rank."""
 
     socket: socket.socket
     heard: float
@@ -37,16 +37,16 @@ class _Client:
 
 
 class ClockServer:
-    """Tells the time of this process, and collects what others say of theirs.
+    """Answers with the time of this process, and collects what other ranks found about their clocks.
 
     Args:
-        clock: That of the trace, in nanoseconds.
+        clock: Returns the time of the trace, in nanoseconds.
     """
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self._clock = clock
-        self._told: dict[int, tuple[int, dict[str, Any]]] = {}  # when ranks told of their clocks, and what
-        self._waiting: set[int] = set()  # ranks that will measure once more
+        self._reports: dict[int, tuple[int, dict[str, Any]]] = {}  # by rank: when it reported, and what
+        self._waiting: set[int] = set()  # ranks that will measure again
         self._news = threading.Condition()
         self._listener = _listener()
         self.port: int = self._listener.getsockname()[1]
@@ -58,16 +58,16 @@ class ClockServer:
         self._thread.start()
 
     def known(self) -> dict[str, dict[str, Any]]:
-        """Return what is known of the clocks of other ranks; those that will measure again may have drifted since."""
+        """Return what is known of other ranks' clocks, with the error that drift may have added since."""
         found = {}
         with self._news:
-            for rank, (moment, facts) in sorted(self._told.items()):
+            for rank, (moment, facts) in sorted(self._reports.items()):
                 since = self._clock() - moment if rank in self._waiting else 0
                 found[str(rank)] = {**facts, "error_ns": facts["error_ns"] + round(UNKNOWN_DRIFT * since)}
         return found
 
     def stop(self, *, patience: float) -> None:
-        """End, once the ranks that have been here were here a last time."""
+        """Stop, once the known ranks have measured a last time, or ``patience`` seconds have passed."""
         until = time.monotonic() + patience
         with self._news:
             while self._waiting and (left := until - time.monotonic()) > 0:
@@ -83,14 +83,14 @@ class ClockServer:
                 client.socket.close()
 
     def _answer_those(self, ready: list[tuple[selectors.SelectorKey, int]]) -> bool:
-        """Answer all that have come; return whether it is time to end."""
+        """Answer all that are ready; return whether to stop."""
         for key, _ in ready:
             if key.fileobj is self._woken:
                 return True
             if key.fileobj is self._listener:
                 self._accept()
             elif not self._answer(key.data):
-                self._let_go(key.data)
+                self._disconnect(key.data)
         return False
 
     def _clients(self) -> list[_Client]:
@@ -100,7 +100,7 @@ class ClockServer:
         now = time.monotonic()
         for client in self._clients():
             if now - client.heard > _IDLE:
-                self._let_go(client)
+                self._disconnect(client)
         try:
             while True:
                 connection, _ = self._listener.accept()
@@ -109,15 +109,15 @@ class ClockServer:
                 self._selector.register(connection, selectors.EVENT_READ, _Client(connection, now))
         except BlockingIOError:
             return
-        except OSError:  # too many files are open; those who wait come to their turn
+        except OSError:  # too many open files; pending connections wait
             time.sleep(_PAUSE)
 
-    def _let_go(self, client: _Client) -> None:
+    def _disconnect(self, client: _Client) -> None:
         self._selector.unregister(client.socket)
         client.socket.close()
 
     def _answer(self, client: _Client) -> bool:
-        """Answer what has come; return whether there may be more."""
+        """Answer what was received; return whether there may be more."""
         try:
             came = client.socket.recv(_LONGEST)
             client.heard = time.monotonic()
@@ -127,22 +127,22 @@ class ClockServer:
                 del client.line[: end + 1]
                 client.socket.send(b"%d\n" % self._clock() if line == ASK else self._note(json.loads(line)))
         except BlockingIOError:
-            return False  # does not read what it asked for
+            return False  # it does not read the answers
         except (OSError, ValueError, TypeError, KeyError):
-            return False  # says something else, or nothing any more
+            return False  # garbage, or a closed connection
         return bool(came) and len(client.line) < _LONGEST
 
     def _note(self, facts: dict[str, Any]) -> bytes:
         rank, last, clock = int(facts["rank"]), bool(facts["last"]), facts["clock"]
         with self._news:
-            self._told[rank] = self._clock(), {**clock, "error_ns": int(clock["error_ns"])}
+            self._reports[rank] = self._clock(), {**clock, "error_ns": int(clock["error_ns"])}
             (self._waiting.discard if last else self._waiting.add)(rank)
             self._news.notify_all()
         return b"\n"
 
 
 def _listener() -> socket.socket:
-    """Return a socket that takes connections of either kind, where the machine knows both."""
+    """Return a socket that accepts IPv4 and, where the machine has it, IPv6."""
     families = [socket.AF_INET6, socket.AF_INET] if socket.has_dualstack_ipv6() else [socket.AF_INET]
     for family in families:
         listener = socket.socket(family)
@@ -153,7 +153,7 @@ def _listener() -> socket.socket:
             listener.listen(_BACKLOG)
             listener.setblocking(False)
             return listener
-        except OSError:  # a machine that knows the new kind of addresses, but has none
+        except OSError:  # IPv6 is supported, but not configured
             listener.close()
             if family == families[-1]:
                 raise

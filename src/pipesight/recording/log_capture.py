@@ -1,11 +1,11 @@
-"""Log lines of a run, with the place in the pipe that they come from.
+"""Capture the log lines of a run, with their place in the pipeline.
 
     2026-11-15T10:00:00.123456 INFO train.model [step 3 partition 1 micro-batch 0 forward layer 2] message
 
-What a program prints stays as it is: no handler is added, since `logging.basicConfig` does nothing where there is one,
-and no level is set, since other handlers would print more. Instead, loggers let lines of our level through up to the
-point where handlers are called, and only those that they would have let through anyway beyond it. A program that asks
-a logger for its level gets the answer that it would get anyway.
+What the program prints does not change: no handler is added, since `logging.basicConfig` does nothing once there is
+one, and no level is set, since other handlers would then print more. Instead, loggers pass lines of our level up to the
+point where handlers are called, and beyond it only lines that they would have passed anyway. A program that asks a
+logger for its level gets the usual answer.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _CALLERS = 4  # frames from a logger's `_log` to its handlers, subclasses includ
 
 
 class LogCapture:
-    """Writes the lines of all loggers from a level on, until `remove`.
+    """Writes the lines of all loggers from a level on to a file, until `remove`.
 
     Args:
         path: The file.
         level: Lines below it are not written.
-        max_bytes: If the file gets larger than this, its older half goes.
-        step: Tells which step it is, outside of pipelines.
+        max_bytes: If the file gets larger than this, its older half is removed.
+        step: Returns the current step, for lines from outside pipelines.
     """
 
     def __init__(self, path: Path, *, level: int, max_bytes: int | None, step: Callable[[], int | None]) -> None:
@@ -60,7 +60,7 @@ class LogCapture:
 
     @property
     def tasks(self) -> bool:
-        """Whether the lines of a pipeline's own, one for each task, are wanted."""
+        """Whether to write a line for each task of a pipeline."""
         return self._tasks.on
 
     @tasks.setter
@@ -68,44 +68,44 @@ class LogCapture:
         self._tasks.on = on and self._level <= logging.INFO
 
     def has_task_lines(self) -> bool:
-        """Return whether they come by themselves, since the program wants them."""
+        """Return whether the program itself logs the lines of tasks."""
         return self._enabled(task_logger, logging.INFO)
 
     def write(self, level: int, name: str, message: str, *, created: float | None = None, place: str = "") -> None:
-        """Write a line, or several; training goes on if that fails."""
+        """Write a message of one or more lines; if that fails, training goes on."""
         self.hold(level, name, message, created=created, place=place)
-        self.let_go()
+        self.write_held()
 
     def hold(self, level: int, name: str, message: str, *, created: float | None = None, place: str = "") -> None:
-        """Keep a line until `let_go`: writing gives Python's lock away, and workers would have to wait for it."""
+        """Keep a line until `write_held`: writing releases the GIL, and workers would have to wait for it."""
         moment = time.time() if created is None else created
         text = message.replace("\n", "\n    ")
         label = f" [{place}]" if place else ""
         line = f"{self._time(moment)} {logging.getLevelName(level)} {name}{label} {text}\n"
         self._held.append(line.encode(errors="backslashreplace"))
 
-    def let_go(self) -> None:
-        """Write the lines that are held."""
+    def write_held(self) -> None:
+        """Write the lines that are kept."""
         with self._writing:
             held = [self._held.popleft() for _ in range(len(self._held))]
-            if os.getpid() != self._process:  # a forked process has its last line alone: the others are its parent's
+            if os.getpid() != self._process:  # a fork: all lines but the last are the parent's
                 self._process, held = os.getpid(), held[-1:]
             try:
                 self._file.write(b"".join(held))
                 self._size += sum(map(len, held))
                 if self._max_bytes is not None and self._size > self._max_bytes:
-                    self._make_room()
+                    self._remove_older_half()
             except (OSError, ValueError):
                 self.left_out += len(held)
 
     def remove(self) -> None:
-        """Write no more, and leave loggers as they were."""
+        """Stop, and restore the loggers."""
         context.detach(self._tasks)
         if logging.Logger.isEnabledFor is self._our_enabled:
             logging.Logger.isEnabledFor = self._enabled  # type: ignore[method-assign]
         if logging.Logger.callHandlers is self._our_call:
             logging.Logger.callHandlers = self._call  # type: ignore[method-assign]
-        self._level = sys.maxsize  # should others have put something in front of ours
+        self._level = sys.maxsize  # in case others have wrapped our functions
         self._file.close()
 
     def _attach(self) -> None:
@@ -142,7 +142,7 @@ class LogCapture:
         self.write(record.levelno, record.name, message, created=record.created, place=self._place(record))
 
     def _place(self, record: logging.LogRecord) -> str:
-        """Return where a record comes from: what it says itself, or else the place of this thread."""
+        """Return the place in the pipeline that a record names, or else that of this thread."""
         where: Any = context.current()
         found = record.__dict__
         if where is None and found.get("partition") is None:
@@ -163,15 +163,15 @@ class LogCapture:
             self._second = (second, text)
         return f"{text}.{int((moment - second) * 1e6):06}"
 
-    def _make_room(self) -> None:
-        """Let the older half of the lines go."""
+    def _remove_older_half(self) -> None:
+        """Remove the older half of the lines."""
         lines = self.path.read_bytes().splitlines(keepends=True)
         size, kept = 0, len(lines)
         assert self._max_bytes is not None
         while kept and size + len(lines[kept - 1]) <= self._max_bytes // 2:
             kept -= 1
             size += len(lines[kept])
-        while kept < len(lines) and lines[kept].startswith(b"    "):  # of a line that is gone
+        while kept < len(lines) and lines[kept].startswith(b"    "):  # continues a line that is removed
             size -= len(lines[kept])
             kept += 1
         other = self.path.with_name(f".{self.path.name}")
@@ -188,7 +188,7 @@ class _TaskLines(Observer):
         self._lines, self.on = lines, False
 
     def wanted(self) -> bool:
-        """Return whether the lines are wanted, and nobody else brings them."""
+        """Return whether the lines are wanted, and the program does not log them itself."""
         return self.on and not self._lines.has_task_lines()
 
     def task_started(self, where: Where) -> None:
@@ -199,12 +199,12 @@ class _TaskLines(Observer):
             self._lines.hold(logging.INFO, task_logger.name, message, place=place)
 
     def pass_ended(self) -> None:
-        """Write the lines of the pass, in the thread that waits for it anyway."""
-        self._lines.let_go()
+        """Write the lines of the pass, in the thread that waits for it."""
+        self._lines.write_held()
 
 
 def _was_logged() -> bool:
-    """Return whether a logger made the record itself, by its level: others hand over records that are to be handled."""
+    """Return whether the record was logged with a level check; `Logger.handle` passes records on without one."""
     frame = sys._getframe(2)
     for _ in range(_CALLERS):
         if frame.f_code is _LOG:

@@ -1,4 +1,4 @@
-"""What `run.json` says of a pipeline: how it is cut, and what its layers hold and hand on."""
+"""What `run.json` says of a pipeline: how it is cut, and the sizes of its layers and their outputs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Pipeline: TypeAlias = Union[GPipe, "DistributedPipeline"]
 
 
 class PipelineDescription:
-    """A pipeline that a run has met. Its first mini-batch tells how large these are, and the outputs of layers.
+    """A pipeline of a run. Its first mini-batch shows the batch size and the sizes of the layers' outputs.
 
-    Of one over several processes, each knows the outputs of its own layers.
+    In a pipeline over several processes, each knows the outputs of its own layers.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -42,20 +42,20 @@ class PipelineDescription:
         ]
 
     def settle(self) -> bool:
-        """Learn no more, once a mini-batch has come through; return whether there is news."""
+        """Remove the hooks once a mini-batch has passed; return whether that was now."""
         if not self._handles or self._minibatch is None:
             return False
         self.remove()
         return True
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def as_json(self) -> dict[str, Any]:
-        """Return what there is to say by now."""
+        """Return what is known so far."""
         pipeline = self._pipeline
         everything: Sequence[nn.Module]
         placed: dict[str, Any]
@@ -85,7 +85,7 @@ class PipelineDescription:
         }
 
     def _add(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """Add what a layer makes of a micro-batch of the first mini-batch."""
+        """Add the size of a layer's output for a micro-batch of the first mini-batch."""
         where = context.current()
         if where is None or where.phase != "forward":
             return

@@ -1,8 +1,7 @@
-"""Rank 0 tells the other ranks the time, and they tell it how far their clocks are off.
+"""Compare the clock of each rank with that of rank 0, which answers on a port that the process group's store holds.
 
-Where a process group is, its store says at which port. Everything here happens in threads of its own, but for the end,
-where ranks wait a moment for each other. Nothing of it may break the training: clocks that cannot be compared are noted
-as such.
+Everything happens in separate threads, except at the end, where ranks wait a moment for each other. Nothing here may
+break the training: if clocks cannot be compared, ``run.json`` says so.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = ["RankClocks"]
 logger = own_logger(__name__)
 
 INTERVAL = 10.0
-"""Seconds from one measurement to the next, so that a rank that is killed has a recent one."""
+"""Seconds between measurements, so that a rank that is killed has a recent one."""
 _PATIENCE = 3.0  # seconds that ranks wait for each other at the end
 _POLL = 0.05
 
@@ -38,10 +37,10 @@ class RankClocks:
     """The clock of this rank, and on rank 0 those of the others.
 
     Args:
-        rank: Of this process.
-        ranks: How many there are.
-        attempt: How often a launcher has started the ranks anew.
-        clock: That of the trace, in nanoseconds.
+        rank: The rank of this process.
+        ranks: The number of ranks.
+        attempt: How often a launcher has restarted the ranks.
+        clock: Returns the time of the trace, in nanoseconds.
     """
 
     def __init__(self, rank: int, ranks: int, attempt: int, clock: Callable[[], int]) -> None:
@@ -58,13 +57,13 @@ class RankClocks:
         self._measuring = threading.Lock()
 
     def begin(self) -> None:
-        """Begin to compare, if there is a process group, and it has not been done yet."""
+        """Start to compare, once, when there is a process group."""
         if self._has_begun or not dist.is_available() or not dist.is_initialized():
             return
         self._has_begun = True
         store = default_store()
         name = f"pipesight/clock/{self._attempt}"
-        key = f"{name}/{store.add(f'{name}/of rank {self._rank}', 1)}"  # there may be one observation after the other
+        key = f"{name}/{store.add(f'{name}/of rank {self._rank}', 1)}"  # a process may record several runs
         if self._rank == 0:
             self._server = ClockServer(self._clock)
             store.set(key, str(self._server.port))
@@ -74,7 +73,7 @@ class RankClocks:
             self._thread.start()
 
     def end(self, *, failed: bool = False) -> None:
-        """Measure a last time, or wait until the other ranks have, unless the run failed."""
+        """Measure a last time; on rank 0, wait until the other ranks have. If the run failed, do not wait."""
         if self._ended.is_set():
             return
         self._end = self._clock()
@@ -94,7 +93,7 @@ class RankClocks:
         return correction_from(self._measurements, begin=self._start, end=end)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what there is to say in the description of this rank."""
+        """Return what ``run.json`` says under ``clock``."""
         if self._ranks < 2:
             return {"error_ns": 0}
         if self._rank == 0:
@@ -104,11 +103,11 @@ class RankClocks:
         correction = self.correction()
         return {"error_ns": None} if correction is None else correction.as_json()
 
-    # On other ranks than the first.
+    # On ranks other than 0.
 
     def _follow(self, store: Any, key: str) -> None:
         try:
-            while not store.check([key]):  # a wait would keep others from the store
+            while not store.check([key]):  # waiting would block others at the store
                 if self._ended.wait(_POLL):
                     return
             self._address = (os.environ.get("MASTER_ADDR", "localhost"), int(store.get(key)))
@@ -131,14 +130,14 @@ class RankClocks:
                     if time.monotonic() > until or (self._ended.is_set() and not last):
                         self._complain(error)
                         return
-                # Ranks that came all at once come back one after the other.
+                # Ranks that failed at the same time retry at different times.
                 time.sleep(random.uniform(_POLL, 10 * _POLL))
 
     def _measure_once(self, address: tuple[str, int], last: bool) -> None:
         with _connected(address) as (ask, tell):
             found = measure(ask, self._clock)
             self._measurements.append(found)
-            if len(self._measurements) > 100:  # of a long run, every second will do
+            if len(self._measurements) > 100:  # in a long run, every second one is enough
                 del self._measurements[1::2]
             correction = self.correction()
             assert correction is not None
@@ -150,7 +149,7 @@ class RankClocks:
             if not self._measurements:
                 logger.warning(
                     "the clock of rank %d cannot be compared with that of rank 0 (%s); training goes on, but times of "
-                    "different ranks may not fit together",
+                    "different ranks may be inconsistent",
                     self._rank,
                     error,
                 )
@@ -158,7 +157,7 @@ class RankClocks:
 
 @contextlib.contextmanager
 def _connected(address: tuple[str, int]) -> Iterator[tuple[Callable[[], int], Callable[[dict[str, Any]], None]]]:
-    """Connect to rank 0; give what asks for the time, and what tells it something."""
+    """Connect to rank 0; yield a function that asks for the time, and one that sends facts."""
     with socket.create_connection(address, timeout=_PATIENCE) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         answers = connection.makefile("rb")
@@ -169,11 +168,11 @@ def _connected(address: tuple[str, int]) -> Iterator[tuple[Callable[[], int], Ca
 
         def tell(facts: dict[str, Any]) -> None:
             connection.sendall(json.dumps(facts).encode() + b"\n")
-            answers.readline() or _hung_up()  # so that it is there
+            answers.readline() or _hung_up()  # until it has arrived
 
         with answers:
             yield ask, tell
 
 
 def _hung_up() -> NoReturn:
-    raise ConnectionError("rank 0 hung up")
+    raise ConnectionError("rank 0 closed the connection")

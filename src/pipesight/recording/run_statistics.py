@@ -1,4 +1,4 @@
-"""Statistics of a run: the models are found as they are called, and steps are those of the run."""
+"""Tensor statistics of a run: models are found when they are called, and steps are those of the run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RunStatistics:
         config: What to log.
         folder: The run directory.
         first: The number of the first step.
-        begin: Called before a watched model runs: a step may begin with it.
-        log: Takes messages, each with its level.
+        begin: Called before a watched model runs, which may begin a step.
+        log: Takes messages and their levels.
 
     Raises:
         ConfigError: The configuration has mistakes.
@@ -57,11 +57,11 @@ class RunStatistics:
         self._watches: list[_RunWatch] = []
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: set[str] = set()
-        self._told = False
+        self._chosen = False
         self.observing = True
-        """Whether the step under way is recorded."""
+        """Whether the current step is recorded."""
         self.trained = False
-        """Whether a model was called in it, or an optimizer has stepped. Else it is only what follows the last."""
+        """Whether the current step has called a model or stepped an optimizer. If not, it only follows the last one."""
 
     @property
     def found(self) -> bool:
@@ -69,34 +69,34 @@ class RunStatistics:
         return bool(self._watches)
 
     def watch(self, model: Model) -> None:
-        """Watch this model, and look for no others from now on."""
-        self._told = True
+        """Watch this model, and look for no others."""
+        self._chosen = True
         if _module(model) not in self._known:
             self._add(model)
 
     def meet_pipeline(self, pipeline: Model) -> None:
         """Watch a pipeline, unless it is part of what is watched."""
-        if self.observing and not self._told and _module(pipeline) not in self._known:
+        if self.observing and not self._chosen and _module(pipeline) not in self._known:
             self._add(pipeline)
 
     def meet_module(self, module: nn.Module) -> None:
         """Watch a module that training calls, unless it is part of what is watched, or holds a pipeline."""
-        if self._told or not self.observing or module in self._known or not _trains(module):
+        if self._chosen or not self.observing or module in self._known or not _trains(module):
             return
         pipelines = [inner for inner in module.modules() if isinstance(inner, GPipe)]
         if pipelines and not (len(pipelines) == 1 and _wraps(module, pipelines[0])):
-            return  # they are met when they are called
+            return  # each is watched when it is called
         self._add(module)
 
     def end_step(self) -> None:
         """Log the values of a step."""
         if self.observing and self.trained:
             self.trained = False
-            with ai.comm(enable=False):  # merging over ranks is our own affair, and none of the program's
+            with ai.comm(enable=False):  # merging over ranks is not communication of the program
                 self._session.step()
 
     def part_with_ranks(self) -> None:
-        """Log what there is while the other ranks are still there, and let go of them: the program is about to."""
+        """Log what was measured while the other ranks can still be reached: the program is about to leave them."""
         self.end_step()
         with ai.comm(enable=False):
             self._session.part_with_ranks()
@@ -112,7 +112,7 @@ class RunStatistics:
             self._session.flush()
 
     def close(self, *, failed: bool) -> None:
-        """Log the last step, and leave the models as they were; if the run failed, wait for no other rank."""
+        """Log the last step, and remove all hooks; if the run failed, do not wait for other ranks."""
         try:
             if not failed:
                 self.end_step()
@@ -133,8 +133,8 @@ class RunStatistics:
         if same:
             watch.remove()
             self._session.messages.warning(
-                f"a second model, {type(model).__name__}, has layers of the same names as the first, such as "
-                f"{min(same)!r}, and is not watched; say which one is meant: run.watch(model)"
+                f"a second model, {type(model).__name__}, is not watched: it has layers with the same names as the "
+                f"first, such as {min(same)!r}; choose one: run.watch(model)"
             )
             return
         self._names |= set(watch.layers)
@@ -174,18 +174,18 @@ class _RunWatch(Watch):
         """Do nothing: the run knows when a step begins."""
 
     def _after_optimizer(self) -> None:
-        """Take note; the run knows when a step has ended."""
+        """Remember that the step has trained; the run knows when it has ended."""
         self._statistics.trained = True
 
 
 class _Nowhere:
-    """A sink that stands for the file of lines for people, which a run directory does without."""
+    """A sink that drops everything, in place of the text log that a run directory does not have."""
 
     def write(self, records: Sequence[Record]) -> None:
         """Take records."""
 
     def close(self) -> None:
-        """Let go of nothing."""
+        """Do nothing."""
 
 
 def _module(model: Model) -> nn.Module:
@@ -197,7 +197,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _wraps(module: nn.Module, pipeline: nn.Module) -> bool:
-    """Return whether a module is nothing but a pipeline, wrapped, by ``DistributedDataParallel`` for example."""
+    """Return whether a module only wraps a pipeline, as ``DistributedDataParallel`` does."""
     while module is not pipeline:
         children = list(module.children())
         if len(children) != 1 or any(True for _ in module.parameters(recurse=False)):

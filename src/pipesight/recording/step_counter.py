@@ -1,9 +1,8 @@
-"""Which training step this is: found from the optimizers' steps, unless the program says.
+"""Count training steps by the steps of optimizers, unless the program numbers them itself.
 
-A step ends with an optimizer's step. The next begins with whatever comes first of what belongs to it: a batch is
-fetched, a model called, a backward begun, something sent or received. So two optimizers that step one after the other
-end one step, several mini-batches before an optimizer's step are of one step, and an evaluation is of the step that it
-precedes::
+A step ends with an optimizer's step. The next begins with whatever comes first: a batch is fetched, a model called, a
+backward begun, something sent or received. So two optimizers that step one after the other end one step, several
+mini-batches before an optimizer's step belong to one step, and an evaluation belongs to the step after it::
 
     fetch  forward  backward  step  |  fetch  evaluate  forward  backward  forward  backward  step  step  |  fetch ...
     0      0        0         0     |  1      1         1        1         1        1         1     1     |  2
@@ -34,7 +33,7 @@ __all__ = ["StepCounter", "StepListener"]
 
 
 class StepListener(Protocol):
-    """Is told how a run goes on. What it raises reaches the training: it must not."""
+    """What `StepCounter` calls as a run proceeds. It must not raise: errors would reach the training."""
 
     def turn(self, last: int, step: int) -> None:
         """A step has ended, and another begins."""
@@ -59,38 +58,43 @@ class StepCounter:
     """Counts the steps of this process.
 
     Args:
-        first: The number of the first.
-        follower: Who is told.
+        first: The number of the first step.
+        listener: What is called as the run proceeds.
     """
 
-    def __init__(self, first: int, follower: StepListener) -> None:
+    def __init__(self, first: int, listener: StepListener) -> None:
         self._number = first
-        self._follower = follower
+        self._listener = listener
         self._ended = False  # an optimizer has stepped, and nothing has begun since
-        self._told = False
+        self._numbered_by_program = False
         self._turning = threading.RLock()
         self._patches = Patches()
 
     @property
     def number(self) -> int:
-        """The step under way."""
+        """The current step."""
         return self._number
 
     @property
     def ended(self) -> bool:
-        """Whether it is over, and the next has not begun."""
+        """Whether it has ended, and the next has not begun."""
         return self._ended
 
     def attach(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._patches.keep(register_optimizer_step_post_hook(self._optimizer_stepped))
-        watch = functools.partial(self._patches.wrap, may_raise=True)  # statistics do, where they are told to
+        watch = functools.partial(self._patches.wrap, may_raise=True)  # statistics do, where the configuration says so
         watch(iterator_class(), "__next__", self._before)
         watch(torch.autograd, "backward", self._before)
         watch(torch.autograd, "grad", self._before)
         watch(torch.amp.GradScaler, "step", self._scaler_stepped)
         if dist.is_available():
-            for name in ("send", "recv", "isend", "irecv"):  # ranks that wait for each other turn to a step together
+            for name in (
+                "send",
+                "recv",
+                "isend",
+                "irecv",
+            ):  # ranks that wait for each other begin a step together
                 watch(dist.distributed_c10d, name, self._before)
             watch(dist.distributed_c10d, "init_process_group", self._joining)
             watch(dist.distributed_c10d, "destroy_process_group", self._before_parting)
@@ -98,21 +102,21 @@ class StepCounter:
         context.count_steps(self)
 
     def detach(self) -> None:
-        """Count no longer."""
+        """Stop counting."""
         context.count_steps(None)
         if self._module_called in on_outermost:
             on_outermost.remove(self._module_called)
         self._patches.undo()
 
     def tell(self, number: int) -> None:
-        """Begin the step of this number; from now on the program counts."""
+        """Begin the step of this number; from now on the program numbers them."""
         with self._turning:
-            self._told, self._ended = True, False
+            self._numbered_by_program, self._ended = True, False
             if number != self._number:
                 self._turn_to(number)
 
     def begin(self) -> None:
-        """Take note that something begins which cannot belong to a step that has ended."""
+        """Begin the next step, if the current one has ended: the caller does something that belongs to a new one."""
         if self._ended and context.current() is None:
             with self._turning:
                 if self._ended:
@@ -120,13 +124,13 @@ class StepCounter:
                     self._turn_to(self._number + 1)
 
     def called(self, pipeline: Any) -> int:
-        """Take note of the call of a pipeline, and return the step that it belongs to."""
+        """Return the step that the call of a pipeline belongs to."""
         self.begin()
-        self._follower.meet_pipeline(pipeline)
+        self._listener.meet_pipeline(pipeline)
         return self._number
 
     def catch_up(self, number: int) -> None:
-        """Take note that other ranks, which work on the same mini-batch, are at this step already."""
+        """Turn to a later step that other ranks have reached with the same mini-batch."""
         with self._turning:
             if number > self._number:
                 self._ended = False
@@ -134,11 +138,11 @@ class StepCounter:
 
     def _turn_to(self, number: int) -> None:
         last, self._number = self._number, number
-        self._follower.turn(last, number)
+        self._listener.turn(last, number)
 
     def _module_called(self, module: nn.Module) -> None:
         self.begin()
-        self._follower.meet_module(module)
+        self._listener.meet_module(module)
 
     def _before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.begin()
@@ -146,32 +150,32 @@ class StepCounter:
 
     def _joining(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        self._follower.join()
+        self._listener.join()
         return result
 
     def _before_parting(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs:  # all groups
-            self._follower.part()
+            self._listener.part()
         return original(*args, **kwargs)
 
     def _optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not _is_rehearsal():
+        if not _only_creates_state():
             self._end()
 
     def _scaler_stepped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Count a step that a scaler leaves out too: its gradients overflowed."""
+        """Count steps that a scaler skips, too, because gradients overflowed."""
         result = original(*args, **kwargs)
         self._end()
         return result
 
     def _end(self) -> None:
-        if not self._told and not self._ended:
+        if not self._numbered_by_program and not self._ended:
             self._ended = True
-            self._follower.stepped()
+            self._listener.stepped()
 
 
-def _is_rehearsal() -> bool:
-    """Return whether an optimizer steps only to get a state, which a checkpoint is then loaded into."""
+def _only_creates_state() -> bool:
+    """Return whether an optimizer steps only to create its state, which a checkpoint is then loaded into."""
     code = optimizer_rehearsal_code()
     frame = sys._getframe() if code is not None else None
     while frame is not None and frame.f_code is not code:

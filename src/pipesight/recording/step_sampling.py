@@ -1,4 +1,4 @@
-"""Which steps of a run are recorded: windows, and each Nth step in them."""
+"""Which steps of a run are recorded: ranges of steps, and every Nth step in them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any, TypeAlias
 
 __all__ = ["StepRanges", "StepSampling"]
 
-Window: TypeAlias = tuple[int, int | None]
+StepRange: TypeAlias = tuple[int, int | None]
 """The first step and the last, both included; ``None`` for no end."""
 
 StepRanges: TypeAlias = tuple[int, int | None] | range | Iterable[tuple[int, int | None] | range] | None
-"""One window, several, or ``None`` for all steps."""
+"""One range, several, or ``None`` for all steps."""
 
 _FIX = "give the first and the last one: steps=(10, 20), or several such pairs: steps=[(10, 20), (100, 110)]"
 
 
 @dataclass(frozen=True, slots=True)
 class StepSampling:
-    """Tells which steps are recorded.
+    """Ranges of steps, and every Nth step in them.
 
     Example::
 
         StepSampling.of((10, 20), every=5).include(15)  # and 10, and 20
     """
 
-    windows: tuple[Window, ...] | None = None
+    ranges: tuple[StepRange, ...] | None = None
     every: int = 1
 
     @classmethod
     def of(cls, steps: StepRanges, *, every: int = 1) -> StepSampling:
-        """Check what a user says.
+        """Check the arguments of `observe`.
 
         Raises:
             ValueError: There are no such steps.
@@ -41,47 +41,47 @@ class StepSampling:
         if steps is None:
             return cls(None, every)
         given: Sequence[Any]
-        if isinstance(steps, range) or _is_window(steps):
+        if isinstance(steps, range) or _is_range(steps):
             given = [steps]
         elif isinstance(steps, Iterable) and not isinstance(steps, str | bytes):
             given = list(steps)
         else:
             given = []
         if not given:
-            raise ValueError(f"steps must name some steps (steps: {steps!r}); {_FIX}")
-        return cls(tuple(sorted((_window(one) for one in given), key=lambda window: window[0])), every)
+            raise ValueError(f"steps must contain at least one range (steps: {steps!r}); {_FIX}")
+        return cls(tuple(sorted((_range(one) for one in given), key=lambda range_: range_[0])), every)
 
     @classmethod
     def parse(cls, text: str | None, *, every: int = 1) -> StepSampling:
-        """Read what a command line says: ``10:20``, ``10:``, ``:20``, ``15``, or several with commas between.
+        """Parse ``10:20``, ``10:``, ``:20``, ``15``, or several, separated by commas.
 
         Raises:
-            ValueError: It says something else.
+            ValueError: It is none of these.
         """
         if text is None:
             return cls.of(None, every=every)
-        windows: list[Window] = []
+        ranges: list[StepRange] = []
         for piece in text.split(","):
             first, colon, last = (part.strip() for part in piece.partition(":"))
             if not all(part.isdecimal() or (colon and not part) for part in (first, last or first)):
                 raise ValueError(f"steps must look like 10:20, 10:, :20, 15 or 0:2,100:102 (steps: {text!r})")
-            windows.append((int(first or 0), int(last) if last else None if colon else int(first)))
-        return cls.of(windows, every=every)
+            ranges.append((int(first or 0), int(last) if last else None if colon else int(first)))
+        return cls.of(ranges, every=every)
 
     def include(self, step: int) -> bool:
         """Return whether a step is recorded."""
-        if self.windows is None:
+        if self.ranges is None:
             return step % self.every == 0
         return any(
             first <= step and (last is None or step <= last) and (step - first) % self.every == 0
-            for first, last in self.windows
+            for first, last in self.ranges
         )
 
     def as_json(self) -> Any:
         """Return what ``run.json`` says: ``None``, a pair, or a list of pairs."""
-        if self.windows is None:
+        if self.ranges is None:
             return None
-        pairs = [list(window) for window in self.windows]
+        pairs = [list(range_) for range_ in self.ranges]
         return pairs[0] if len(pairs) == 1 else pairs
 
 
@@ -89,20 +89,20 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_window(value: Any) -> bool:
+def _is_range(value: Any) -> bool:
     if not isinstance(value, tuple | list) or len(value) != 2:
         return False
     return all(isinstance(end, int) or end is None for end in value)
 
 
-def _window(given: Any) -> Window:
+def _range(given: Any) -> StepRange:
     if isinstance(given, range):
         if given.step != 1 or not given:
-            raise ValueError(f"a range of steps must go up one by one (steps: {given}); every=N takes each Nth")
+            raise ValueError(f"a range of steps must have a step of 1 (steps: {given}); every=N records every Nth")
         given = (given.start, given.stop - 1)
-    if not _is_window(given) or not _is_count(given[0]) or not (given[1] is None or _is_count(given[1])):
-        raise ValueError(f"a window of steps must have two numbers from 0 on (steps: {given!r}); {_FIX}")
+    if not _is_range(given) or not _is_count(given[0]) or not (given[1] is None or _is_count(given[1])):
+        raise ValueError(f"a range of steps must be two integers of 0 or more (steps: {given!r}); {_FIX}")
     first, last = given
     if last is not None and last < first:
-        raise ValueError(f"the last step of a window must not be before the first (steps: {given!r})")
+        raise ValueError(f"the last step of a range must not be before the first (steps: {given!r})")
     return int(first), last

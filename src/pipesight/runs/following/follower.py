@@ -1,7 +1,7 @@
-"""A run that is going on, read as it grows: whether it has begun and ended, and its last steps.
+"""Follow a run while it grows: whether it has begun or ended, and its last steps.
 
-Each look reads what was added to the files since the last one, and no more than a few MiB of it, however long the run
-has been going on; what it keeps is bounded too.
+Each look reads what was added to the files since the last one, at most a few MiB. What is kept is bounded, too, however
+long the run.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Phase = Literal["waiting", "running", "ended"]
 
 _CHILD = re.compile(r"-\d+-\d+\.")  # of a process that a rank started: rank-00000-4711.pfw.gz
 _MOST = {TRACE: 4 * 2**20, STATS: 8 * 2**20, LOGS: 2**18}
-"""Bytes on disk that are read at a time, over all files of a kind."""
+"""Bytes on disk that one look reads, over all files of a kind."""
 _LEAST = 2**16  # bytes, of each file
 _LONGER = 12
-"""How many times longer than else to wait where nothing is sure: for more of a trace that has no end and no run.json,
-and for another attempt of a torchrun that goes on."""
+"""Wait so many times longer where nothing is certain: for more of an incomplete trace without run.json, and for another
+attempt of a torchrun that is still running."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How far a run is."""
+    """The state of a run."""
 
     phase: Phase
     outcome: str | None = None
@@ -49,10 +49,10 @@ class State:
 
 
 def check_place(path: Path) -> None:
-    """Check that there is a run, or that one can still appear.
+    """Check that there is a run, or that one may still appear.
 
     Raises:
-        NotARunError: There is something else.
+        NotARunError: There is something else at that path.
     """
     if path.is_dir() and (why := refusal(path / RUN_FILE, path)) is not None:
         raise NotARunError(f"{path / RUN_FILE}: {why}")
@@ -61,7 +61,7 @@ def check_place(path: Path) -> None:
     if not path.is_dir() or (path / RUN_FILE).exists():
         if path.is_file() and not path.name.endswith(TRACE_SUFFIXES):
             raise NotARunError(
-                f"not a run: {str(path)!r} is a file; give the folder of a run, or its trace: rank-00000.pfw.gz"
+                f"not a run: {str(path)!r} is a file; give the folder of a run, or a trace such as rank-00000.pfw.gz"
             )
         return
     names = {entry.name for entry in path.iterdir()}
@@ -88,10 +88,10 @@ class Follower:
             time.sleep(1)
 
     Args:
-        path: The run. It need not be there yet.
+        path: The run. It need not exist yet.
         steps: How many of the last steps to keep.
-        quiet: Seconds without a new byte after which a run whose process is gone has ended.
-        clock: Tells the time.
+        quiet: Seconds without new data after which a run whose process is gone has ended.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -104,16 +104,16 @@ class Follower:
     def _reset(self) -> None:
         self.state = State("waiting")
         self.run = RecentRun(self.path, steps=self._steps)
-        """What has been read; it changes with each look."""
+        """What has been read so far; each look changes it."""
         self._files: dict[Path, GrowingFile] = {}
         self._traces: list[Path] = []  # of the attempt that is read
-        self._closed: dict[Path, bool] = {}  # whether each has come to its end
+        self._closed: dict[Path, bool] = {}  # whether each has ended
         self._told: dict[str, Any] = {}  # by run.json
         self._ranks: dict[int, dict[str, Any]] = {}  # what others say
         self._grew_at = -math.inf
 
     def look(self) -> bool:
-        """Read what is new; return whether there is anything to show that was not there before."""
+        """Read what is new; return whether there is anything new to show."""
         if self.state.phase == "ended":
             return False
         before = self.state
@@ -135,17 +135,17 @@ class Follower:
         return told or said or more or self.state != before
 
     def close(self) -> None:
-        """Let go of what was read."""
+        """Close the run."""
         self.run.close()
 
-    # What there is to read.
+    # Reading.
 
     def _read_facts(self) -> bool:
         """Read run.json, if it has changed."""
         try:
             facts = read_description(self.path, self.run.remark)
             changed_at = (self.path / RUN_FILE).stat().st_mtime
-        except (OSError, ValueError):  # it is replaced in one go, but not by everyone
+        except (OSError, ValueError):  # pipesight replaces it atomically, others may not
             return False
         known = self._told
         if facts == known:
@@ -162,7 +162,7 @@ class Follower:
         self._reset()
 
     def _choose_attempt(self) -> None:
-        """Find out which attempt to read; if it is another than before, nothing stays of that one."""
+        """Choose the attempt to read; if it has changed, drop what was read."""
         told, found = self._told, self._find_traces()
         if told.get("restart") or any(attempt_of_trace(path) for path in found):
             self._read_ranks()
@@ -174,19 +174,19 @@ class Follower:
         self._traces = [path for path in found if attempt_of_trace(path) == chosen.of_rank(_rank(path))]
 
     def _read_ranks(self) -> None:
-        """Read what other ranks say of themselves: of their clocks, hosts and restarts."""
+        """Read the descriptions of the other ranks: their clocks, hosts and restarts."""
         ranks = read_ranks(self.path)
         if ranks != self._ranks:
             self._ranks = ranks
             self.run.description = merged(self._told, ranks)
 
     def _note_growth(self, changed_at: float) -> None:
-        """Take note of when a file was written last, which is long ago where a run ended long ago."""
+        """Remember when a file last changed, by our clock."""
         age = max(0.0, time.time() - changed_at)
         self._grew_at = max(self._grew_at, self._clock() - age)
 
     def _new(self, kind: str) -> Iterator[tuple[Path, list[bytes]]]:
-        """Yield the files that have new lines, and those."""
+        """Yield the files that have new lines, with those lines."""
         paths = self._paths(kind)
         most = max(_LEAST, _MOST[kind] // max(len(paths), 1))
         for path in paths:
@@ -197,7 +197,7 @@ class Follower:
             try:
                 lines = file.new_lines(most=most)
                 changed_at = path.stat().st_mtime
-            except OSError:  # gone, or not for us
+            except OSError:  # gone, or unreadable
                 continue
             if file.left_out > left_out:
                 size = f"{file.left_out / 2**20:,.1f} MiB"
@@ -218,7 +218,7 @@ class Follower:
             return []
 
     def _paths(self, kind: str) -> list[Path]:
-        """Return the files of the attempt that is read."""
+        """Return the files of the chosen attempt."""
         attempt = self.run.attempt
         try:
             if kind == STATS:
@@ -231,7 +231,7 @@ class Follower:
             return []
         return without_refused(sorted(found), self.path, self.run.remark)
 
-    # How far it is.
+    # State.
 
     def _judge(self) -> State:
         facts = self.run.description
@@ -242,23 +242,23 @@ class Follower:
             ranks = facts.get("world_size") or 1
             if ranks == 1 or self._are_closed(ranks) or quiet >= self._quiet:
                 return State("ended", self._ending() or str(facts.get("outcome") or "ok"))
-            return State("running")  # others than rank 0 may have more to write
+            return State("running")  # other ranks may still be writing
         if facts:
             gone = quiet >= self._quiet and is_gone(facts.get("pid"), facts)
             return State("ended", self._ending() or KILLED) if gone else State("running")
         if not self._closed:
             return State("waiting")
-        # Of traces alone nobody knows whether more of them will come.
+        # Without run.json, more may always come.
         patience = self._quiet if self._are_closed(1) else self._quiet * _LONGER
         return State("ended", "ok") if quiet >= patience else State("running")
 
     def _ending(self) -> str | None:
-        """Say which rank ended the run, if others say so: they may have written that after the last event."""
+        """Return which rank ended the run, if the others say so; they may write that after the last event."""
         self._read_ranks()
         return ending_of(self.run.description)
 
     def _are_closed(self, least: int) -> bool:
-        """Return whether all traces, so many at least, have come to their end."""
+        """Return whether at least so many traces exist, and all have ended."""
         return len(self._closed) >= least and all(self._closed.values())
 
 

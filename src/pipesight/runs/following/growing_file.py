@@ -1,7 +1,7 @@
-"""A file that grows while it is read: each look gives the lines that are new, and costs no more than those.
+"""A file that grows while it is read: each look returns the new lines, at the cost of those alone.
 
-A trace grows by complete gzip members, each of whole lines; statistics and logs by whole lines. A look may come in the
-middle of either: what is incomplete is kept for the next one.
+A trace grows by complete gzip members of whole lines; statistics and logs grow by whole lines. A look may come in the
+middle of either; what is incomplete is kept for the next one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _LONGEST = 2**26  # bytes of a line; ours have none like that
 _WINDOW = 31  # zlib's number for gzip
 _MAGIC = b"\x1f\x8b"
 _MEMBER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00"
-"""How members of ours begin: no name, no time. By chance, these eight bytes occur in no file."""
+"""How our gzip members begin: without name and time. Eight bytes do not occur by chance."""
 
 
 class GrowingFile:
-    """The lines of a file, as they come.
+    """The lines of a growing file.
 
     Example::
 
@@ -35,7 +35,7 @@ class GrowingFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.left_out = 0
-        """Bytes on disk that were passed over: too many had come at once, or they were damaged."""
+        """Bytes on disk that were skipped: too many came at once, or they were damaged."""
         self._identity: tuple[int, int] | None = None
         self._start()
 
@@ -47,19 +47,19 @@ class GrowingFile:
         self._rest = b""  # of a line
 
     def new_lines(self, *, most: int | None = None) -> list[bytes]:
-        """Return the whole lines that were added since the last call, without their ends.
+        """Return the complete lines that were added since the last call, without line ends.
 
         Args:
             most: bytes on disk to read; if there are more, the first of them are skipped.
 
         Raises:
-            OSError: the file cannot be read, or is gone.
+            OSError: the file is gone, or cannot be read.
         """
         with open_plain(self.path) as file:
             descriptor = file.fileno()
             found = os.fstat(descriptor)
             identity = (found.st_dev, found.st_ino)
-            if identity != self._identity or found.st_size < self._at:  # another file, or it begins anew
+            if identity != self._identity or found.st_size < self._at:  # another file, or truncated
                 self._start()
             self._identity = identity
             if self._packed is None:
@@ -71,7 +71,7 @@ class GrowingFile:
             return self._read(descriptor, found.st_size)
 
     def _skip(self, descriptor: int, target: int, size: int) -> None:
-        """Go on at the first member, or line, from ``target`` on. Where there is none, there is nothing to skip to."""
+        """Continue at the first member or line from ``target`` on; if there is none, skip nothing."""
         mark = _MEMBER if self._packed else b"\n"
         found = _find(descriptor, mark, target, size)
         if found is not None:
@@ -93,18 +93,18 @@ class GrowingFile:
                 self._rest = others[-1]
             if len(self._rest) > _LONGEST:
                 self._rest = b""
-            if done < len(chunk):  # here it is damaged
+            if done < len(chunk):  # damaged here
                 found = _find(descriptor, _MEMBER, self._at + 1, size)
                 self._jump(size if found is None else found)
         return lines
 
     def _unpack(self, chunk: bytes) -> tuple[bytes, int]:
-        """Return the text in a part of a file, and how far that can be read."""
+        """Return the text of a chunk, and how many of its bytes could be read."""
         texts = []
         left = chunk
         while left:
             if not self._inside:
-                left = left.lstrip(b"\0")  # that a crash of the machine may leave
+                left = left.lstrip(b"\0")  # a crash of the machine may leave zeros
                 if not left:
                     break
                 self._unpacker, self._inside = zlib.decompressobj(_WINDOW), True
@@ -123,7 +123,7 @@ def _is_packed(descriptor: int) -> bool | None:
 
 
 def _find(descriptor: int, mark: bytes, start: int, stop: int) -> int | None:
-    """Return where ``mark`` is first found in a part of a file."""
+    """Return the first position of ``mark`` between two positions."""
     at = start
     while at < stop:
         chunk = os.pread(descriptor, min(_CHUNK, stop - at), at)

@@ -1,4 +1,4 @@
-"""The events of the last steps of a run: new ones come in, the oldest steps make room for them."""
+"""The events of the last steps of a run; the oldest are dropped as new ones come."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RecentEvents", "TraceLines"]
 
 _SPAN = (b'"ph":"X"', b'"ph": "X"')
 _SLACK = 1.25
-"""Room is made when there are so many times more than can be kept, so that it need not be made all the time."""
+"""Old steps are dropped once there are so many times more than the limit, so that it is not done at each look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,28 +25,28 @@ class TraceLines:
     lines: Sequence[bytes]
     rank: int
     own: bool
-    """Of the rank's own process, not of one that it started."""
+    """Whether they are of the rank's own process, not of one that it started."""
     shift: ClockShift
 
 
 class RecentEvents(DuckEvents):
-    """A table of events that stays small.
+    """A table of events of bounded size.
 
     Args:
         steps: How many steps to keep.
-        most: How many rows to keep, all in all, though of no fewer than two steps.
+        most: How many rows to keep in total, but at least those of two steps.
     """
 
     def __init__(self, *, steps: int, most: int = 500_000) -> None:
         super().__init__()
         self.count = 0
-        """Events that were read, also those that made room."""
+        """Events that were read, including those dropped since."""
         self._steps, self._most = steps, most
         self._before: int | None = None
 
     @property
     def frame(self) -> Frame:
-        """The events of steps that are whole, and those of no step."""
+        """The events of complete steps, and those without a step."""
         import narwhals
 
         frame = self.whole_frame
@@ -54,15 +54,15 @@ class RecentEvents(DuckEvents):
 
     @property
     def whole_frame(self) -> Frame:
-        """The same, and those of steps that are not whole yet."""
+        """The same, with the steps that are not complete yet."""
         return super().frame
 
     def show(self, *, before: int | None) -> None:
-        """Show only steps before one."""
+        """Show only steps before this one."""
         self._before = before
 
     def add(self, batches: Sequence[TraceLines]) -> None:
-        """Add the spans among some lines."""
+        """Add the spans in new lines."""
         sources = []
         for number, batch in enumerate(batches):
             path = self.folder / f"new-{number}.pfw"
@@ -76,7 +76,7 @@ class RecentEvents(DuckEvents):
             for source in sources:
                 source.path.unlink()
         self.count += self._size() - before
-        self._make_room()
+        self._drop_old()
 
     def _size(self) -> int:
         ((size,),) = self._rows("SELECT count(*) FROM events")
@@ -88,12 +88,12 @@ class RecentEvents(DuckEvents):
         return {rank: step for rank, step in rows}  # noqa: C416
 
     def steps(self) -> list[int]:
-        """Return the steps that there are tasks of, whole or not."""
+        """Return the steps that have tasks, complete or not."""
         rows = self._rows("SELECT DISTINCT step FROM events WHERE phase >= 0 AND step >= 0 ORDER BY step")
         return [step for (step,) in rows]
 
     def hidden(self) -> dict[int, tuple[int, int]]:
-        """Return the first step of each rank that is not shown, and when it begins."""
+        """Return the first hidden step of each rank, and when it begins."""
         if self._before is None:
             return {}
         rows = self._rows(
@@ -106,7 +106,7 @@ class RecentEvents(DuckEvents):
         """Return the ranks, in order."""
         return [rank for (rank,) in self._rows("SELECT DISTINCT rank FROM events ORDER BY rank")]
 
-    def _make_room(self) -> None:
+    def _drop_old(self) -> None:
         rows = self._rows("SELECT step, count(*), min(begin) FROM events GROUP BY step ORDER BY step")
         sizes = [(step, size, begin) for step, size, begin in rows if step >= 0]
         total = sum(size for _, size, _ in rows)

@@ -1,4 +1,4 @@
-"""The last steps of a run that is going on: a `Run` whose files are not read to their end yet."""
+"""The last steps of a run while it is running, as a `Run`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MOST_LOG_LINES = 2_000
 
 
 class RecentRun(Run):
-    """What is known of a run that is going on.
+    """The last steps of a run while it is running.
 
-    It shows whole steps only: a step is whole when all ranks have gone on to the next, or the run has ended.
+    It shows complete steps only: all ranks have begun the next one, or the run has ended.
     """
 
     followed = True
@@ -34,7 +34,7 @@ class RecentRun(Run):
     def __init__(self, path: Path, *, steps: int) -> None:
         self._live = RecentEvents(steps=steps)
         super().__init__(path, Loaded(self._live))
-        self._nonfinite: list[tuple[int, dict[str, Any]]] = []  # of the first iteration with any, and their numbers
+        self._nonfinite: list[tuple[int, dict[str, Any]]] = []  # of the first iteration with any, and their lines
         self._statistics_read = 0
         self._recent_statistics: deque[dict[str, Any]] = deque(maxlen=MOST_STATISTICS)
         self._recent_logs: deque[tuple[int, str]] = deque(maxlen=MOST_LOG_LINES)
@@ -42,7 +42,7 @@ class RecentRun(Run):
         self._reached: int | None = None  # by all ranks, at the last look
         self._whole: list[int] = []
 
-    # For who reads the files.
+    # For the follower, which reads the files.
 
     def add_events(self, batches: Sequence[TraceLines]) -> None:
         """Add new lines of traces."""
@@ -64,7 +64,7 @@ class RecentRun(Run):
                     self._remember(entry)
 
     def _remember(self, entry: dict[str, Any]) -> None:
-        """Keep the first statistics that are not finite, however long ago they were."""
+        """Keep the first statistics that are not finite, however old they are."""
         first = self._nonfinite[0][1].get("iteration") if self._nonfinite else entry.get("iteration")
         if entry.get("iteration") == first and (len(self._nonfinite) < MOST_NONFINITE or entry.get("order") == 0):
             self._nonfinite.append((self._statistics_read, entry))
@@ -74,13 +74,13 @@ class RecentRun(Run):
         self._recent_logs.extend((rank, line.decode(errors="replace")) for line in lines)
 
     def remark(self, path: Path, text: str) -> None:
-        """Add a note on a file, instead of the last one on it."""
+        """Set the note on a file."""
         self._remarks[path] = text
 
     def settle(self, *, everything: bool) -> bool:
-        """Find out which steps are whole; return whether they are others than before.
+        """Find which steps are complete; return whether they have changed.
 
-        A step counts as whole one look after the next one began: threads hand in their events one after the other.
+        A step counts as complete one look after the next one began, since threads hand in their events one by one.
         """
         before = self._whole
         bound = None if everything else self._reached or 0
@@ -89,26 +89,25 @@ class RecentRun(Run):
         self._reached = min(self._live.reached().values(), default=None)
         return self._whole != before
 
-    # For who asks, where it is not as of any other run.
+    # For the analysis, where this run differs from one that has ended.
 
     @property
     def notes(self) -> list[Note]:
-        """What was left out, and why."""
+        """Warnings about the files."""
         return [Note(path, text) for path, text in self._remarks.items()]
 
     def steps(self) -> list[int]:
-        """Return the numbers of the whole steps that are kept, in order."""
+        """Return the complete steps that are kept, in order."""
         return list(self._whole)
 
     def ranks(self) -> list[int]:
-        """Return the ranks that there are events of, in order."""
+        """Return the ranks that have events, in order."""
         return self._live.ranks()
 
     def spans(self) -> Spans:
-        """Return what main threads did in the steps that are shown, with a last moment where the next step begins.
+        """Return what main threads did in the steps that are shown, up to where the next step begins.
 
-        A batch is fetched in the period of one step, and has the number of the next: it is time that goes by that
-        counts here, not numbers.
+        Spans are cut by time, not by step: a batch is fetched during one step, and has the number of the next.
         """
         from pipesight.runs.reading import event_queries
 
@@ -123,7 +122,7 @@ class RecentRun(Run):
         return Spans.joined(shown, Spans(*np.array(ends, np.int64).reshape(-1, 4).T))
 
     def statistics(self, *, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-        """Yield the last statistics, whatever words are in them, and before them the first that were not finite."""
+        """Yield the first statistics that were not finite, then the last statistics; ``words`` are ignored."""
         forgotten = self._statistics_read - len(self._recent_statistics)
         yield from (entry for number, entry in self._nonfinite if number <= forgotten)
         yield from self._recent_statistics

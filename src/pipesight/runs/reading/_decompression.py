@@ -36,9 +36,7 @@ def is_packed(path: Path, start: bytes) -> bool:
 
 def without_surrogates(text: bytes) -> bytes:
     """Replace escaped lone surrogates in JSON, such as paths that are not valid Unicode have."""
-    if b"\\" not in text or (
-        b"\\ud" not in text and b"\\uD" not in text
-    ):  # the first test is fast, and decides in most cases
+    if b"\\" not in text or (b"\\ud" not in text and b"\\uD" not in text):  # the first test is fast, and mostly enough
         return text
     changed = _ESCAPES.sub(lambda found: b"\\ufffd" if found["half"] else found[0], text)
     return text if changed == text else changed

@@ -1,4 +1,4 @@
-"""What to add to the times of a rank, so that they are those of rank 0's clock."""
+"""What to add to the times of a rank to get those of rank 0's clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIME = re.compile(rb'"ts":(\d+)')
 
 @dataclass(frozen=True, slots=True)
 class ClockShift:
-    """Microseconds to add: ``offset``, and ``drift`` for each after ``since``."""
+    """Microseconds to add: ``offset``, plus ``drift`` for each microsecond after ``since``."""
 
     offset: int = 0
     drift: float = 0.0
@@ -22,7 +22,7 @@ class ClockShift:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self | None:
-        """Read what the description of a rank says of its clock; ``None`` if it says nothing of use."""
+        """Return the shift in the description of a rank; ``None`` if there is none."""
         clock = facts.get("clock")
         if not isinstance(clock, dict) or not isinstance(offset := clock.get("offset_correction_ns"), int):
             return None

@@ -1,4 +1,4 @@
-"""From files to a table of events: what DuckDB can read as it is, it reads; the rest goes through a one first."""
+"""From files to a table of events: DuckDB reads what it can, the rest is normalized first."""
 
 from __future__ import annotations
 
@@ -32,53 +32,53 @@ if TYPE_CHECKING:
 __all__ = ["Events", "Loaded", "load"]
 
 _BATCH = 2**27  # bytes of files that are read together
-_FILES = 128  # and how many, as DuckDB keeps something of each
-_BAD_LINES = 3  # that a whole file may have: brackets, and one that is being written
+_FILES = 128  # and how many, since DuckDB keeps a buffer for each
+_BAD_LINES = 3  # that an intact file may have: brackets, and one that is being written
 
 
 class Events(Protocol):
-    """A table of events, in some engine."""
+    """A table of events in an engine."""
 
     @property
     def frame(self) -> Frame:
-        """All of them, as a lazy frame."""
+        """All events, as a lazy frame."""
 
     def fetch(self, query: Frame) -> Mapping[str, Column]:
         """Run a query, and return its columns."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the engine, if it is ours."""
 
 
 @dataclass(slots=True)
 class Loaded:
-    """What there is of a run."""
+    """The events of a run, and what else is known of it."""
 
     events: Events
     description: dict[str, Any] = field(default_factory=dict)
     count: int = 0
     notes: list[Note] = field(default_factory=list)
     records: list[tuple[Path, int]] = field(default_factory=list)
-    """Files of others that may hold statistics, and their ranks."""
+    """Files of other tools that may hold statistics, and their ranks."""
     checks: IntegrityChecks = field(default_factory=IntegrityChecks)
     attempt: Attempt = field(default_factory=Attempt)
     asked: int | None = None
     """Which attempt was asked for."""
     whole: bool = False
-    """Whether it is every event, and not just what a report needs."""
+    """Whether every event was read, not just what a report needs."""
 
 
 def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None, whole: bool = False) -> Loaded:
-    """Read a run's events into DuckDB, or have an engine read those of a dataset.
+    """Read a run's events into DuckDB, or open a dataset in an engine.
 
     Args:
         path: a run directory, a folder, a file or a dataset.
         engine: as for `open_run`.
         attempt: which one to read.
-        whole: take every event, with all that it says, and not just what a report needs.
+        whole: read every event with all its fields, not just what a report needs.
 
     Raises:
-        NotARunError: there is nothing to be found, or not as the engine needs it.
+        NotARunError: nothing was found, or the engine needs a dataset.
         ValueError: there is no such attempt.
     """
     if not path.is_dir() and not path.is_file():
@@ -88,7 +88,7 @@ def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None, w
         return _open_dataset(path, engine, attempt)
     if engine != "duckdb":
         raise NotARunError(
-            f"no dataset for an engine other than DuckDB in {str(path)!r}; make one: "
+            f"engines other than DuckDB need a dataset, and {str(path)!r} is not one; make one: "
             f"pipesight convert {shlex.quote(str(path))} --to parquet"
         )
     events = DuckEvents(whole=whole)
@@ -107,7 +107,7 @@ def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None, w
 
 
 def _import_rest() -> None:
-    """Import what queries and their results need, while DuckDB reads and does not need the interpreter."""
+    """Import what queries need while DuckDB reads without holding the interpreter."""
     importlib.import_module("pipesight.runs.reading.event_queries")
     importlib.import_module("numpy.ma")
 
@@ -231,7 +231,7 @@ def _batches(files: Sequence[tuple[int, TraceFile]]) -> Iterator[list[tuple[int,
 def _unread(
     events: DuckEvents, files: Sequence[tuple[int, TraceFile]], shifts: dict[int, ClockShift]
 ) -> Iterator[tuple[int, TraceFile]]:
-    """Read files together, or else one by one, and yield those that cannot be read as they are."""
+    """Read files together or, if that fails, one by one; yield those that DuckDB cannot read."""
     if not files:
         return
     sources = [

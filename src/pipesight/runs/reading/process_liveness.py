@@ -1,4 +1,4 @@
-"""Whether a process of a run is still there, as far as that can be known from this machine."""
+"""Whether a process of a run is still alive, as far as this machine can tell, and which rank ended first."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 __all__ = ["KILLED", "ending_of", "is_gone", "may_restart"]
 
 KILLED = "it was killed, or its machine went down"
-"""What became of a run whose process is gone and that did not say how it ended."""
+"""The outcome of a run whose process is gone without having written one."""
 
 _TERMINATED = "SIGTERM"
 _PATIENCE = 60.0
-"""Seconds that a rank elsewhere may take to end after the others; torchrun grants 30."""
+"""Seconds that a rank on another host may take to end after the others; torchrun allows 30."""
 
 
 def may_restart(facts: Mapping[str, Any]) -> bool:
-    """Return whether torchrun may start the ranks of a run anew: it has not ended itself, as far as is known."""
+    """Return whether torchrun may still restart the ranks of a run: it has not ended, as far as is known."""
     return facts.get("launch") is not None and not is_gone(facts.get("ppid"), facts)
 
 
 def ending_of(facts: Mapping[str, Any]) -> str | None:
-    """Say which rank ended first, of a run in which SIGTERM is what torchrun then ended the others with."""
+    """Name the rank that ended first, if torchrun then ended the others with SIGTERM; ``None`` if that is not known."""
     others = facts.get("ends")
     if not isinstance(others, Mapping) or facts.get("outcome") not in (None, _TERMINATED):
         return None
@@ -53,7 +53,7 @@ def ending_of(facts: Mapping[str, Any]) -> str | None:
 
 
 def _seconds_since(moment: str) -> float:
-    """Return how long ago that was, or 0 if nobody knows."""
+    """Return how long ago that was; 0 if it is not a time."""
     try:
         return (datetime.now(UTC) - datetime.fromisoformat(moment).astimezone(UTC)).total_seconds()
     except (ValueError, OverflowError):
@@ -68,10 +68,10 @@ def is_gone(pid: object, facts: Mapping[str, Any]) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # somebody else's
+    except OSError:  # another user's
         return False
     try:
         status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:  # there is no such folder here
+    except OSError:  # not on Linux
         return False
-    return status.rpartition(")")[2].split()[0] in ("Z", "X")  # dead, and nobody has asked how it died
+    return status.rpartition(")")[2].split()[0] in ("Z", "X")  # dead, and not waited for by its parent

@@ -1,4 +1,4 @@
-"""A run, opened: its tasks, spans, layers, statistics and log lines, whatever state its files are in.
+"""An opened run: its tasks, spans, layers, statistics and log lines, whatever state its files are in.
 
     with open_run("RUN") as run:
         tasks = run.tasks()
@@ -39,19 +39,19 @@ __all__ = ["LogLine", "NotARunError", "Note", "Run", "is_dataset", "open_run"]
 
 
 class Run:
-    """What is known of a run. `open_run` makes it."""
+    """A run, opened by `open_run`."""
 
     followed = False
-    """Whether it is read as it grows, by somebody who knows whether it has ended."""
+    """Whether it is read while it grows, by a `Follower` that knows whether it has ended."""
 
     def __init__(self, path: Path, loaded: Loaded) -> None:
         self.path = path
         self.description = loaded.description
-        """What ``run.json`` says, or nothing."""
+        """What ``run.json`` says; empty if there is none."""
         self.attempt = loaded.attempt
-        """Which attempt it is, of a run that was restarted."""
+        """Which attempt of a restarted run it is."""
         self.events = loaded.count
-        """How many spans there are."""
+        """The number of spans."""
         self._events = loaded.events
         self._loaded = loaded
 
@@ -64,27 +64,27 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Let go of the events."""
+        """Close the engine that holds the events."""
         self._loaded.checks.stop()
         self._events.close()
 
     @property
     def notes(self) -> list[Note]:
-        """What was left out of the files, and why, as far as they have been read."""
+        """Warnings about the files, as far as they have been read."""
         self._loaded.checks.finish()
         return list(self._loaded.notes)
 
     def was_killed(self) -> bool:
-        """Return whether the run's process is gone from this machine, and nobody wrote how it ended."""
+        """Return whether the run's process on this machine is gone without having written how it ended."""
         if not is_gone(self.description.get("pid"), self.description) or may_restart(self.description):
             return False
-        try:  # it may have ended just now, in the usual way
+        try:  # it may have ended normally just now
             return read_description(self.path).get("outcome") is None
         except (OSError, ValueError):
             return False
 
     def tasks(self, steps: range | None = None) -> Tasks:
-        """Return the tasks of all steps or of some, by mini-batch and begin; on GPUs, when they ran there."""
+        """Return the tasks of all or some steps, by mini-batch and begin; on GPUs, as timed there."""
         from pipesight.runs.reading import event_queries
 
         return event_queries.tasks(self._events.frame, self._events.fetch, steps)
@@ -96,7 +96,7 @@ class Run:
         return event_queries.transfers(self._events.frame, self._events.fetch, steps)
 
     def spans(self) -> Spans:
-        """Return what the main threads of ranks did beside pipelines."""
+        """Return what the main threads of ranks did outside pipelines."""
         from pipesight.runs.reading import event_queries
 
         return event_queries.spans(self._events.frame, self._events.fetch)
@@ -108,7 +108,7 @@ class Run:
         return event_queries.communications(self._events.frame, self._events.fetch)
 
     def layer_times(self, steps: range | None = None) -> LayerTimes:
-        """Return the time of each layer, in all steps or in some."""
+        """Return the total time of each layer in all or some steps."""
         from pipesight.runs.reading import event_queries
 
         return event_queries.layer_times(self._events.frame, self._events.fetch, steps)
@@ -120,7 +120,7 @@ class Run:
         return event_queries.layer_runs(self._events.frame, self._events.fetch, steps)
 
     def names(self) -> NameTimes:
-        """Return the time of each name, the longest first, whatever made the trace."""
+        """Return the total time of each name, longest first, whichever tool wrote the trace."""
         from pipesight.runs.reading import event_queries
 
         return event_queries.names(self._events.frame, self._events.fetch)
@@ -130,7 +130,7 @@ class Run:
         return self._steps
 
     def ranks(self) -> list[int]:
-        """Return the ranks that there are events of, in order."""
+        """Return the ranks that have events, in order."""
         return self._ranks
 
     @cached_property
@@ -146,7 +146,7 @@ class Run:
         return [int(rank) for rank in event_queries.ranks(self._events.frame, self._events.fetch)]
 
     def statistics(self, *, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-        """Yield the statistics, each as its line says, with ``rank``; given ``words``, those with one of them."""
+        """Yield the lines of statistics, each with its ``rank``; given ``words``, only lines that contain one."""
         yield from statistics(self.path / STATS, self._note, words=words, attempt=self.attempt)
         for path, rank in self._loaded.records:
             yield from foreign_statistics(path, rank)
@@ -156,21 +156,21 @@ class Run:
         return log_lines(self.path / LOGS, self._note, attempt=self.attempt)
 
     def write_dataset(self, folder: str | os.PathLike[str]) -> int:
-        """Write the run as a dataset, as ``pipesight convert --to parquet`` does: events in Parquet, and all the rest.
+        """Write the run as a Parquet dataset, as ``pipesight convert --to parquet`` does.
 
-        Every event is written, with all that it says. A run that was opened for spans alone is read again for that.
-        Returns how many events there are.
+        Every event is written with all its fields; a run that was not opened with ``whole`` is read again for that.
+        Returns the number of events.
 
         Raises:
             OSError: it could not be written.
-            TypeError: the events are in a cluster, so it is one already.
+            TypeError: the events are in a cluster: the run already is a dataset.
         """
         from pipesight.runs.reading._parquet_dataset import write_dataset
         from pipesight.runs.reading.duckdb_events import DuckEvents
         from pipesight.runs.reading.loading import load
 
         if not isinstance(self._events, DuckEvents):
-            raise TypeError(f"the run is a dataset already: {str(self.path)!r}")
+            raise TypeError(f"the run already is a dataset: {str(self.path)!r}")
         if self._events.is_whole:
             records = self._loaded.records
             return write_dataset(self._events, self.notes, source=self.path, target=Path(folder), records=records)
@@ -185,7 +185,7 @@ class Run:
 def open_run(
     path: str | os.PathLike[str], *, engine: object = "duckdb", attempt: int | None = None, whole: bool = False
 ) -> Run:
-    """Read a run directory, a folder of traces, one trace, or a dataset that `pipesight convert --to parquet` made.
+    """Open a run directory, a folder of traces, one trace, or a dataset made by `pipesight convert --to parquet`.
 
     Example::
 
@@ -194,13 +194,13 @@ def open_run(
 
     Args:
         path: what to read.
-        engine: what runs the queries. A dataset can be left to a cluster: ``"dask"``, ``"spark"``, a client of Dask or
-            a session of Spark.
-        attempt: which one of a run that was restarted, from 0; the last by default.
-        whole: read every event with all that it says, for `Run.write_dataset`; tables need spans alone.
+        engine: what runs the queries. For a dataset, it can be a cluster: ``"dask"``, ``"spark"``, a Dask client or a
+            Spark session.
+        attempt: which attempt of a restarted run, counted from 0; by default the last.
+        whole: read every event with all its fields, for `Run.write_dataset`; everything else needs only spans.
 
     Raises:
-        NotARunError: there is no event to be found.
+        NotARunError: no events were found.
         ValueError: there is no such engine, or no such attempt.
         ImportError: the engine is not installed.
     """

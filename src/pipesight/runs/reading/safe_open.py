@@ -1,10 +1,10 @@
-"""The way to the files of a run, and the only one: plain files that lie in it, and nothing else.
+"""Open files of a run safely, and only here: plain files inside the run, and nothing else.
 
-A run may come from anybody. A pipe would make its reader wait for ever, a device may do worse when it is opened, and a
-link can lead to any file of whoever reads the run::
+A run may come from anyone. A pipe would make its reader wait forever, opening a device may do worse, and a link may
+point to any file of the user who reads the run::
 
-    refusal(path, run)     why a file is not to be read, if there is a reason
-    open_plain(path)       open what is a plain file, and never wait for it
+    refusal(path, run)     why a file must not be read; `None` if it may
+    open_plain(path)       open a plain file, and never block
 """
 
 from __future__ import annotations
@@ -29,32 +29,31 @@ _KINDS = {
 
 
 class RefusedError(OSError):
-    """Something in the place of a file is none."""
+    """Something in the place of a file is not a plain file."""
 
 
 def refusal(path: Path, run: Path) -> str | None:
-    """Say why what is in the place of a file of a run is not read; nothing if it is a plain file, or not there.
+    """Return why a file of a run must not be read; ``None`` if it is a plain file, or does not exist.
 
     Args:
         path: The file.
-        run: The run directory. Links are followed as long as they end in it. Where the run is one file, wherever that
-            leads, its folder.
+        run: The run directory. Links are followed if they end in it. If the run is one file, its folder.
     """
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             return f"refused: it is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, not a file"
         if not path.resolve(strict=True).is_relative_to(run.resolve(strict=True)):
-            return "refused: it is a link that leads out of the run"
+            return "refused: it is a link to a file outside the run"
     except FileNotFoundError:
-        return "refused: it is a link that leads nowhere" if path.is_symlink() else None
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, folders that are not for us
+        return "refused: it is a broken link" if path.is_symlink() else None
+    except (OSError, RuntimeError, ValueError) as error:  # circular links, unreadable folders
         return f"refused: {getattr(error, 'strerror', None) or error}"
     return None
 
 
 def without_refused(paths: Iterable[Path], run: Path, refuse: Callable[[Path, str], None] | None = None) -> list[Path]:
-    """Return those of some paths that may be read, and tell of the others."""
+    """Return the paths that may be read; ``refuse`` takes the others, and why."""
     kept = []
     for path in paths:
         if (why := refusal(path, run)) is None:
@@ -68,23 +67,23 @@ def check_plain(path: Path, run: Path) -> None:
     """Check that a file of a run may be read.
 
     Raises:
-        RefusedError: It is something else than a file, or lies outside of the run.
+        RefusedError: It is not a plain file, or it is outside the run.
     """
     if (why := refusal(path, run)) is not None:
         raise RefusedError(errno.EINVAL, why, str(path))
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a plain file for reading; nothing else is opened, not even for a moment.
+    """Open a plain file for reading; nothing else is ever opened.
 
     Raises:
-        RefusedError: It is something else than a file.
+        RefusedError: It is not a plain file.
         OSError: It cannot be opened.
     """
     _check_mode(os.stat(path).st_mode, path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        _check_mode(os.fstat(descriptor).st_mode, path)  # it may have become something else
+        _check_mode(os.fstat(descriptor).st_mode, path)  # it may have been replaced
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -95,8 +94,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        ValueError: there is none.
-        OSError: the file is not there, or is none.
+        ValueError: it does not contain one.
+        OSError: the file cannot be read.
     """
     try:
         with open_plain(path) as file:

@@ -1,4 +1,4 @@
-"""Statistics and log lines of a run, one after the other, as they lie in its files."""
+"""Read the statistics and log lines of a run, one after the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipesight.runs.reading.safe_open import open_plain, without_refused
 __all__ = ["NONFINITE_KEYS", "LogLine", "foreign_statistics", "is_nonfinite", "log_lines", "parse_log", "statistics"]
 
 NONFINITE_KEYS = ("nonfinite", "nans", "infs")
-"""A line of statistics about a tensor that is not finite has at least one of these."""
+"""Keys that mark a line of statistics about a tensor that is not finite."""
 
 _LONGEST = 2**20  # characters of a line
 _LINE = re.compile(
@@ -38,11 +38,11 @@ _WHERE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of a log, and where in the pipeline it came from, as far as the line says."""
+    """A log line, and where in the pipeline it was logged, as far as the line says."""
 
     rank: int
     time: int | None
-    """Microseconds, as the times of events; of a line that says no zone, by the clock of this machine."""
+    """Microseconds, like the times of events; a line without a time zone is in that of this machine."""
     level: str
     logger: str
     message: str
@@ -56,9 +56,9 @@ class LogLine:
 def statistics(
     folder: Path, note: Callable[[Note], None], *, words: Sequence[str] = (), attempt: Attempt
 ) -> Iterator[dict[str, Any]]:
-    """Yield the lines of the files of statistics in a folder that are of an attempt, each with its rank.
+    """Yield the lines of statistics in a folder that belong to an attempt, each with its rank.
 
-    Given ``words``, only lines with one of them: what is not wanted need not be parsed.
+    Given ``words``, only lines that contain one of them are parsed.
     """
     for path, rank in _ranked(folder, ".jsonl"):
         if attempt.restarts and not attempt.has_statistics(path):
@@ -81,7 +81,7 @@ def statistics(
 
 
 def foreign_statistics(path: Path, rank: int) -> Iterator[dict[str, Any]]:
-    """Yield the numbers in a file of JSON lines of others, as lines of statistics."""
+    """Yield the numbers in a file of JSON lines of another tool, as lines of statistics."""
     rest = b""
     for text in Decompressor(path):
         *lines, rest = (rest[-_LONGEST:] + text).split(b"\n")
@@ -92,19 +92,22 @@ def foreign_statistics(path: Path, rank: int) -> Iterator[dict[str, Any]]:
 
 
 def is_nonfinite(line: Mapping[str, Any]) -> bool:
-    """Whether a tensor, or a number without one, is not finite. A statistic may be undefined: a tensor may be empty."""
+    """Return whether the tensor is not finite, or the value of a line without a tensor.
+
+    A statistic alone may be undefined, for example that of an empty tensor.
+    """
     return bool(line.get("nans") or line.get("infs") or ("nonfinite" in line and not line.get("tensor")))
 
 
 def log_lines(folder: Path, note: Callable[[Note], None], *, attempt: Attempt) -> Iterator[LogLine]:
-    """Yield the lines of the logs in a folder that are of an attempt."""
+    """Yield the log lines in a folder that belong to an attempt."""
     for path, rank in _ranked(folder, ".log"):
         if not attempt.restarts or attempt.has_log(path, rank):
             yield from parse_log(_lines(path, note), rank)
 
 
 def parse_log(texts: Iterable[str], rank: int) -> Iterator[LogLine]:
-    """Yield the lines of a log; those that do not say when they were written belong to the one before."""
+    """Yield the lines of a log; a line without a time continues the one before."""
     last: LogLine | None = None
     for text in texts:
         line = text.rstrip("\r\n\0")
@@ -123,7 +126,7 @@ def parse_log(texts: Iterable[str], rank: int) -> Iterator[LogLine]:
 def _parsed(rank: int, match: re.Match[str]) -> LogLine:
     where = _WHERE.fullmatch(match["where"] or "")
     message = match["message"]
-    if where is None:  # brackets of its own
+    if where is None:  # brackets of the message itself
         message = f"[{match['where']}] {message}"
     numbers = {
         name: int(where[name]) if where and where[name] else None for name in ("step", "partition", "microbatch")
@@ -150,14 +153,14 @@ def _microseconds(text: str) -> int | None:
 
 
 def _ranked(folder: Path, suffix: str) -> Iterator[tuple[Path, int]]:
-    found = without_refused(sorted(folder.glob(f"*{suffix}")), folder.parent)  # `load` has told of the others
+    found = without_refused(sorted(folder.glob(f"*{suffix}")), folder.parent)  # `load` has noted the others
     for number, path in enumerate(found):
         rank = rank_in(path.name)
         yield path, number if rank is None else rank
 
 
 def _lines(path: Path, note: Callable[[Note], None]) -> Iterator[str]:
-    """Yield lines, but for what is beyond a length that no line has."""
+    """Yield lines, cut at a length that no real line has."""
     try:
         with io.TextIOWrapper(open_plain(path), encoding="utf-8", errors="replace", newline="\n") as file:
             while line := file.readline(_LONGEST):

@@ -1,4 +1,4 @@
-"""The files of a run: which of them hold events, of which rank, and which are left out."""
+"""Find the files of a run that hold events, and the rank of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TraceFile:
     rank: int
     form: FileType
     own: bool = True
-    """Whether it is of the rank's own process, not of one that this started."""
+    """Whether it is of the rank's own process, not of one that it started."""
     attempt: int = 0
     part: int = 1
     child: str = ""
@@ -41,7 +41,7 @@ class TraceFile:
 
     @property
     def place(self) -> tuple[int, str, int]:
-        """What no other file of the run has."""
+        """The place in the run that no other file has."""
         return self.rank, self.child, self.part
 
 
@@ -56,8 +56,8 @@ def find_files(
 
     Args:
         path: the file or folder.
-        processes: the ranks of processes, by their numbers, as far as they are known.
-        world_size: how many ranks there were, if that is known.
+        processes: the ranks of processes, by process id, as far as they are known.
+        world_size: the number of ranks, if it is known.
         choose: given the rank and the attempt of each file, returns the attempt to keep.
     """
     notes: list[Note] = []
@@ -108,7 +108,7 @@ def _candidates(path: Path, notes: list[Note]) -> list[Path]:
 
 
 def _is_ours(folder: Path, file: Path) -> bool:
-    """Return whether a file is one of those of a run directory that hold no events."""
+    """Return whether a file is one of a run directory that holds no events."""
     return file.relative_to(folder).parts[0] in (RUN_FILE, NOTES, RANKS, STATS, LOGS)
 
 
@@ -132,7 +132,7 @@ def _look(path: Path) -> TraceFile:
         start = Sniffed("other")
     name = _order(path)[1]
     rank = _RANK.search(name)
-    child = (rank["child"] or "") if rank and path.name.endswith(TRACE_SUFFIXES) else ""  # others put dates there
+    child = (rank["child"] or "") if rank and path.name.endswith(TRACE_SUFFIXES) else ""  # other tools put dates there
     return TraceFile(
         path,
         rank=int(rank["rank"]) if rank else -1,
@@ -148,7 +148,7 @@ def _look(path: Path) -> TraceFile:
 
 
 def _numbered(files: Sequence[TraceFile], processes: Mapping[int, int]) -> list[TraceFile]:
-    """Give ranks to those whose names do not say: by their processes, or else one after the other."""
+    """Give ranks to files whose names have none: by their processes, or else in order."""
     stems = {(file.path.parent, without_attempt(_order(file.path)[1])) for file in files}
     ranks: dict[tuple[Path, str], int] = {}
     free = max((file.rank for file in files), default=-1) + 1
@@ -173,9 +173,9 @@ def _numbered(files: Sequence[TraceFile], processes: Mapping[int, int]) -> list[
 
 
 def _unmixed(files: Sequence[TraceFile], processes: Mapping[int, int], notes: list[Note]) -> list[TraceFile]:
-    """Leave out what belongs to another run: folders, files and parts that claim a place that is taken.
+    """Drop folders, files and parts of other runs, whose place in the run is already taken.
 
-    Those come first that are of processes of the run, and then the newest.
+    Files of known processes of the run take precedence, then newer files.
     """
     folders: dict[Path, list[TraceFile]] = {}
     for file in sorted(files, key=lambda file: _claim(file, processes), reverse=True):

@@ -1,7 +1,7 @@
-"""Traces as they lie on disk: which files there are, and the events in each, one after the other.
+"""Read traces line by line: which files there are, and the events in each.
 
-A file may have been cut off anywhere, since processes are killed, and may be growing still. What can be read is read.
-Nothing here holds more of a file than a few lines of it.
+A file may be cut off anywhere, since processes are killed, and may still be growing. What can be read is read, and no
+more than a few lines are held in memory.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _WINDOW = 31  # zlib's number for gzip
 
 
 class NotATraceError(ValueError):
-    """A file holds something else."""
+    """A file is not a trace."""
 
 
 class _DamagedError(Exception):
-    """From here on, a file cannot be read."""
+    """The rest of a file cannot be read."""
 
 
 def find_traces(path: Path, *, refuse: Callable[[Path, str], None] | None = None) -> list[Path]:
     """Return the files of a trace: ``path`` and the parts that follow it, or all traces in a folder and below.
 
-    What is no plain file, or lies outside of the folder, is none of them; ``refuse`` is told why.
+    Files that are not plain, or outside the folder, are skipped; ``refuse`` takes them, and why.
 
     >>> find_traces(Path("run/trace.pfw.gz"))
     [PosixPath('run/trace.pfw.gz'), PosixPath('run/trace.part2.pfw.gz')]
@@ -47,7 +47,7 @@ def find_traces(path: Path, *, refuse: Callable[[Path, str], None] | None = None
     if path.is_dir():
         found = without_refused((file for file in path.rglob("*") if file.name.endswith(TRACE_SUFFIXES)), path, refuse)
         if not found:
-            raise FileNotFoundError(f"no trace in the folder {str(path)!r}: no file there ends in .pfw.gz or .pfw")
+            raise FileNotFoundError(f"no trace in the folder {str(path)!r}: no file in it ends in .pfw.gz or .pfw")
         return sorted(found, key=part_order)
     if not path.exists():
         raise FileNotFoundError(f"no such file: {str(path)!r}")
@@ -67,17 +67,17 @@ class TraceReader:
             event = json.loads(line)
         if not reader.whole: ...
 
-    Iterating raises `NotATraceError` before the first event, or gives all that can be read.
+    Iterating raises `NotATraceError` before the first event, or yields all that can be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.events = 0
-        """How many there were so far."""
+        """How many events were read so far."""
         self.skipped = 0
-        """Lines that are no events."""
+        """Lines that are not events."""
         self.whole = False
-        """Whether the end of the trace was there, and nothing was damaged."""
+        """Whether the trace was read to its end, undamaged."""
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield each event as a line of JSON, without its end."""
@@ -124,7 +124,7 @@ _decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file, but for a last one that was cut off."""
+    """Yield the lines of a file, except for a last one that was cut off."""
     pieces: list[bytes] = []  # of a line
     size, some = 0, False
     for text in _texts(file):
@@ -143,7 +143,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _texts(file: BinaryIO) -> Iterator[bytes]:
-    """Yield what is in a file, piece by piece; of a member that is cut off, what there is."""
+    """Yield the text of a file piece by piece, up to where a gzip member is cut off."""
     chunk = file.read(_CHUNK)
     if not chunk.startswith(_GZIP):
         while chunk:
