@@ -757,7 +757,7 @@ def test_one_at_a_time(run):
         train(pipeline(), 1)
         with pytest.raises(RuntimeError, match="already being recorded into"), observe(run.parent / "OTHER"):
             pytest.fail("went on")
-        with pytest.raises(RuntimeError, match="a trace is being written already"):
+        with pytest.raises(RuntimeError, match="already tracing into"):
             trace.start(run.parent / "other")
     assert not (run.parent / "OTHER").exists()
     assert tasks(run)
