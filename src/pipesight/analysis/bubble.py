@@ -9,12 +9,12 @@ The recorded order of tasks is simulated again and again, each time closer to wh
     moved      ... and waits for its input as long as it did
     window     what was measured
 
-What a partition stands still longer from one line to the next has a name: fill and drain (all of the first), sharing,
+The idle time that each line adds to the one before has a name: fill and drain (all of the first), sharing,
 imbalance, jitter, transfers, host gaps. None is negative, and with the time in which a partition computes they add up
 to the window, exactly: all are whole microseconds.
 
-Partitions that compute on fewer processors than they are slow each other down. What their tasks take longer for that is
-a loss inside of tasks, sharing as well, and found by `pipesight.schedule.contention`.
+Partitions that share fewer processors than there are partitions slow each other down. The time that tasks lose this way
+counts as sharing, too; `pipesight.schedule.contention` finds it.
 
 A rank that has several partitions and computes for one at a time is a worker of its own: its time is split in the same
 way, from the second line on. It is idle while none of them computes, and shares nothing.
@@ -215,7 +215,7 @@ def _losses(window: Times, busy: Times, spans: Lengths, even_busy: Lengths, usua
     """
     own = np.clip(_whole(spans[3]), busy.max(axis=1), window)
     moved = np.clip(_whole(spans[4]), own, window)
-    # Of what a lane stands still with the times its tasks took, each cause has its usual part, as far as it goes.
+    # A lane's idle time goes to each cause in turn, up to the usual amount of that cause.
     rest = own[:, None] - busy
     parts = []
     fill, shared_span = _whole(spans[0][:, None] - even_busy), _whole(spans[1][:, None] - even_busy)

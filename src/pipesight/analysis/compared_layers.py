@@ -96,7 +96,7 @@ def same_layers(first: Report, second: Report) -> SameLayers | None:
     """Return the layers that did the same work in both runs, if there are two of them at least.
 
     These have the same name, class and parameters, outputs of one size a sample, and micro-batches of as many samples.
-    Recomputation is left out, since it is a matter of settings.
+    Recomputation does not count: it depends on the settings.
     """
     sizes = _samples(first), _samples(second)
     if sizes[0] != sizes[1]:

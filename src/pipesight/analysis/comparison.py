@@ -89,7 +89,7 @@ def _settings_of(report: Report) -> dict[str, Any]:
     pipeline = max(report.pipelines, key=lambda pipeline: pipeline.minibatches)
     facts = pipeline.facts
     devices = facts.devices and list(facts.devices)
-    if devices and len({*devices}) == 1:  # as many as there are partitions, which is told
+    if devices and len({*devices}) == 1:  # one for each partition, and their number is another setting
         del devices[1:]
     return {
         "ranks": len(report.ranks),

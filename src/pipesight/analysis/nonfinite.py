@@ -117,20 +117,20 @@ def rank_of(line: Mapping[str, Any]) -> int:
 
 
 def _in_process(line: Mapping[str, Any], places: Mapping[str, int]) -> tuple[int, ...]:
-    """Return what sorts the tensors of a rank by when a step comes to them; the session that measured them knows."""
+    """Return a sort key for the tensors of one rank: the order of computation that the session logged, if it did."""
     order = _count(line.get("order"))
     return (0, order) if order is not None else (1, *_when(line["layer"], line["tensor"], places))
 
 
 def _between_ranks(line: Mapping[str, Any], places: Mapping[str, int]) -> tuple[int, ...]:
-    """Return what sorts the first tensors of ranks, whose clocks do not count."""
+    """Return a sort key for the first tensors of ranks that does not depend on their clocks."""
     which, place, later = _when(line["layer"], line["tensor"], places)
     partition, microbatch = _count(line.get("partition")) or 0, _count(line.get("microbatch")) or 0
     return min(which, _GRADIENT), partition + microbatch if which == _FORWARD else 0, place, which, later
 
 
 def _when(layer: str, tensor: str, places: Mapping[str, int]) -> tuple[int, int, int]:
-    """Return what sorts tensors by when a step comes to them, as far as their names say."""
+    """Return a sort key for tensors by when a step computes them, guessed from their names."""
     which = _PASS.get(tensor, _FORWARD)
     place = place_of(layer, places)
     return which, -place if which in (_GRADIENT, _WEIGHT_GRADIENT) else place, tensor != "input"

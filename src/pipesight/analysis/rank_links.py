@@ -48,9 +48,9 @@ class LinkReport:
     target_host: str | None
     """Its host, if it is known."""
     replica: int
-    """That both ranks belong to."""
+    """The replica of both ranks."""
     partitions: tuple[int, ...]
-    """That tensors come to."""
+    """Those that receive the tensors."""
     messages: int
     """In the steps that count."""
     bytes: int

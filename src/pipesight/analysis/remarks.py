@@ -42,7 +42,7 @@ class Remark:
 
 
 def with_ending(verdict: Verdict, run: Run) -> Verdict:
-    """Add how the run ended, unless all went well, or whoever follows it knows."""
+    """Add how the run ended, unless it ended well or is still followed."""
     if (restarts := _restarts(run)) is not None:
         verdict = replace(verdict, text=f"{verdict.text} {restarts}")
         if not run.attempt.described:
@@ -64,7 +64,7 @@ def with_ending(verdict: Verdict, run: Run) -> Verdict:
 
 
 def with_waits(verdict: Verdict, held: Sequence[LateRank]) -> Verdict:
-    """Name the rank that most is lost to because others wait for it."""
+    """Name the rank that costs the others most waiting."""
     if not held or held[0].share < MUCH:
         return verdict
     first = held[0]
@@ -86,7 +86,7 @@ def _restarts(run: Run) -> str | None:
 
 
 def remarks_on(run: Run, minibatches: MiniBatchTable | None = None, spans: Spans | None = None) -> list[Remark]:
-    """Return what was left out, when it was recorded or now, and why."""
+    """Return what was not recorded or could not be read, and why."""
     found = [Remark(str(note.path) if note.path else None, note.text) for note in run.notes]
     left = run.description.get("left_out")
     for what, count in left.items() if isinstance(left, dict) else ():

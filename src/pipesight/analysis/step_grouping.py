@@ -193,7 +193,7 @@ def _with_periods(
         begins = np.append(np.sort(minibatches.begin[minibatches.replica == replica]), _NEVER)
         next_begin = begins[np.searchsorted(begins, end[own])]
         mine = spans.where(of_span == replica)
-        # What lies between recorded steps, after the optimizer, is of steps that were left out.
+        # What lies between recorded steps, after the optimizer, belongs to steps that were not recorded.
         steps_of_optimizer = mine.where(mine.kind == OPTIMIZER)
         ends = np.append(np.sort(steps_of_optimizer.end), _NEVER)
         optimized = ends[np.searchsorted(ends, end[own], side="right")]
@@ -221,7 +221,7 @@ def _dense(*keys: Column) -> Column:
 
 
 def _ordinal(tasks: Tasks) -> Column:
-    """Return the how-manieth mini-batch of its step each task belongs to: the numbers of ranks do not agree.
+    """Number the mini-batches of each step from 0, and return that of each task: ranks count differently.
 
     A trace without such numbers has the same task twice instead.
     """

@@ -32,7 +32,7 @@ def arrivals_of(minibatches: MiniBatchTable, tasks: Tasks, transfers: Transfers)
 
 
 def of_rows(arrivals: Transfers, rows: Column, count: int) -> Transfers:
-    """Return the transfers of some mini-batches, which are numbered anew."""
+    """Return the transfers of some mini-batches, renumbered from 0."""
     if not len(arrivals):
         return arrivals
     number = np.full(count, -1, np.int64)

@@ -1,4 +1,4 @@
-"""What a run comes to, in plain words."""
+"""The verdict: the bubble, its causes and the largest other losses, in a few sentences."""
 
 from __future__ import annotations
 

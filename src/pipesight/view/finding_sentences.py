@@ -1,4 +1,4 @@
-"""What stands out in a report, in sentences: the terminal prints them, and the page shows the same ones."""
+"""Findings of a report as sentences, the same in the terminal and on the page."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def warm_up_in(report: Report) -> Finding | None:
 
 
 def remarks_in(report: Report) -> list[Finding]:
-    """Say what was left out when the run was recorded or read, and what is in doubt."""
+    """Say what was not recorded, could not be read, or is in doubt."""
     return [_remark(remark) for remark in report.remarks]
 
 

@@ -139,7 +139,7 @@ def page_html(payload: Mapping[str, Any] | None = None, *, served: Served | None
 
     Args:
         payload: What to draw, from `page_payload`.
-        served: Where a server has more. Without, the page is a file, and asks nobody for anything.
+        served: Where a server has more; by default, the page is a file that requests nothing.
         name: Which page: that of a run, ``run_page``, or ``comparison_page``.
     """
     title = "" if payload is None else str(payload["title"])

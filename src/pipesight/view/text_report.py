@@ -1,4 +1,4 @@
-"""A report for the terminal: what it comes to first, then the numbers, then where they are from."""
+"""A report as text for the terminal: the verdict first, then the numbers, then what they come from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEW = 4
 LAYERS = 8
 """How many of the slowest layers are listed."""
 PARTITIONS = 16
-"""How many partitions are listed; of more, those that stand still most and least."""
+"""How many partitions are listed; of more, those with the largest and the smallest bubbles."""
 STRAGGLERS, WAITS, LINKS, COLLECTIVES, REMARKS = 5, 5, 8, 5, 10
 """How many of each are named."""
 

@@ -1,5 +1,4 @@
-// What stands out: the first tensor that is not finite, before all else, with the way to it; stragglers, links, what
-// was left out.
+// The alarm, which names the first tensor that is not finite and links to it, and the other findings.
 
 import { byId, make, put } from "./dom.js";
 import { plural } from "./format.js";

@@ -15,7 +15,7 @@ export const state = {
 
 const listeners = new Map();
 
-/** Call `listener` whenever one of `topics` is told: run, step, view, selection, hover, search, theme, series. */
+/** Call `listener` whenever one of `topics` changes: run, step, view, selection, hover, search, theme, series. */
 export function listen(topics, listener) {
   for (const topic of topics.split(" ")) listeners.set(topic, [...(listeners.get(topic) ?? []), listener]);
 }

@@ -1,4 +1,4 @@
-// The timeline: one canvas with a lane for each partition, drawn anew whenever something about it changes.
+// The timeline: one canvas with a lane for each partition, redrawn whenever something about it changes.
 
 import { AXIS_HEIGHT, drawAxis, drawGrid } from "./axis.js";
 import { drawFrame, drawLane } from "./block_drawing.js";

@@ -1,4 +1,4 @@
-// The first lines: the verdict, what to change, the figures; and the last: what the run was, and what is left out.
+// The verdict, what to change and the figures, at the top; facts about the run and notes, at the bottom.
 
 import { byId, make, put } from "./dom.js";
 import { formatRate, formatShare, formatTime, listed, plural } from "./format.js";

@@ -33,7 +33,7 @@ class News:
 
 
 class Publisher:
-    """Follows a run from ``with`` to its end, in a thread of its own, and draws it for whoever asks, once a revision.
+    """Follows a run from ``with`` to its end, in its own thread, and draws each revision once, on request.
 
     Example::
 

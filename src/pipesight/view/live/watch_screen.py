@@ -41,9 +41,12 @@ WIDEST = 140
 LONGEST_BAR = 60
 LONGEST_STATE = 400
 """Characters of how a run ended, which may be the message of an error."""
+ROOMY = 20
+"""Lines from which on there is room to explain the bubble."""
+EXPLAINED = "Bubble: idle share of the window, from the first forward to the last backward"
 NUMBER = 8  # columns of one
 NOTICEABLE = 0.0005
-"""Parts of a step below this share are left out."""
+"""Smaller parts of a step are not drawn."""
 _LEVELS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 _QUIET = ("DEBUG", "NOTSET")
 
@@ -68,6 +71,8 @@ def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, a
         blocks = [head, _log(frame.log, max(height - len(head) - 1, 0), style)]
     else:
         numbers = _numbers(figures, style)
+        if height >= ROOMY:
+            numbers.append(style.paint(style.cut(EXPLAINED, style.width), "dim"))
         room = height - len(head) - len(numbers) - 1
         steps = _timeline(report, figures, min(room - 1, max(3, room * 2 // 3)), style)
         room -= len(steps) + 1
@@ -141,7 +146,7 @@ def _timeline(report: Report, figures: LatestStep, most: int, style: Style) -> l
     title = f"Step {step}{which}, window {time(drawn.end - drawn.begin)}"
     legend = f"{PHASES[0]} F, {PHASES[1]} R, {PHASES[2]} B"
     if figures.left_out is not None:
-        legend = f"the latest complete one, {figures.left_out}"
+        legend = f"not step {figures.left_out}: its end was not recorded"
     head = style.cut(f"{title}   {legend}" if len(title) + len(legend) + 3 <= room else title, room + label + 5)
     space = " " * (room + label + 5 - len(head))
     lines = [

@@ -40,7 +40,7 @@ NAMES = (LOCAL, "localhost")
 not looked at, since a tunnel has another one at its other end."""
 MOST_CONNECTIONS = 64
 """That are being answered; and as many more that have not said yet what they want. Of those, the oldest makes room for
-a new one, so that nobody keeps others out by saying nothing."""
+a new one, so that silent clients cannot keep others out."""
 PATIENCE = 30.0  # seconds that a client may take to take what it is sent
 SILENCE = 10.0  # seconds that it may take to say what it wants, all in all
 HEARTBEAT = 15.0  # seconds between signs of life, that keep proxies from hanging up
@@ -152,12 +152,12 @@ class _Server(ThreadingHTTPServer):
             _hang_up(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that hung up, which is theirs to decide."""
+        """Log errors, except from clients that hung up."""
         if not isinstance(sys.exception(), OSError):
             logger.exception("a request could not be answered")
 
     def leave_all(self) -> None:
-        """Hang up on all clients, and wait until nobody is being answered any more."""
+        """Hang up on all clients, and wait for the requests in progress."""
         self.ending.set()
         self.server_close()
         until = time.monotonic() + PARTING
@@ -292,7 +292,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(f"{why}\n".encode(), "text/plain; charset=utf-8", status=status, headers=headers)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no request, or has a method that nobody knows."""
+        """Refuse malformed requests and unknown methods."""
         if code == HTTPStatus.NOT_IMPLEMENTED:
             self._answer()
         else:

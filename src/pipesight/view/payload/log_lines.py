@@ -14,7 +14,7 @@ LONGEST = 2_000  # characters of a line
 
 
 def logs_of(lines: Iterable[LogLine], *, steps: Collection[int], begin: int, most: int) -> dict[str, Any]:
-    """Return the lines, and how many were left out.
+    """Return the lines, and how many did not fit.
 
     Args:
         lines: All of them.

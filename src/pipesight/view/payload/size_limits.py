@@ -9,11 +9,11 @@ __all__ = ["LIMITS", "Limits"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most of everything that a page holds. What is beyond is left out, and the page says so."""
+    """The most of everything that a page holds. The page says what it leaves out."""
 
     lanes: int = 256
     blocks: int = 120_000
-    """Of the steps that are shown, together. The step that is shown first may have as many by itself."""
+    """Of the steps that are shown, together. The first step may have this many alone."""
     layer_runs: int = 120_000
     values: int = 120_000
     """Of statistics."""

@@ -59,7 +59,7 @@ def statistics_of(
 ) -> tuple[dict[str, Any] | None, Marks]:
     """Return the tables, and the tensors that were not finite.
 
-    Where there are more values than ``most``, every second step is left out, or more, but none that is not finite.
+    Of more values than ``most``, every second step or more is dropped, but none with a value that is not finite.
     Rows are in the order of ``layers``, the names of the model's: lines come rank by rank, and a rank may have any.
     """
     places = {name: place for place, name in enumerate(layers)}
