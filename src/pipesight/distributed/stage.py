@@ -139,8 +139,8 @@ class Stage(TransferringStage):
     ) -> tuple[list[Tensor], Form, dict[SkipKey, Tensor | None]]:
         """Run the layers; return the tensors of their output, its form, and the skips that leave."""
         cut = self._cut(i, before=True)
-        # Of a received tensor there is no other use, but autograd lets nobody change what it is a leaf for. And a
-        # recomputation begins with it again.
+        # Nothing else uses a received tensor, but autograd refuses to change a leaf in place, and a recomputation needs
+        # it unchanged.
         tensors = [t.clone() for t in own] if self.batch.flows[i].changed[self.j] else own
         tracker = None
         if self._has_skips:
@@ -204,7 +204,7 @@ class Stage(TransferringStage):
                     parameters = self.submod.parameters()
                     with self._recomputing_layers.noticed(self.j):
                         _, graph.groups = _call_torch(stage_backward_input, ends, gradients, graph.leaves, parameters)
-            self.batch.where.end_layer()  # what is left to do is no layer's
+            self.batch.where.end_layer()  # the rest belongs to no layer
             own = [leaf.grad for leaf in graph.leaves]
             for leaf in graph.leaves:
                 leaf.grad = None

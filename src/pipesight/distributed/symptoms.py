@@ -20,7 +20,7 @@ from pipesight._torch.pipelining import COLLECTIVE_FILES, COLLECTIVE_WRAPPER_FIL
 
 __all__ = ["collective_of", "is_late", "is_symptom", "seconds_waited"]
 
-# What gloo says when a connection breaks, or nothing comes; sizes that do not fit, for one, are no symptoms.
+# Errors of gloo about broken connections and timeouts; others, such as sizes that do not match, are no symptoms.
 _BROKEN = re.compile(
     r"(closed by peer|reset by peer|closed the connection|caused pair closure|[Bb]roken pipe|[Ss]ocket (unexpectedly )?"
     r"closed|[Tt]imed? ?out|[Cc]onnection refused|[Nn]o route to host|wait timeout)"

@@ -96,8 +96,8 @@ class BackwardPass(Pass):
 
     def work(self, share: tuple[int, ...], where: Where) -> None:
         """Run all backward tasks of the partitions of one worker."""
-        # Autograd would hand the nodes of a GPU to a thread of its own. Here it stays in the worker, which saves the
-        # way there and back, and lets hooks see where they are.
+        # Autograd would run the nodes of a GPU in its own thread. In the worker, it saves the switch between threads,
+        # and hooks see the context.
         with torch.autograd.set_multithreading_enabled(False):
             for i, j in backward_tasks(self.m, share):
                 graph = self._graphs.get((i, j)) if self._keep else self._graphs.pop((i, j), None)
@@ -160,7 +160,7 @@ class BackwardPass(Pass):
         retain = (self._keep and graph.checkpoint is None) or partition.uses_outside_leaves
         with CaughtGradients(self.partitions[k].layers for k in range(first, j + 1)) as caught:
             of_ins, of_skips, of_parameters = graph.backward(gradients, retain=retain)
-        where.end_layer()  # what is left to do, above all to add gradients up, is no layer's
+        where.end_layer()  # the rest, mainly summing gradients, belongs to no layer
         shared = first != j  # then the gradients may come from another device's stream
         if any(edge is not None for edge in graph.ins):
             source, target = self.partitions[first].device, self.partitions[max(0, first - 1)].device

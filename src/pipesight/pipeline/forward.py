@@ -59,8 +59,8 @@ class ForwardPass(Pass):
         for partition in partitions if self._grad else ():
             self.tape.parameters[partition.j] = partition.trainable()
             partition.changes_input = changes_input(partition.layers, partition.leaves_input)
-        # A layer may differentiate something. Autograd's own threads are no help if one of them is the caller, who
-        # waits for the layer.
+        # A layer may differentiate something. That must not need autograd's own threads if one of them is the caller,
+        # which waits for the layer.
         alone = self.minibatch.caller.in_backward
         with (
             torch.set_grad_enabled(self._grad),
@@ -77,7 +77,7 @@ class ForwardPass(Pass):
         regions = [region_of(t) for t in packet.tensors] if self._grad and packet.graph is None else []
         tensors = self.receive(packet, partition, i, where)
         graph: LocalGraph | None = packet.graph
-        # What comes as part of a graph is no root of it.
+        # What arrives as part of a graph is not a root of it.
         needed = packet.needed if graph is None else [False] * len(packet.needed)
         inputs = Inputs(tensors, needed, len(tensors), packet.form, regions)
         for key in partition.arriving:

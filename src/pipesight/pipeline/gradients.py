@@ -79,7 +79,7 @@ class GradientSum:
     def accumulate(self) -> None:
         """Add what has not been taken to the ``.grad`` of its parameters, and call their hooks.
 
-        Forward did not see that these are used, so they are no inputs of ours in the caller's graph.
+        Forward did not see that these are used, so they are not inputs of our node in the caller's graph.
         """
         late = [self._parameters[key] for key in self._sums]
         if not late:
@@ -146,7 +146,7 @@ class _WaitingHook:
     def __init__(self, hook: Callable[[Tensor | None], Tensor | None]) -> None:
         functools.update_wrapper(self, hook, updated=())
         self._hook = hook
-        # This one counts the calls of its siblings, and expects one for each parameter that autograd comes to.
+        # This one counts the calls of its siblings, and expects one for each parameter that autograd reaches.
         self._counts = str(getattr(hook, "__qualname__", "")).startswith("register_multi_grad_hook.")
         self._backward, self._reached = -1, False
 

@@ -121,7 +121,7 @@ class _Enter(torch.autograd.Function):
         raise AssertionError("gradients are taken out of the graph before they get here")
 
 
-# What `_Enter.apply` comes to, less a look at functorch, whose transforms have no place in a worker.
+# `_Enter.apply` without its check for functorch, whose transforms do not reach a worker.
 _enter: Any = super(torch.autograd.Function, _Enter).apply
 
 

@@ -78,7 +78,7 @@ def verify_sequential(module: nn.Module) -> None:
             "with its own forward, which would not be called"
         )
     first: dict[nn.Module | None, str] = {}
-    for name, child in module._modules.items():  # named_children() leaves out repeated layers
+    for name, child in module._modules.items():  # named_children() skips repeated layers
         if first.setdefault(child, name) != name:
             raise ValueError(
                 "module with duplicate children is not supported "
@@ -166,7 +166,7 @@ class PlacedPartition:
         return bool(self._outside)
 
     def note_leaves(self, leaves: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
-        """Remember the leaves that a layer uses although they are no parameters; return those not ``known``."""
+        """Remember leaves that a layer uses but that are not its parameters; return those not ``known``."""
         familiar = {*known, *self.layers.parameters()}
         outside = [leaf for leaf in leaves if leaf not in familiar]
         self._outside += [weakref.ref(leaf) for leaf in outside]

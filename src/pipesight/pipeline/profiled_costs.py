@@ -48,7 +48,7 @@ def profile(
     if few < samples:
         cut = tuple(tensor[:few] for tensor in tensors)
         part = profile_layers(model, cut if isinstance(sample, tuple) else cut[0], timeout=timeout / 2, device=device)
-    names = list(model._modules)  # named_children() leaves out repeated layers
+    names = list(model._modules)  # named_children() skips repeated layers
     layers = [_layer(*known, few / samples) for known in zip(names, whole, part, strict=True)]
     return Costs(tuple(layers), samples=samples, input_bytes=float(sum(t.nbytes for t in tensors)), link=link or Link())
 

@@ -104,7 +104,7 @@ def _profile(model: nn.Sequential, sample: Sample, place: torch.device, cost: Ca
     costs: list[_Cost] = []
     skips = _Skips()
     output = _each(lambda t: _detached(t).to(place), sample)
-    for name, original in zip(model._modules, model, strict=True):  # named_children() leaves out repeated layers
+    for name, original in zip(model._modules, model, strict=True):  # named_children() skips repeated layers
         try:
             layer = _Layer(copy.deepcopy(original).to(place).train(), output, skips)
             with use_tracker(skips):
