@@ -115,7 +115,10 @@ def soon(condition, seconds=5.0):
 
 def run_script(body, *args, timeout=60):
     """Run a script that shares the names of this module; a hang fails."""
-    source = "import faulthandler, sys; faulthandler.enable()\nfrom test_failures import *\n" + textwrap.dedent(body)
+    source = (
+        "import faulthandler, sys; faulthandler.enable()\nfrom pipeline.test_failures import *\n"
+        + textwrap.dedent(body)
+    )
     done = warm.run("-c", source, *args, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done

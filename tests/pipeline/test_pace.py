@@ -29,7 +29,7 @@ def pipe_of(*functions, chunks):
 
 def force_turns(pipe):
     """Make the next passes of a pipeline run in turns, whatever the machine does."""
-    for pace in (workers := pipe._engine()[-1]).forward_pace, workers.backward_pace:
+    for pace in (workers := pipe._engine().workers).forward_pace, workers.backward_pace:
         pace.in_turns = True
         pace.learn = lambda seconds, in_turns: None
 
@@ -112,7 +112,7 @@ def test_layers_that_sleep_stay_side_by_side():
     pipe = pipe_of(*[lambda: time.sleep(2e-3)] * 3, chunks=6)
     for _ in range(4):
         pipe(torch.randn(6, 1))
-    assert not pipe._engine()[-1].forward_pace.in_turns
+    assert not pipe._engine().workers.forward_pace.in_turns
 
 
 def test_turns_end_where_tasks_take_long():

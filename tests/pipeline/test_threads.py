@@ -87,7 +87,7 @@ def in_thread(function, seconds=30.0):
 
 
 def start_script(body):
-    code = "from test_threads import *\n" + textwrap.dedent(body)
+    code = "from pipeline.test_threads import *\n" + textwrap.dedent(body)
     return warm.start("-c", code, merge=True)
 
 
