@@ -132,7 +132,7 @@ def test_wrong_orders_are_refused():
         recorded([[[F, 0, 0]], [[F, 0, 1]]])
     with pytest.raises(ValueError, match="shape"):
         recorded([[F, 0, 0]])
-    with pytest.raises(ValueError, match="must have a task"):
+    with pytest.raises(ValueError, match="must have at least one task"):
         recorded(np.full((1, 2, 3), -1))
     with pytest.raises(ValueError, match="before the -1"):
         recorded([[[-1, -1, -1], [F, 0, 0]]])

@@ -1,4 +1,4 @@
-"""Show a training in the terminal as it runs: how far it is, and what each partition is doing.
+"""Show a training in the terminal while it runs: its progress, and what each partition is doing.
 
 ::
 
@@ -32,25 +32,25 @@ from pipesight.pipeline.gpipe import GPipe
 __all__ = ["LiveDisplay"]
 
 WIDTH = 100
-"""Columns it takes at most; lines longer than that are hard to follow."""
+"""The most columns it takes; longer lines are hard to read."""
 
 NARROW = 60
-"""Below this, some numbers are left out."""
+"""Below this many columns, some numbers are omitted."""
 
 GAP = 2
 """Columns between the columns of the table."""
 
 DISPENSABLE = ("class", "device")
-"""Columns of the table that are left out where they do not fit, one after the other."""
+"""Columns of the table that are omitted, in this order, if they do not fit."""
 
 LONGEST_LANE = 16
-"""Micro-batches that are drawn one by one; more are only counted."""
+"""The most micro-batches that are drawn one by one; more are only counted."""
 
 STYLES = {"forward": "green", "recompute": "yellow", "backward": "cyan"}
 
 
 class LiveDisplay:
-    """Redraws itself ten times a second between ``with`` and its end, and then vanishes.
+    """Redraws itself ten times a second inside its ``with`` block, then disappears.
 
     Example::
 
@@ -86,7 +86,7 @@ class LiveDisplay:
         self._live.stop()
 
     def show(self, progress: Progress) -> None:
-        """Take note of where the training stands, for the next redraw."""
+        """Set the progress for the next redraw."""
         self._progress = progress
 
     def _draw(self) -> RenderableType:
@@ -108,7 +108,7 @@ class LiveDisplay:
         return table
 
     def _widths(self) -> dict[str, int]:
-        """Return how wide each column is, whatever the partitions do."""
+        """Return the width of each column, which does not depend on what partitions do."""
         widths = {
             "partition": 0,
             "device": max(map(len, self._devices)),
@@ -131,7 +131,7 @@ class LiveDisplay:
         }
 
     def _lane(self, activity: Activity | None) -> Text:
-        """Draw all micro-batches of a batch, and mark the one at hand."""
+        """Draw all micro-batches of a batch, and mark the current one."""
         digits = len(str(self._chunks - 1))
         number = Text(f"{'' if activity is None else activity.microbatch:>{digits}} ")
         if self._chunks > LONGEST_LANE:

@@ -55,7 +55,7 @@ class CharEmbedding(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Lets each character look at those before it, then thinks about each by itself."""
+    """Self-attention over the characters so far, then a feed-forward network for each character."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""See what each partition is doing right now, and how long it was at work: an observer with one row for each."""
+"""An observer of what each partition is doing right now, and how long it has been busy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Activity", "ActivityMonitor"]
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a partition is at. On a GPU: what it is handing to the GPU, which may lag behind."""
+    """What a partition is doing. On a GPU: what it is launching; the GPU itself may lag behind."""
 
     phase: Phase
     microbatch: int
@@ -23,7 +23,7 @@ class Activity:
 
 
 class ActivityMonitor(Observer):
-    """Keeps the row of each partition up to date; ``None`` is an idle one.
+    """Keeps one row per partition up to date; ``None`` is idle.
 
     Example::
 
@@ -34,10 +34,10 @@ class ActivityMonitor(Observer):
     """
 
     def __init__(self, partitions: int) -> None:
-        # A worker replaces its own row at one stroke, so readers need no lock.
+        # A worker replaces its own row atomically, so readers need no lock.
         self.rows: list[Activity | None] = [None] * partitions
         self.seconds = [0.0] * partitions
-        """How long each partition was at its tasks."""
+        """How long each partition was busy."""
         self._begins = [0.0] * partitions
 
     def __enter__(self) -> Self:
@@ -57,7 +57,7 @@ class ActivityMonitor(Observer):
         self._note(where)
 
     def task_ended(self, where: Where) -> None:
-        """Note that the partition waits."""
+        """Note that the partition is idle."""
         self.seconds[where.partition] += time.perf_counter() - self._begins[where.partition]
         self.rows[where.partition] = None
 

@@ -1,4 +1,4 @@
-"""Show a training as lines of text, for files, pipes and terminals that can do no more."""
+"""Show a training as lines of text, for files, pipes and simple terminals."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pipesight.demo.progress import Progress
 __all__ = ["PlainDisplay"]
 
 LINES = 20
-"""How many lines a whole training gets, about."""
+"""About how many lines a whole training gets."""
 
 
 class PlainDisplay:
-    """Prints a line for the first step and one for every twentieth of the training, and an empty one in the end."""
+    """Prints a line for the first step, one for each twentieth of the training, and an empty one at the end."""
 
     def __init__(self) -> None:
         self._printed = -1
@@ -25,7 +25,7 @@ class PlainDisplay:
         print()
 
     def show(self, progress: Progress) -> None:
-        """Print where the training stands, unless the last line was not long ago."""
+        """Print a line, unless the last one is recent."""
         reached = int(progress.share * LINES)
         if reached == self._printed:
             return

@@ -1,4 +1,4 @@
-"""How far a training has come, and when it ends."""
+"""The progress of a training, and when it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Limit", "Meter", "Progress"]
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """After how many steps, or else after how many seconds, a training ends."""
+    """The number of steps, or else of seconds, after which a training ends."""
 
     seconds: float = math.inf
     steps: int | None = None
@@ -24,18 +24,18 @@ class Limit:
             raise ValueError(f"seconds must be a positive, finite number (seconds: {self.seconds})")
 
     def share(self, step: int, elapsed: float) -> float:
-        """Return which part of the training is done, from 0 to 1."""
+        """Return the share of the training that is done, from 0 to 1."""
         return min(1.0, elapsed / self.seconds if self.steps is None else step / self.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a training stands after a step."""
+    """The progress of a training after a step."""
 
     step: int
-    """How many are done."""
+    """Steps done."""
     steps: int | None
-    """How many there will be, if that is known."""
+    """Steps in total, if known."""
     elapsed: float
     share: float
     loss: float
@@ -46,7 +46,7 @@ class Progress:
 
     @property
     def count(self) -> str:
-        """The number of the step, from 0 as in the report, always equally wide."""
+        """The number of the step, from 0 as in the report, at a constant width."""
         if self.steps is None:
             return f"step {self.step - 1:4}"
         last = self.steps - 1
@@ -54,12 +54,12 @@ class Progress:
 
     @property
     def left(self) -> float:
-        """The seconds that the rest will take, if it goes on like this."""
+        """The estimated seconds that are left."""
         return self.elapsed / self.share - self.elapsed
 
 
 class Meter:
-    """Takes the losses of a training, and says how it goes. Its clock starts when it is made.
+    """Turns the losses of a training into its progress. The clock starts when it is created.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The text the demo learns: 34 of Shakespeare's sonnets (public domain, see sonnets.md), as numbers."""
+"""The training data of the demo: 34 of Shakespeare's sonnets (public domain, see sonnets.md), as numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["SonnetText"]
 
 
 class SonnetText:
-    """A text, its alphabet, and pieces of it to train on.
+    """A text as numbers, and random batches of it to train on.
 
     Example::
 
@@ -30,7 +30,7 @@ class SonnetText:
         return cls(resources.files(__package__).joinpath("sonnets.txt").read_text(encoding="ascii"))
 
     def encode(self, text: str) -> Tensor:
-        """Turn each character into its place in the alphabet."""
+        """Turn each character into its index in the alphabet."""
         return torch.tensor([self._numbers[character] for character in text])
 
     def decode(self, tokens: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Train the demo's model through a pipeline, one step at a time, and let it write."""
+"""Train the demo's model in a pipeline, one step at a time, and generate text."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from pipesight.schedule.argument_checks import CheckpointMode
 __all__ = ["CONTEXT", "ON_CPU", "ON_GPU", "Size", "Training", "one_thread", "pick_partitions"]
 
 CONTEXT = 32
-"""Characters a sample."""
+"""Characters per sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much a step has to do: as much as keeps a device busy for longer than it takes to tell it what to do."""
+    """The size of model and batch: large enough that computing takes longer than launching it."""
 
     batch: int
     """Samples."""
     width: int
     heads: int
     rate: float
-    """Of learning: the wider, the slower."""
+    """The learning rate: smaller for wider models."""
 
 
 ON_CPU = Size(batch=32, width=64, heads=4, rate=5e-3)
@@ -41,7 +41,7 @@ ON_GPU = Size(batch=512, width=768, heads=12, rate=5e-4)
 
 
 class Training:
-    """A pipeline, its optimizer, and the text it learns. The seed decides every loss.
+    """A pipeline, its optimizer, and the text it learns. The seed determines every loss.
 
     Example::
 
@@ -51,7 +51,7 @@ class Training:
 
     Raises:
         ValueError: There are more partitions than layers, more chunks than samples, or less than one of either; or the
-            seed is none.
+            seed is out of range.
     """
 
     def __init__(self, *, partitions: int, chunks: int, checkpoint: CheckpointMode, seed: int) -> None:
@@ -88,7 +88,7 @@ class Training:
         )
 
     def step(self) -> float:
-        """Train on one batch; return its loss."""
+        """Train on one batch, and return its loss."""
         inputs, targets = self._verse.batch(self.batch, length=CONTEXT, generator=self._picks)
         scores = self.pipe(inputs.to(self.pipe.devices[0]))
         loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten().to(scores.device))
@@ -100,7 +100,7 @@ class Training:
 
     @torch.no_grad()
     def write(self, length: int, *, temperature: float = 0.8) -> str:
-        """Draw ``length`` characters from the model, each given those before it."""
+        """Generate ``length`` characters, each from those before it."""
         dice = torch.Generator().manual_seed(self._seed)
         tokens = self._verse.encode("\n")
         self.pipe.eval()
@@ -115,7 +115,7 @@ class Training:
 
 
 def pick_partitions() -> int:
-    """Return how many partitions suit this machine: as many as can compute at the same time, from 2 up to 4."""
+    """Return the number of partitions that can compute at once on this machine, from 2 to 4."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return max(2, min(gpus or processors(), 4))
 
@@ -128,9 +128,9 @@ def pick_devices(partitions: int) -> list[torch.device]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run operators on the CPU in one thread each.
+    """Run each CPU operator in one thread.
 
-    Ours are too small to gain from more, which would only wait for each other. The partitions run side by side anyway.
+    The demo's operators are too small to gain from more, and the partitions run in parallel anyway.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

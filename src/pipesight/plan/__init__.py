@@ -1,4 +1,4 @@
-"""What would another balance, number of chunks, checkpoint mode or schedule give: simulated, not run."""
+"""Plan a pipeline: simulate other balances, numbers of chunks, checkpoint modes and schedules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ __all__ = [
     "zero_bubble",
 ]
 
-# The report needs the simulator alone.
+# Imported when used: the report needs only the simulator.
 _HOMES = {
     "SCHEDULES": "pipesight.schedule.setting",
     "Costs": "pipesight.schedule.costs",

@@ -1,7 +1,7 @@
-"""The best cut of a model in one setting: the one whose simulation ends first, of those that fit into memory.
+"""Find the best cut of a model in one setting: of those that fit into memory, the one whose simulation ends first.
 
-Where there are few cuts, all are looked at; else, cuts are built block by block, and those that cannot beat the best
-one so far are dropped (branch and bound). In both, `pipesight.schedule.lower_bounds` says what is worth simulating.
+If there are few cuts, all are considered. Otherwise, cuts are built block by block, and those that cannot beat the best
+one so far are dropped (branch and bound). `pipesight.schedule.lower_bounds` says what is worth simulating.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pipesight.schedule.stage_costs import Cuts, StageCosts
 __all__ = ["FoundBalance", "find_balance"]
 
 _FEW = 50_000
-"""So many cuts are all looked at."""
+"""Up to this many cuts, all are considered."""
 _PARTIAL = 400_000
-"""So many unfinished cuts are looked at before the search gives up on proving that there is none better."""
+"""After this many partial cuts, the search stops without a proof that none is better."""
 _SAME = 1e-9
-"""Times that differ by less, relative to their size, differ by rounding."""
+"""Relative differences below this are rounding."""
 _CROWDED = 16
-"""So many cuts are simulated where devices slow each other down, which takes longer, and makes cuts more alike."""
+"""How many cuts are simulated if devices slow each other down: it takes longer, and cuts differ less."""
 _TOGETHER = 2**22
-"""So many times of tasks are simulated at once."""
+"""How many tasks are simulated at once, over all cuts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class FoundBalance:
     balance: tuple[int, ...]
     seconds: float
     bound: float
-    """No cut takes less; as long as ``seconds`` if there is none better for sure."""
+    """No cut takes less; equal to ``seconds`` if the best is proven."""
     least_bytes: float
-    """What the cut that needs least needs on the device that needs most; larger than the limit if nothing fits."""
+    """The least peak memory of any cut; larger than the limit if nothing fits."""
 
     @property
     def fits(self) -> bool:
@@ -52,14 +52,14 @@ class FoundBalance:
 
 
 def find_balance(blocks: StageCosts, *, limit: float = math.inf) -> FoundBalance:
-    """Return the cut that takes least time and no more than ``limit`` bytes on any device.
+    """Return the fastest cut that needs at most ``limit`` bytes on any device.
 
     Raises:
         ValueError: There are more stages than layers.
     """
     check_partitions(blocks.layers, blocks.setting.stages)
     search = _Search(blocks, limit)
-    # Where a device has several blocks there is no good bound for some of them, so more are looked at.
+    # With several blocks per device there is no good bound for partial cuts, so more are considered.
     few = _FEW if blocks.setting.rounds == 1 else 10 * _FEW
     if math.comb(blocks.layers - 1, blocks.setting.stages - 1) <= few:
         cuts = _all_cuts(blocks.layers, blocks.setting.stages)
@@ -92,9 +92,9 @@ class _Search:
         return np.asarray(needs <= self._limit)
 
     def simulate_best(self, cuts: Cuts, least: Times) -> float:
-        """Simulate cuts that may beat the best so far, the most promising first; of equals, the most even.
+        """Simulate cuts that may beat the best so far, most promising first, and of equals the most even.
 
-        Return what none of them beats: the best, unless some that may be better were left out.
+        Return a bound for all of them: the best time, unless some that may be better were not simulated.
         """
         fits = self.fitting(cuts)
         cuts, least = cuts[:, fits], least[fits]
@@ -116,7 +116,7 @@ class _Search:
         return self.seconds
 
     def improve(self) -> None:
-        """Take the best cut, or an even one, and move ends of blocks, some neighbours together, while that helps."""
+        """Improve the best cut, or an even one, by moving ends of neighbouring blocks as long as that helps."""
         layers, stages = self._blocks.layers, self._blocks.setting.stages
         cut = self.cut
         if not len(cut):
@@ -144,7 +144,7 @@ class _Search:
 
 
 def _branch_and_bound(blocks: StageCosts, search: _Search, limit: float) -> FoundBalance:
-    """Build cuts block by block, those first that have the best bound; each device has one block."""
+    """Build cuts block by block, best bound first; each device has one block."""
     n, layers = blocks.setting.partitions, blocks.layers
     allowed = np.zeros((n, layers + 1, layers + 1))
     if not math.isinf(limit):
@@ -179,7 +179,7 @@ def _branch_and_bound(blocks: StageCosts, search: _Search, limit: float) -> Foun
             continue
         order = np.argsort(least, kind="stable")
         for part in np.array_split(order, -(-len(order) // 512)) if len(order) else ():
-            # A deeper one comes first among equals, so that there soon is a cut to beat.
+            # Among equals, a deeper one comes first, so that there is soon a complete cut to beat.
             key = float(least[part[0]]) * (1 - 1e-6 * device)
             heapq.heappush(queue, (key, next(tie), cuts[:, part], numbers[:, part], least[part]))
     if queue:
@@ -199,7 +199,7 @@ def _all_cuts(layers: int, stages: int) -> Cuts:
 
 
 def _moves(stages: int) -> Cuts:
-    """Return changes of a cut: some inner ends next to each other, one or two layers on or back."""
+    """Return changes of a cut: neighbouring inner ends, moved by one or two layers."""
     moves = [
         [by if first <= k < last else 0 for k in range(stages + 1)]
         for first, last in itertools.combinations(range(1, stages + 1), 2)
@@ -209,7 +209,7 @@ def _moves(stages: int) -> Cuts:
 
 
 def _least_of_blocks(needs: Times) -> float:
-    """Return the bytes of the device that needs most, in the cut where that is least."""
+    """Return the least peak memory of any cut."""
     size = needs.shape[1]
     best = np.full(size, math.inf)
     best[-1] = 0.0

@@ -1,4 +1,4 @@
-"""Plans: what a setting would give, with the balance that is best for it."""
+"""Plans: settings with their best balance, and the predicted step time, bubble and memory."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = [
 ]
 
 WORTH = 0.01
-"""Of the step, what a change must gain to be named: less is within what can be told."""
+"""The least share of a step that a change must save to be recommended: less is within the error of predictions."""
 UNPIPELINED = "without pipelining: one micro-batch"
-"""What a single chunk means."""
+"""The remark on a plan with a single chunk."""
 DISTRIBUTED_NAMES = {
     "gpipe": "gpipe",
     "1f1b": "1f1b",
     "interleaved": "interleaved-1f1b",
     "zero-bubble": "interleaved-zero-bubble",
 }
-"""What `DistributedPipeline` calls the schedules that plans have. Every torch that pipesight supports has these."""
+"""The names of the plans' schedules in `DistributedPipeline`. Every torch that pipesight supports has these."""
 
 
 class DoesNotFitError(ValueError):
@@ -51,30 +51,30 @@ class DoesNotFitError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A setting, a balance, and what they would give."""
+    """A setting, a balance, and what they are predicted to give."""
 
     setting: Setting
     """Schedule, partitions, chunks and checkpoint mode."""
     balance: tuple[int, ...]
-    """Layers of each stage."""
+    """The number of layers of each stage."""
     step_seconds: float
-    """From step to step, what happens outside of the pipeline included."""
+    """From step to step, including what happens outside the pipeline."""
     window_seconds: float
     """From the first forward of a mini-batch to its last backward."""
     bubble: float
-    """The share of the window that devices are idle."""
+    """The share of the window in which devices are idle."""
     memory_bytes: tuple[float, ...]
-    """Of each device, at most: parameters and activations."""
+    """The peak of each device: parameters and activations."""
     bound_seconds: float
-    """No balance gives a shorter step; as long as ``step_seconds`` unless the search gave up on proving that."""
+    """No balance gives a shorter step than this; equal to ``step_seconds`` if that is proven to be the best."""
 
     @property
     def proven(self) -> bool:
-        """Whether no other balance is faster, for sure."""
+        """Whether no other balance can be faster."""
         return self.bound_seconds >= self.step_seconds
 
     def call(self, devices: Sequence[str] | None = None) -> str | None:
-        """Return the code that runs it, where `pipesight.GPipe` can."""
+        """Return the code that runs it with `pipesight.GPipe`; ``None`` if that has no such schedule."""
         if self.setting.schedule != "gpipe":
             return None
         where = "devices" if devices is None else json.dumps(list(devices))
@@ -83,7 +83,7 @@ class Plan:
 
 
 def distributed_call(plan: Plan) -> str | None:
-    """Return the code that runs a plan over as many ranks as it has partitions; ``None`` if no schedule can."""
+    """Return the code that runs a plan with one rank per partition; ``None`` if no schedule can."""
     setting, name = plan.setting, DISTRIBUTED_NAMES[plan.setting.schedule]
     schedule = by_name(name)
     if schedule is None or not schedule.fits(setting.chunks, setting.partitions, setting.stages):
@@ -95,7 +95,7 @@ def distributed_call(plan: Plan) -> str | None:
 def predict(
     costs: Costs, setting: Setting, balance: Sequence[int], *, parameter_scale: float = 2.0, bound: float | None = None
 ) -> Plan:
-    """Return what a setting would give with a balance that you choose.
+    """Predict what a setting gives with a balance of your choice.
 
     Example::
 
@@ -107,7 +107,7 @@ def predict(
     """
     if sum(balance) != len(costs.layers) or len(balance) != setting.stages or min(balance) < 1:
         raise ValueError(
-            "balance must give each stage a layer, and all layers to stages "
+            "balance must give each stage at least one layer, and use all layers "
             f"(balance: {list(balance)}, stages: {setting.stages}, layers: {len(costs.layers)})"
         )
     blocks = StageCosts(costs, setting, parameter_scale=parameter_scale)
@@ -127,7 +127,7 @@ def predict(
 
 
 def simulated(costs: Costs, plan: Plan) -> Simulation:
-    """Return when each task of a plan would run."""
+    """Simulate a plan, and return when each task runs."""
     cut = np.concatenate([[0], np.cumsum(plan.balance)])[:, None]
     found = StageCosts(costs, plan.setting).simulate(cut)
     times = (found.begin[..., 0], found.end[..., 0], found.makespan[0], found.busy[:, 0])
@@ -137,7 +137,7 @@ def simulated(costs: Costs, plan: Plan) -> Simulation:
 def best_plans(
     costs: Costs, settings: Iterable[Setting], *, memory: float = math.inf, parameter_scale: float = 2.0
 ) -> list[Plan]:
-    """Return a plan for each setting in which the model fits, each with its best balance; the fastest comes first.
+    """Return a plan with the best balance for each setting in which the model fits, fastest first.
 
     Example::
 
@@ -157,19 +157,19 @@ def best_plans(
             plans.append(predict(costs, setting, found.balance, parameter_scale=parameter_scale, bound=found.bound))
     if not plans and not math.isinf(least):
         raise DoesNotFitError(
-            f"no plan fits into {_size(memory)} a device: the one that needs least needs {_size(least)}; "
+            f"no plan fits into {_size(memory)} per device: the smallest needs {_size(least)}; "
             "use more partitions, more chunks or checkpoint 'always'"
         )
     return fastest_first(plans)
 
 
 def fastest_first(plans: Iterable[Plan]) -> list[Plan]:
-    """Return plans in order: of equally fast ones, the one that needs least memory comes first."""
+    """Return plans sorted by step time, then by memory."""
     return sorted(plans, key=lambda plan: (round(plan.step_seconds, 9), max(plan.memory_bytes)))
 
 
 def _size(count: float) -> str:
-    """Write bytes as ``--memory`` takes them, rounded up, so that they are enough.
+    """Format bytes as ``--memory`` takes them, rounded up.
 
     >>> _size(840704), _size(16 * 2**30), _size(100)
     ('821KiB', '16GiB', '100B')
@@ -179,7 +179,7 @@ def _size(count: float) -> str:
 
 
 def _near(chunks: int) -> list[int]:
-    """Return numbers of micro-batches to try in place of one: half and twice as many, and that again.
+    """Return the numbers of micro-batches to try around one: a quarter, half, twice and four times as many.
 
     >>> _near(3)
     [1, 3, 6, 12]
@@ -197,16 +197,16 @@ def settings(
     recorded: int | None = None,
     rounds: int = 2,
 ) -> Iterator[Setting]:
-    """Yield the settings that are possible and that an engine runs, of all that are asked for.
+    """Yield the requested settings that are possible and that an engine can run.
 
     Args:
-        costs: Those of the model.
-        partitions: How many devices there are.
-        schedules: Names, of `SCHEDULES`.
-        checkpoints: Modes.
-        chunks: Numbers of micro-batches; by default powers of two, up to eight a partition, and no more than samples.
-        recorded: How many micro-batches a run had; by default, as many, and half and twice as many, are possible too.
-        rounds: Stages a device, where they are interleaved.
+        costs: The costs of the model.
+        partitions: The number of devices.
+        schedules: Names from `SCHEDULES`.
+        checkpoints: Checkpoint modes.
+        chunks: Numbers of micro-batches; by default powers of two, up to eight per partition and to the samples.
+        recorded: The number of micro-batches of a run; numbers around it are tried, too, unless ``chunks`` is given.
+        rounds: Stages per device in interleaved schedules.
 
     Raises:
         ValueError: There are more partitions than layers, or more chunks than samples.
@@ -215,7 +215,7 @@ def settings(
     most = math.inf if costs.samples is None else costs.samples
     for count in chunks:
         if not 1 <= count <= most:
-            raise ValueError(f"chunks must be between 1 and the samples of a batch (chunks: {count}, samples: {most})")
+            raise ValueError(f"chunks must be between 1 and the number of samples (chunks: {count}, samples: {most})")
     counts = chunks or [count for count in (2**k for k in range(11)) if count <= min(8 * partitions, most)]
     if not chunks and recorded is not None:
         counts = sorted({*counts, *(count for count in _near(recorded) if count <= most)})

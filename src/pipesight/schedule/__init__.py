@@ -1,4 +1,4 @@
-"""Schedules as arithmetic: tasks and their orders, simulated times, bounds, and what a cut of a model costs.
+"""Schedules as arithmetic: orders of tasks, simulated times, lower bounds, and what a cut of a model costs.
 
 Nothing here needs torch or reads a file.
 """

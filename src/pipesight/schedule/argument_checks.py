@@ -1,4 +1,4 @@
-"""Settings that all pipelines have, in one process or in many, and what may be wrong with them."""
+"""Check the arguments that both engines take: balance, chunks, checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 CheckpointMode = Literal["always", "except_last", "never"]
-"""Which micro-batches are recomputed in their backward."""
+"""Which micro-batches are recomputed in the backward."""
 
 CHECKPOINT_MODES: tuple[CheckpointMode, ...] = get_args(CheckpointMode)
 

@@ -1,4 +1,4 @@
-"""Cut a list of layer costs into contiguous blocks whose largest sum is as small as possible."""
+"""Balance layers: cut a list of costs into contiguous blocks so that the largest sum is as small as possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
         partitions: Number of partitions.
 
     Raises:
-        ValueError: ``partitions`` is no positive integer or exceeds the number of layers, or a cost is
+        ValueError: ``partitions`` is not a positive integer, or exceeds the number of layers, or a cost is
             negative, infinite or NaN.
     """
     check_partitions(len(costs), partitions)

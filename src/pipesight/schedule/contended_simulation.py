@@ -1,8 +1,8 @@
-"""Tasks of devices that slow each other down: time goes on from one begin or end of a task to the next.
+"""Simulate devices that slow each other down: time advances from one begin or end of a task to the next.
 
 Many batches are simulated at once, each with a clock of its own::
 
-    batch 0   device 0 | F0 |  F1  |      two run at once from here on, so each is slower;
+    batch 0   device 0 | F0 |  F1  |      from here on two run at once, so each is slower;
               device 1      |   F0    |   the next end is the least of what is left / rate
 """
 
@@ -24,16 +24,16 @@ _Numbers = NDArray[np.int64]
 def simulate_contended(
     numbers: _Numbers, needs: _Numbers, took: _Times, late: _Times, gaps: _Times, count: int, rates: Sequence[float]
 ) -> tuple[_Times, _Times, _Times]:
-    """Return when each task begins and ends, by its number, and when all have ended; of each batch.
+    """Return when each task begins and ends, by its number, and when all have ended, for each batch.
 
     Args:
-        numbers: Of the tasks of each device, in order; ``count + 1`` after the last.
-        needs: Numbers of what they wait for: ``count`` is nothing.
-        took: How long each takes alone, by device, place in its order, and batch.
-        late: How long after that its input is there.
-        gaps: How long the device then waits before it begins, by device and place in its order; others compute.
-        count: How many numbers of tasks there are.
-        rates: How fast each of 1, 2, ... devices computes while so many do.
+        numbers: The tasks of each device, in order; ``count + 1`` after the last.
+        needs: The tasks that they wait for; ``count`` for none.
+        took: How long each takes alone, by device, position in its order, and batch.
+        late: How long after the end of what it waits for its input arrives.
+        gaps: How long the device then waits before it begins, by device and position.
+        count: The number of task numbers.
+        rates: How fast each of 1, 2, ... devices computes while that many do.
     """
     devices, length, batch = took.shape
     rate = np.array([1.0, *(rate_of(rates, k) for k in range(1, devices + 1))])
@@ -48,7 +48,7 @@ def simulate_contended(
         at = np.minimum(place, length - 1)
         task = np.where(place < length, numbers[row, at], count + 1)
         waits = (task <= count) & ~running
-        there = np.maximum(end[needs[row, at], column] + late[row, at, column], free)  # NaN as long as it is not
+        there = np.maximum(end[needs[row, at], column] + late[row, at, column], free)  # NaN until it is
         ready = np.where(waits, there + gaps[row, at], np.nan)
         starts = waits & (ready <= now)
         if starts.any():

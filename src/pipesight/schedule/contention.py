@@ -1,12 +1,12 @@
-"""How much devices slow each other down: partitions on one CPU share its processors, and Python's lock.
+"""How much devices slow each other down: partitions on one CPU share its processors, and the GIL.
 
-While k tasks run at once, each computes at the rate r(k): 1 for one alone, at most p / k on p processors. So a task
-that began and ended at known times did as much work as it would have done alone in::
+While k tasks run at once, each computes at the rate r(k): 1 for one alone, at most p / k on p processors. So the work
+of a task, in the time that it would take alone, is::
 
     work = sum over k of r(k) x (how long it ran while k tasks did)
 
-Tasks of a kind in a partition have equal work, whatever ran beside them. That tells the rates, as some of them run
-while others wait: the first forward of a batch runs alone.
+Tasks of a kind on a partition have equal work, whatever runs at the same time. That gives the rates, since some of them
+run while others wait: the first forward of a batch runs alone.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 __all__ = ["Concurrency", "rate_of", "rates_of"]
 
 LEAST = 0.5
-"""Of an even share of the processors, what a task gets at least; a lower rate is none of sharing."""
+"""The least rate, relative to an even share of the processors; a lower one has other causes than sharing."""
 SOME = 0.5
-"""Of what tasks that need a processor each would slow each other down: if it is less, they need none."""
+"""The least slowdown, relative to that of tasks that need a processor each; with less, they wait for something else."""
 ENOUGH = 64
-"""So many mini-batches tell the rates."""
+"""The number of mini-batches that the rates are estimated from."""
 
 _Times = NDArray[np.float64]
 
 
 def rate_of(rates: Sequence[float], count: int) -> float:
-    """Return how fast each of some tasks computes, given the rates of 1, 2, ...; of more, all together stay as fast.
+    """Return how fast each of several tasks computes, given the rates of 1, 2, ...; beyond, the total stays the same.
 
     >>> rate_of((1.0, 1.0), 2), rate_of((1.0, 1.0), 4), rate_of((), 4)
     (1.0, 0.5, 1.0)
@@ -40,11 +40,11 @@ def rate_of(rates: Sequence[float], count: int) -> float:
 
 
 class Concurrency:
-    """How many tasks run at any time, in mini-batches with as many tasks: a row each, times in any unit."""
+    """How many tasks run at any time, in mini-batches with equally many tasks: one row each, times in any unit."""
 
     def __init__(self, begin: NDArray[np.int64] | _Times, end: NDArray[np.int64] | _Times) -> None:
         tasks = begin.shape[1]
-        times = np.concatenate([end, begin], axis=1).astype(float)  # what ends makes room for what begins then
+        times = np.concatenate([end, begin], axis=1).astype(float)  # at equal times, ends come before begins
         order = np.argsort(times, axis=1, kind="stable")
         self._place = np.argsort(order, axis=1, kind="stable")
         self._tasks = tasks
@@ -54,7 +54,7 @@ class Concurrency:
 
     @property
     def most(self) -> int:
-        """How many tasks run at once, at most."""
+        """The most tasks that run at once."""
         return int(self._level.max(initial=1))
 
     def work(self, rates: Sequence[float]) -> _Times:
@@ -62,7 +62,7 @@ class Concurrency:
         return self._within(np.array([0.0, *(rate_of(rates, k) for k in range(1, self.most + 1))]))
 
     def _within(self, value: _Times) -> _Times:
-        """Return the integral over each task of a value that goes by how many run."""
+        """Return the integral over each task of a value that depends on how many run."""
         done = np.zeros((len(self._level), self._level.shape[1] + 1))
         np.cumsum(value[np.maximum(self._level, 0)] * self._lengths, axis=1, out=done[:, 1:])
         at = np.take_along_axis(done, self._place, axis=1)
@@ -77,13 +77,13 @@ class Concurrency:
 def rates_of(
     begin: NDArray[np.int64], end: NDArray[np.int64], kinds: NDArray[np.int64], processors: int
 ) -> tuple[float, ...]:
-    """Return how fast each of 1, 2, ... tasks computes that run at once.
+    """Estimate how fast each of 1, 2, ... tasks computes that run at once.
 
     Args:
-        begin: Of each task, by mini-batch.
-        end: Likewise.
-        kinds: A number for each: tasks of the same number have as much to do.
-        processors: That they share. All tasks together are no faster than that, unless they are seen not to mind.
+        begin: When each task began, by mini-batch.
+        end: When it ended.
+        kinds: A number for each task: tasks of the same number have equal work.
+        processors: How many they share. Together they are no faster than that, unless they visibly do not slow down.
     """
     few = slice(None, None, -(-len(begin) // ENOUGH))
     begin, end, kinds = begin[few], end[few], kinds[few]
@@ -96,20 +96,20 @@ def rates_of(
     shares = crowd.shares().reshape(len(lengths), most)
     expected = -np.log(shares @ even)[:, None]
     if _varies(expected, which) and _within_groups(lengths, expected, which)[0] < SOME:
-        return tuple(np.ones(most).tolist())  # they wait for something else than processors
+        return tuple(np.ones(most).tolist())  # they wait for something other than processors
     slower = _within_groups(lengths, shares[:, 1:], which)
     rates = np.clip(np.concatenate([[1.0], np.exp(-slower)]), LEAST * even, even)
     return tuple(np.minimum.accumulate(rates).tolist())
 
 
 def _varies(cause: _Times, group: NDArray[np.int64]) -> bool:
-    """Return whether a cause differs within groups, so that its effect can be seen."""
+    """Return whether a cause varies within groups, so that its effect can be estimated."""
     means = np.bincount(group, cause[:, 0]) / np.bincount(group)
     return bool(np.std(cause[:, 0] - means[group]) > 0.01)
 
 
 def _within_groups(values: _Times, causes: _Times, group: NDArray[np.int64]) -> _Times:
-    """Return what each cause adds to a value, by least squares, where each group has a level of its own."""
+    """Return the effect of each cause on a value by least squares, with a separate level for each group."""
     count = np.bincount(group)
     values = values - (np.bincount(group, values) / count)[group]
     causes = causes - np.stack([np.bincount(group, cause) / count for cause in causes.T])[:, group].T

@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer: the time and the bytes of a whole batch, and what each task takes on top.
+"""The costs of a model, layer by layer: time and bytes for a whole batch, and the overhead of each task.
 
 A stage takes, for each of m micro-batches::
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 __all__ = ["WEIGHT_SHARE", "Costs", "Layer", "Link"]
 
 WEIGHT_SHARE = 0.5
-"""Of the gradients of weights in a backward, unless it is known."""
+"""The assumed share of weight gradients in a backward, where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Layer:
     backward: float
     """Seconds, recomputation not included."""
     recompute: float | None = None
-    """As long as the forward, unless it is known."""
+    """``None``: as long as the forward."""
     forward_each: float = 0.0
-    """Seconds of each micro-batch, however small, on top."""
+    """Additional seconds for each micro-batch, however small."""
     backward_each: float = 0.0
     """The same for the backward."""
     kept_bytes: float = 0.0
-    """Kept from forward to backward where it is not recomputed, the output included."""
+    """Bytes kept from forward to backward if it is not recomputed, including the output."""
     output_bytes: float = 0.0
     """What goes to the next layer."""
     parameter_bytes: float = 0.0
@@ -48,21 +48,21 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way from one device to the next; by default, it takes no time."""
+    """The connection between two devices; by default, transfers take no time."""
 
     bandwidth: float = math.inf
-    """Bytes a second."""
+    """Bytes per second."""
     latency: float = 0.0
     """Seconds."""
 
     def seconds(self, size: float) -> float:
-        """Return how long so many bytes take."""
+        """Return how long a transfer of this many bytes takes."""
         return self.latency + size / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All that a plan needs to know about a model.
+    """What a plan needs to know about a model.
 
     Example::
 
@@ -73,17 +73,17 @@ class Costs:
     layers: tuple[Layer, ...]
     """In the order of the model."""
     samples: int | None = None
-    """In a batch; there cannot be more micro-batches."""
+    """Samples in a batch; there cannot be more micro-batches."""
     input_bytes: float = 0.0
     """Of a whole batch of the model's input."""
     forward_overhead: float = 0.0
-    """Seconds of each forward task beside its layers."""
+    """Seconds of each forward task outside its layers."""
     recompute_overhead: float = 0.0
     """The same of each recomputation."""
     backward_overhead: float = 0.0
     """The same of each backward task."""
     forward_gap: float = 0.0
-    """Seconds until a forward task begins once its device is free and its input is there. Less than 0 if tasks hand on
+    """Seconds until a forward task begins once its device is free and its input has arrived. Negative if tasks pass on
     their outputs before they end."""
     recompute_gap: float = 0.0
     """The same of a recomputation."""
@@ -92,20 +92,20 @@ class Costs:
     loss: float = 0.0
     """Seconds from the last forward to the first backward of a batch."""
     jitter: float = 1.0
-    """How much longer a mini-batch takes since tasks do not always take equally long."""
+    """By which factor a mini-batch takes longer because the times of tasks vary."""
     outside: float = 0.0
-    """Seconds of a step that are not spent in the pipeline: data, optimizer, and so on."""
+    """Seconds of a step outside the pipeline: data loading, optimizer, and so on."""
     minibatches: int = 1
-    """How many go through the pipeline in a step."""
+    """Mini-batches per step."""
     weight_share: float = WEIGHT_SHARE
-    """The share of the gradients of weights in a backward, where a schedule keeps them apart."""
+    """The share of weight gradients in a backward, for schedules that split it."""
     link: Link = field(default_factory=Link)
     """What a transfer between devices takes."""
     rates: tuple[float, ...] = ()
-    """How fast each of 1, 2, ... devices computes while so many do; empty if they do not slow each other down."""
+    """How fast each of 1, 2, ... devices computes while that many do; empty if they do not slow each other down."""
     notes: tuple[str, ...] = ()
-    """What is not known for sure."""
+    """Caveats for the reader of a plan."""
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ValueError("costs must have a layer (layers: 0)")
+            raise ValueError("costs must have at least one layer (layers: 0)")

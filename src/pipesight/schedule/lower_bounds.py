@@ -1,4 +1,4 @@
-"""How long a cut takes at least, without simulating it; for GPipe, exactly how long.
+"""A lower bound for the time of a cut, without simulating it; exact for GPipe.
 
 All micro-batches take equally long in a stage. So the slowest stage sets the pace::
 
@@ -22,11 +22,11 @@ from pipesight.schedule.task_orders import B, F, R
 __all__ = ["ChainBound", "GPipeBound", "bounds"]
 
 _Hold: TypeAlias = tuple[Times, Times]
-"""How long each device is held by each block, and how much later a block makes all of that for the next device."""
+"""How long each block holds each device, and by how much a block delays the next device."""
 
 
 def bounds(blocks: StageCosts, cuts: Cuts) -> Times:
-    """Return for each cut a time that it cannot beat, in seconds."""
+    """Return a lower bound for each cut, in seconds."""
     begin, end = cuts[:-1], cuts[1:]
     if blocks.setting.schedule == "gpipe":
         return _gpipe(blocks, blocks.time[:, begin, end], blocks.send[end])
@@ -41,7 +41,7 @@ def bounds(blocks: StageCosts, cuts: Cuts) -> Times:
 
 
 def _holds(blocks: StageCosts) -> list[_Hold]:
-    """Return what bounds schedules with a block a device that run backwards as soon as they can."""
+    """Return the bounds of schedules with one block per device that run backwards as soon as they can."""
     n, m, time = blocks.setting.partitions, blocks.setting.chunks, blocks.time
     forward, recompute, backward, weights = time
     later = forward + backward + 2 * blocks.send
@@ -57,7 +57,7 @@ def _holds(blocks: StageCosts) -> list[_Hold]:
         last[device] = way + forward * m + (1 + m - ahead) * backward + min(blocks.again, m - ahead) * recompute
     if blocks.setting.schedule != "zero-bubble":
         return [(busy, later), (first, later), (last, later)]
-    # Gradients of weights may be computed while the stages before go on with backwards.
+    # Weight gradients may be computed while earlier stages continue with backwards.
     return [(busy, forward + blocks.send), (busy - m * weights, later), (first, later), (last, later)]
 
 

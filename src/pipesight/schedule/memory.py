@@ -1,4 +1,4 @@
-"""How many bytes of activations each device holds at most.
+"""The peak bytes that each device holds.
 
 From its forward to its backward, a micro-batch keeps in a stage
 
@@ -26,14 +26,14 @@ def held(schedule: Schedule) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]
     """Return, for each device, in how many micro-batches its stages hold inputs and activations, at any time.
 
     Two arrays, of inputs and of activations, have a column for each stage of the device and a row for each state that
-    is ever reached. States that hold no more than another one, of nothing, are left out.
+    is reached. States that another one dominates are omitted.
     """
     stages = np.asarray(schedule.device_of_stage)
     return [_states(row[row[:, 0] >= 0], np.flatnonzero(stages == d)) for d, row in enumerate(schedule.order)]
 
 
 def peak_bytes(schedule: Schedule, inputs: ArrayLike, activations: ArrayLike) -> NDArray[np.float64]:
-    """Return the most bytes that each device holds at once.
+    """Return the peak bytes of activations on each device.
 
     >>> peak_bytes(gpipe(2, 8), inputs=[1, 1], activations=[10, 10]).tolist()
     [88.0, 88.0]
@@ -57,7 +57,7 @@ def peak_bytes(schedule: Schedule, inputs: ArrayLike, activations: ArrayLike) ->
 def device_bytes(
     schedule: Schedule, costs: Costs, balance: Sequence[int], *, parameter_scale: float = 2.0
 ) -> tuple[float, ...]:
-    """Return what each device holds at most, of parameters and activations, in any schedule.
+    """Return the peak bytes of each device, parameters and activations, in any schedule.
 
     Args:
         schedule: Who runs what.
@@ -85,7 +85,7 @@ def _states(tasks: Order, stages: NDArray[np.int64]) -> tuple[NDArray[np.int64],
     recomputed = np.isin(keys, keys[kinds == R])
     split = np.isin(keys, keys[kinds == W])
     last = (kinds == W) | ((kinds == B) & ~split)
-    learns = np.isin(keys, keys[kinds == B])  # a pass without gradients keeps nothing
+    learns = np.isin(keys, keys[kinds == B])  # a forward without a backward keeps nothing
     takes_input = (kinds == F) & learns
     takes_activations = ((kinds == F) & ~recomputed & learns) | (kinds == R)
 

@@ -1,6 +1,6 @@
-"""The schedules that run over ranks: their names, what they ask for, and which rank has which partition.
+"""The schedules that run over ranks: their names, what they require, and which rank has which partition.
 
-With 2 ranks and 4 partitions, the partitions of the ranks are
+With 2 ranks and 4 partitions, the ranks have the partitions
 
 - one each: gpipe, 1f1b (2 partitions)         0 | 1
 - in a loop: interleaved, looped BFS           0 2 | 1 3
@@ -25,9 +25,9 @@ class RankSchedule:
     torch_name: str
     placement: Literal["one each", "loop", "v"]
     rule: Callable[[int, int, int], str | None]
-    """Given micro-batches, ranks and partitions, say what is wrong and what to do, or ``None``."""
+    """Given micro-batches, ranks and partitions, returns what is wrong and how to fix it, or ``None``."""
     stand_in: str
-    """Runs the batches that are too small for this one. It gives the same gradients."""
+    """The schedule for batches that are too small for this one. It gives the same gradients."""
 
     def partitions_of(self, rank: int, ranks: int, partitions: int) -> list[int]:
         """Return the partitions of a rank."""
@@ -45,29 +45,29 @@ class RankSchedule:
         if self.placement == "one each" and partitions != ranks:
             several = partitions > ranks and partitions % ranks == 0
             other = (
-                "take a schedule with several a rank: schedule='interleaved-1f1b'"
+                "use a schedule with several per rank: schedule='interleaved-1f1b'"
                 if several
                 else f"start as many processes as partitions: --nproc-per-node {partitions}"
             )
             raise ValueError(
-                f"schedule '{self.name}' takes one partition a rank (partitions: {partitions}, ranks: {ranks}); give "
+                f"schedule '{self.name}' needs one partition per rank (partitions: {partitions}, ranks: {ranks}); give "
                 f"balance {ranks} numbers, or {other}"
             )
         if self.placement == "v" and partitions != 2 * ranks:
             raise ValueError(
-                f"schedule '{self.name}' takes two partitions a rank (partitions: {partitions}, ranks: {ranks}); "
+                f"schedule '{self.name}' needs two partitions per rank (partitions: {partitions}, ranks: {ranks}); "
                 f"give balance {2 * ranks} numbers"
             )
         if partitions % ranks:
             raise ValueError(
-                f"schedule '{self.name}' takes as many partitions on every rank (partitions: {partitions}, ranks: "
+                f"schedule '{self.name}' needs equally many partitions on every rank (partitions: {partitions}, ranks: "
                 f"{ranks}); give balance a multiple of {ranks} numbers"
             )
         if (wrong := self.rule(chunks, ranks, partitions)) is not None:
             raise ValueError(f"schedule '{self.name}' {wrong}")
 
     def fits(self, microbatches: int, ranks: int, partitions: int) -> bool:
-        """Return whether it can run so many micro-batches."""
+        """Return whether it can run this number of micro-batches."""
         return self.rule(microbatches, ranks, partitions) is None
 
 

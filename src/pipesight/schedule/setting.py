@@ -14,10 +14,10 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A way to run a model, but for its balance.
+    """How a model is run, except for its balance.
 
     Raises:
-        ValueError: There is no such way.
+        ValueError: The schedule is unknown, or has no rounds.
     """
 
     schedule: str
@@ -29,22 +29,24 @@ class Setting:
     checkpoint: str = "except_last"
     """Which micro-batches are recomputed: `always`, `except_last` or `never`."""
     rounds: int = 1
-    """How often a micro-batch comes around, in an interleaved schedule."""
+    """Stages per partition, in an interleaved schedule."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)} (schedule: {self.schedule!r})")
         if self.rounds != 1 and self.schedule != "interleaved":
-            raise ValueError(f"only an interleaved schedule has rounds (schedule: {self.schedule})")
+            raise ValueError(
+                f"only an interleaved schedule has several rounds (schedule: {self.schedule}, rounds: {self.rounds})"
+            )
 
     @property
     def stages(self) -> int:
-        """How many there are: one a partition, or one a partition and round."""
+        """The number of stages: one per partition and round."""
         return self.partitions * self.rounds
 
     @property
     def runs(self) -> bool:
-        """Whether an engine takes it: `pipesight.GPipe` or, of a torch that has the schedule, `DistributedPipeline`."""
+        """Whether an engine can run it: `pipesight.GPipe`, or `DistributedPipeline` if torch has the schedule."""
         if self.schedule == "1f1b":
             return self.chunks >= self.partitions
         if self.schedule == "interleaved":

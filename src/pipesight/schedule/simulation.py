@@ -3,7 +3,7 @@
 All devices are advanced at once, and all steps of a batch with them::
 
     device 0   F0 F1 F2|F3 ...      a pointer per device, at the first task that has not run;
-    device 1   F0 F1|F2 ...         those whose input is there run, and their pointers move on;
+    device 1   F0 F1|F2 ...         those whose input has arrived run, and their pointers advance;
     device 2   F0|F1 ...            each of these fronts is a few operations on arrays
 
 Which tasks make up a front follows from the order alone, so one walk does for any number of steps. Where devices slow
@@ -30,7 +30,7 @@ _Numbers: TypeAlias = NDArray[np.int32]
 
 
 class DeadlockError(ValueError):
-    """An order cannot run: devices wait for each other, or for a task that nobody has."""
+    """An order cannot run: devices wait for each other, or for a task that no device has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,11 +46,11 @@ class Simulation:
     makespan: Times
     """When the last task ends."""
     busy: Times
-    """How long each device computes."""
+    """How long each device computes in total."""
 
     @property
     def bubble(self) -> Times:
-        """The share of the makespan in which devices do not compute, over all of them."""
+        """The share of the makespan in which devices are idle, over all of them."""
         busy: Times = self.busy.mean(axis=0)
         return 1 - busy / self.makespan
 
@@ -79,8 +79,8 @@ def simulate(
         delays: Of shape (2, stages, chunks, ...), or one that broadcasts to it: how long it takes from the end of a
             task until its output is there, for the forward of each stage, and for its backward. The first stage's
             forwards wait for theirs from the start, the last stage's backwards from the end of the forward.
-        gaps: How long a device waits before it begins a task of each kind, though it could; by default not at all.
-        rates: How fast each of 1, 2, ... devices computes while so many do; 1 unless they slow each other down.
+        gaps: How long a device waits before it begins a task of each kind; by default not at all.
+        rates: How fast each of 1, 2, ... devices computes while that many do; by default all at full speed.
 
     Raises:
         DeadlockError: The order cannot run.
@@ -94,7 +94,7 @@ def simulate(
         return _shared(schedule, lengths, waits, batch, np.broadcast_to(np.asarray(gaps, float), len(KINDS)), rates)
     each_gap = np.broadcast_to(np.asarray(gaps, float), len(KINDS))
     walk = _Walk(schedule)
-    nothing = walk.count  # where the ends have a place for what nobody waits for
+    nothing = walk.count  # the number that stands for no task
     begin, end = np.full((walk.count, *batch), np.nan), np.full((walk.count + 1, *batch), np.nan)
     end[nothing] = 0.0
     free, busy = (np.zeros((schedule.devices, *batch)) for _ in range(2))
@@ -118,9 +118,9 @@ def simulate(
 def _shared(
     schedule: Schedule, lengths: Times, waits: Times | None, batch: tuple[int, ...], gaps: Times, rates: Sequence[float]
 ) -> Simulation:
-    """Run a schedule on devices that slow each other down. A device is busy from the begin of a task to its end."""
+    """Simulate devices that slow each other down. A device is busy from the begin of a task to its end."""
     walk = _Walk(schedule)
-    while walk.left:  # so that an order that cannot run is said to be one
+    while walk.left:  # raises if the order cannot run
         devices, tasks, _, _ = walk.front()
         walk.advance(devices, tasks)
     kind, stage, i = np.maximum(schedule.order, 0).transpose(2, 0, 1)
@@ -140,7 +140,7 @@ def _shared(
 
 
 def _fit(times: ArrayLike, shape: tuple[int, int, int], what: str) -> Times:
-    """Let the first dimensions be those of the tasks, without copying."""
+    """Broadcast the first dimensions to those of the tasks, without copying."""
     array = np.asarray(times, float)
     try:
         return np.broadcast_to(array, (*shape, *array.shape[3:]))
@@ -159,7 +159,7 @@ def _delay(waits: Times, kind: _Numbers, stage: _Numbers, i: _Numbers, needless:
 
 
 class _Walk:
-    """The pointers of the devices, and what the task at each of them waits for. Tasks have numbers."""
+    """A pointer per device, and what the task at each waits for. Tasks have numbers."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -179,21 +179,21 @@ class _Walk:
         self._look(np.arange(schedule.devices))
 
     def front(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-        """Return the devices that can go on, the numbers of their tasks and of what those waited for, and the tasks."""
+        """Return the devices that can proceed, the numbers of their tasks and of what those need, and the tasks."""
         devices = np.flatnonzero(self._done[self._needs])
         if not len(devices):
             raise DeadlockError(self._complaint())
         return devices, self._numbers[devices], self._needs[devices], self._heads[devices].T
 
     def advance(self, devices: NDArray[np.int64], tasks: NDArray[np.int64]) -> None:
-        """Note that tasks have run, and move on to the next of their devices."""
+        """Mark tasks as done, and advance the pointers of their devices."""
         self._done[tasks] = True
         self.left -= len(tasks)
         self._places[devices] += 1
         self._look(devices)
 
     def _look(self, devices: NDArray[np.int64]) -> None:
-        """Find out what the devices are to run next, and what that waits for."""
+        """Look up what the devices run next, and what that waits for."""
         places = self._places[devices]
         over = places - self._first[devices] >= self._length
         heads = self._order[np.minimum(places, len(self._order) - 1)]
@@ -202,7 +202,7 @@ class _Walk:
         self._heads[devices], self._numbers[devices], self._needs[devices] = heads, number, needs
 
     def numbered(self, tasks: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the numbers of tasks, and those of what they wait for; the one after the last for what is no task."""
+        """Return the numbers of tasks, and of what they wait for; padding gets the number after the last."""
         kind, stage, i = np.moveaxis(tasks.astype(np.int64), -1, 0)
         last = self._schedule.stages - 1
         chunks, size = self._schedule.chunks, self._size

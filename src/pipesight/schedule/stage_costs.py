@@ -1,6 +1,6 @@
-"""What any run of consecutive layers would cost as a stage, in one setting: arrays over first and last layer.
+"""What any block of consecutive layers would cost as a stage, in one setting: arrays over first and last layer.
 
-``time[B][a, b]`` is the backward of layers a to b - 1 on one micro-batch. A cut of the model picks one block a stage;
+``time[B][a, b]`` is the backward of layers a to b - 1 on one micro-batch. A cut of the model picks one block per stage;
 an array of cuts, of shape (stages + 1, cuts), picks thousands at once.
 """
 
@@ -40,10 +40,10 @@ class StageCosts:
         recompute = _sums(again) / m + each
         backward = _sums([layer.backward for layer in layers]) / m + _sums([layer.backward_each for layer in layers])
         self.gaps = np.array([costs.forward_gap, costs.recompute_gap, costs.backward_gap, costs.backward_gap])
-        """Seconds of each task, by kind, that its device does not compute."""
+        """Seconds of each task, by kind, in which its device does not compute."""
         beside = [costs.forward_overhead, costs.recompute_overhead, costs.backward_overhead, costs.backward_overhead]
         self.beside = np.array(beside) + self.gaps
-        """Seconds of each task, by kind, that are not its layers'."""
+        """Seconds of each task, by kind, outside its layers."""
         parts = [forward, recompute, backward * (1 - split), backward * split]
         self.time: Times = np.maximum(np.stack(parts) + self.beside[:, None, None], 0.0)
         """Seconds of a task of each kind, by first layer and the one after the last."""
@@ -84,7 +84,7 @@ class StageCosts:
         return busy + m * self.time[W] if self.setting.schedule == "zero-bubble" else busy
 
     def memory(self, cuts: Cuts) -> Times:
-        """Return the bytes that each device needs at most, for each of the cuts: parameters and activations."""
+        """Return the peak bytes of each device for each of the cuts: parameters and activations."""
         begin, end = cuts[:-1], cuts[1:]
         homes = np.asarray(self.schedule.device_of_stage)
         needs = []

@@ -1,4 +1,4 @@
-"""The order in which each device runs its tasks: GPipe, 1F1B, interleaved 1F1B, zero-bubble, or one that was recorded.
+"""The order in which each device runs its tasks: GPipe, 1F1B, interleaved 1F1B, zero-bubble, or a recorded one.
 
 A task is a kind, a stage and a micro-batch. Kinds are `F`, a forward, `R`, the forward again for a backward that has no
 activations, `B`, a backward, and `W`, the gradients of the weights where a schedule keeps them apart from those of the
@@ -14,7 +14,7 @@ inputs. For 3 stages and 4 micro-batches, if all tasks take equally long::
                  1     F0 F1    B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
                  2        F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-Devices follow no clock: each takes the next task of its list as soon as that one's input is there.
+Devices follow no clock: each takes the next task of its list as soon as the input of that task has arrived.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ F, R, B, W = range(4)
 KINDS = "FRBW"
 
 Order: TypeAlias = NDArray[np.int32]
-"""Of each device, its tasks: kind, stage, micro-batch; -1 after the last."""
+"""The tasks of each device: kind, stage, micro-batch; -1 after the last."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """Who runs what, and in which order.
+    """Which device runs which tasks, in which order.
 
     Raises:
-        ValueError: A task is there twice, on a device that does not have its stage, or before one of the same stage and
-            micro-batch that it needs.
+        ValueError: A task occurs twice, on a device that does not have its stage, or before a task of the same stage
+            and micro-batch that it needs.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Schedule:
     device_of_stage: tuple[int, ...]
     """The device that runs each stage."""
     order: Order
-    """Of each device, its tasks: kind, stage, micro-batch; -1 after the last."""
+    """The tasks of each device: kind, stage, micro-batch; -1 after the last."""
     joined: bool = False
     """Whether everything but forwards waits until the last stage has run all of them, as for the loss of a batch."""
 
@@ -78,12 +78,12 @@ class Schedule:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """The number of devices."""
         return len(self.order)
 
     @property
     def tasks(self) -> int:
-        """How many there are, of all devices."""
+        """The number of tasks on all devices."""
         return int((self.order[..., 0] >= 0).sum())
 
 
@@ -146,9 +146,9 @@ def one_f_one_b(
 
 
 def interleaved(stages: int, chunks: int, *, devices: int, recompute: Sequence[bool] = ()) -> Schedule:
-    """Run 1F1B with several stages a device, so that a micro-batch comes around several times.
+    """Run 1F1B with several stages per device, so that a micro-batch visits each device several times.
 
-    Stage s is on device s % devices. The shorter stages make the bubble shorter: with v of them a device it is
+    Stage s is on device s % devices. The shorter stages make the bubble shorter: with v of them per device it is
     (n - 1) / (v * m + n - 1).
 
     >>> interleaved(4, 2, devices=2).order[1, :, :2].tolist()
@@ -181,9 +181,9 @@ def interleaved(stages: int, chunks: int, *, devices: int, recompute: Sequence[b
 
 
 def zero_bubble(stages: int, chunks: int, *, recompute: Sequence[bool] = ()) -> Schedule:
-    """Run 1F1B with the gradients of inputs first, and those of weights where there would be a gap (ZB-H1).
+    """Run 1F1B with input gradients first, and weight gradients where there would be a gap (ZB-H1).
 
-    Stage s puts off the weights of s micro-batches, so that no stage holds more than the first one does in 1F1B.
+    Stage s delays the weight gradients of s micro-batches, so that no stage holds more than the first one in 1F1B.
 
     >>> zero_bubble(2, 2).order[1].tolist()
     [[0, 1, 0], [2, 1, 0], [0, 1, 1], [2, 1, 1], [3, 1, 0], [3, 1, 1]]
@@ -200,7 +200,7 @@ def zero_bubble(stages: int, chunks: int, *, recompute: Sequence[bool] = ()) -> 
 
 
 def recorded(order: ArrayLike, *, name: str = "recorded", joined: bool = False) -> Schedule:
-    """Take an order that was observed: of each device, its tasks (kind, stage, micro-batch), padded with -1.
+    """Make a schedule from a recorded order: the tasks of each device (kind, stage, micro-batch), padded with -1.
 
     >>> recorded([[[F, 0, 0], [B, 0, 0]], [[F, 1, 0], [B, 1, 0]]]).device_of_stage
     (0, 1)
@@ -215,7 +215,7 @@ def recorded(order: ArrayLike, *, name: str = "recorded", joined: bool = False) 
         )
     real = tasks[..., 0] >= 0
     if not real.any():
-        raise ValueError("an order must have a task (tasks: 0)")
+        raise ValueError("an order must have at least one task (tasks: 0)")
     stages, chunks = (int(tasks[real][:, column].max()) + 1 for column in (1, 2))
     homes = np.zeros(stages, int)
     homes[tasks[..., 1][real]] = np.broadcast_to(np.arange(len(tasks))[:, None], real.shape)[real]
@@ -232,7 +232,7 @@ def recomputed(checkpoint: str, chunks: int) -> tuple[bool, ...]:
     return tuple(i < stop for i in range(chunks))
 
 
-# What orders are made of.
+# Parts of orders.
 
 
 def _homes(stages: int, chunks: int, device_of_stage: Sequence[int] | None) -> tuple[int, ...]:
@@ -303,7 +303,7 @@ def _check(schedule: Schedule) -> None:
         raise ValueError(f"each stage must have a device (stages: {stages}, device_of_stage: {homes.tolist()})")
     places = np.full((len(KINDS), stages, chunks), -1, np.int32)
     found = 0
-    for device, row in enumerate(schedule.order):  # one by one: together they may be too many for caches
+    for device, row in enumerate(schedule.order):  # one by one: all together may exceed the caches
         count = int((row[:, 0] >= 0).sum())
         tasks, found = row[:count], found + count
         if count and tasks[:, 0].min() < 0:
