@@ -169,7 +169,7 @@ def test_memory_limit(recorded):
     assert all(max(p["memory_bytes"]) <= 6300 for p in found["plans"])
     ended = plan(recorded, "--memory", "5kB")
     assert ended.returncode == 2
-    sizes = re.search(r"no plan fits into ([\d.]+KiB) a device: .* the smallest needs ([\d.]+KiB);", ended.stderr)
+    sizes = re.search(r"no plan fits into ([\d.]+KiB) per device: the smallest needs ([\d.]+KiB);", ended.stderr)
     assert sizes is not None
     assert sizes[1] == "4.89KiB"
     assert json.loads(plan(recorded, "--json", "--memory", sizes[2]).stdout)["plans"]
