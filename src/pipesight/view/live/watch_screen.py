@@ -146,7 +146,7 @@ def _timeline(report: Report, figures: LatestStep, most: int, style: Style) -> l
     title = f"Step {step}{which}, window {time(drawn.end - drawn.begin)}"
     legend = f"{PHASES[0]} F, {PHASES[1]} R, {PHASES[2]} B"
     if figures.left_out is not None:
-        legend = f"not step {figures.left_out}: its end was not recorded"
+        legend = f"step {figures.left_out} has no known end"
     head = style.cut(f"{title}   {legend}" if len(title) + len(legend) + 3 <= room else title, room + label + 5)
     space = " " * (room + label + 5 - len(head))
     lines = [
