@@ -243,6 +243,20 @@ def test_pipe_restarted(run):
     assert lines[3:] == [f"{run.folder}: has ended: ok"]
 
 
+def test_newer_format(run):
+    """A run of a newer format is watched, after a warning."""
+    run.description["format_version"] = 9
+    run.begin()
+    run.step()
+    run.end()
+    with piped(run.folder) as watch:
+        assert watch.stdout is not None
+        lines = watch.stdout.read().splitlines()
+        assert watch.wait(LIMIT) == 0
+    assert "run.json: format version 9, but pipesight" in lines[0]
+    assert lines[-1] == f"{run.folder}: has ended: ok"
+
+
 def test_pipe_interrupted(run):
     """Ctrl-C ends it there too, with exit code 0 and not a word."""
     run.begin()

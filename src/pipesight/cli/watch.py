@@ -77,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _print(follower: Follower, *, ascii: bool) -> None:
     from pipesight.analysis.latest_step import steps_of
+    from pipesight.runs.format import RUN_FILE
     from pipesight.view.live.watch_screen import line_of
 
     shown, attempt = -1, 0
@@ -91,7 +92,7 @@ def _print(follower: Follower, *, ascii: bool) -> None:
         begin = time.monotonic()
         changed = follower.look()
         for note in follower.run.notes:
-            if note.text.startswith("refused"):
+            if note.text.startswith("refused") or note.path.name == RUN_FILE:
                 say(str(note))
         if follower.state.phase == "waiting":
             say(f"{follower.path}: {_state(follower)}")
