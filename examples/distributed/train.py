@@ -3,10 +3,9 @@
     torchrun --standalone --nproc-per-node 2 train.py
     torchrun --standalone --nproc-per-node 2 train.py --schedule zbv-zero-bubble --checkpoints other --out RUN
 
-Start it again with the same options, and it goes on from its last checkpoint, after a crash or a preemption; that is
-recorded into RUN-2, if all ranks are on one machine. What it learns from, and what dropout leaves out, depend on the
-seed and the step alone, so that the losses are those of a run that nothing happened to. It may also go on with another
-schedule, balance or number of processes.
+After a crash or a preemption, start it again with the same options: it continues from its last checkpoint, and records
+into RUN-2 if all ranks are on one machine. The data and the dropout masks depend on the seed and the step alone, so the
+losses are those of an uninterrupted run. It may also continue with another schedule, balance or number of processes.
 """
 
 import argparse
@@ -147,8 +146,8 @@ def main() -> None:
     if done >= options.steps:
         if pipeline.is_last:
             print(
-                f"nothing to do: {options.checkpoints} has step {done}; take more --steps to go on, or another "
-                "--checkpoints to begin anew",
+                f"nothing to do: {options.checkpoints} has step {done}; use more --steps to continue, or another "
+                "--checkpoints to start over",
                 flush=True,
             )
         torch.distributed.destroy_process_group()

@@ -70,7 +70,7 @@ def test_started_again(whole):
         assert ended.returncode == 0, ended.stderr
         said.append((ended.stderr if more else ended.stdout).strip().splitlines())
     assert said[0][-1].startswith("nothing to do: checkpoints has step 60;")
-    assert said[0][-1].endswith("another --checkpoints to begin anew")
+    assert said[0][-1].endswith("another --checkpoints to start over")
     assert f"{folder}/RUN already holds a recording; this one goes into {folder}/RUN-2" in said[1]
     assert description(folder / "RUN-2")["outcome"] == "ok"
     assert (folder / "RUN/run.json").read_bytes() == before
