@@ -12,7 +12,7 @@ from pipesight.analysis.analyse import analyse
 from pipesight.analysis.comparison import compare
 from pipesight.runs.reading.run import open_run
 from pipesight.view.comparison_text import part_rows, quantity_rows, settings_text
-from pipesight.view.finding_sentences import links_in, nonfinite_in, remarks_in, stragglers_in, warm_up_in
+from pipesight.view.finding_sentences import finding_groups, nonfinite_in, remarks_in, warm_up_in
 from pipesight.view.page import write_comparison, write_page
 from support import browser
 from support.synthetic import Made
@@ -415,7 +415,8 @@ def test_the_page_says_what_the_terminal_says(window, tmp_path):
         report = analyse(opened)
     window.open(write_page(folder))
     shown = " ".join(window.text("#findings").split())
-    found = [*stragglers_in(report), *links_in(report), *remarks_in(report), warm_up_in(report)]
+    found = [finding for _, group in finding_groups(report) for finding in group]
+    found += [*remarks_in(report), warm_up_in(report)]
     assert len(found) >= 3
     for finding in found:
         assert finding.text in shown

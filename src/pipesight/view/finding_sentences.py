@@ -17,13 +17,10 @@ from pipesight.analysis.verdict import TITLES
 
 __all__ = [
     "Finding",
-    "collectives_in",
-    "held_in",
-    "links_in",
+    "finding_groups",
     "nonfinite_in",
     "numbers",
     "remarks_in",
-    "stragglers_in",
     "warm_up_in",
 ]
 
@@ -55,24 +52,35 @@ def nonfinite_in(report: Report) -> Finding | None:
     return Finding(f"{text}.", (found.iteration,))
 
 
-def stragglers_in(report: Report) -> list[Finding]:
+def _stragglers_in(report: Report) -> list[Finding]:
     """Say who holds the others up, the slowest first."""
     return [_straggler(straggler, ranks=len(report.ranks) > 1) for straggler in report.stragglers]
 
 
-def links_in(report: Report) -> list[Finding]:
+def _links_in(report: Report) -> list[Finding]:
     """Name the links that are slow, or that much is lost to."""
     return [_link(link) for link in report.links if link.notable]
 
 
-def held_in(report: Report) -> list[Finding]:
+def _held_in(report: Report) -> list[Finding]:
     """Say which ranks keep others waiting, and what they do meanwhile."""
     return [_held(held) for held in report.held]
 
 
-def collectives_in(report: Report) -> list[Finding]:
+def _collectives_in(report: Report) -> list[Finding]:
     """Name the collectives: their group, size, and who came last."""
     return [_collective(collective) for collective in report.collectives]
+
+
+def finding_groups(report: Report) -> list[tuple[str, list[Finding]]]:
+    """Return what stands out, heading by heading, without the remarks."""
+    groups = (
+        ("Stragglers", _stragglers_in(report)),
+        ("Waits for one rank", _held_in(report)),
+        ("Links", _links_in(report)),
+        ("Collectives", _collectives_in(report)),
+    )
+    return [(title, findings) for title, findings in groups if findings]
 
 
 def warm_up_in(report: Report) -> Finding | None:

@@ -16,12 +16,9 @@ from pipesight.analysis.verdict import TITLES
 from pipesight.runs.reading.event_tables import RECOMPUTE, WEIGHT
 from pipesight.view.finding_sentences import (
     Finding,
-    collectives_in,
-    held_in,
-    links_in,
+    finding_groups,
     nonfinite_in,
     remarks_in,
-    stragglers_in,
     warm_up_in,
 )
 from pipesight.view.text_layout import Style, bar, beside, columns, shown_width, spark
@@ -35,8 +32,8 @@ LAYERS = 8
 """How many of the slowest layers are listed."""
 PARTITIONS = 16
 """How many partitions are listed; of more, those with the largest and the smallest bubbles."""
-STRAGGLERS, WAITS, LINKS, COLLECTIVES, REMARKS = 5, 5, 8, 5, 10
-"""How many of each are named."""
+MOST = {"Stragglers": 5, "Waits for one rank": 5, "Links": 8, "Collectives": 5, "Remarks": 10}
+"""How many findings are listed under each heading."""
 
 _SHORT = {**TITLES, "fill_and_drain": "fill", "sharing": "sharing", "transfers": "transfer", "host_gaps": "host gap"}
 _SHORTEST = {"fill_and_drain": "fill", "sharing": "share", "imbalance": "imbal."}
@@ -77,18 +74,11 @@ def render(
         blocks += [_partitions(pipeline, report, style) for pipeline in report.pipelines]
     elif report.layers:
         blocks.append(_layers(report, style))
-    if stragglers := stragglers_in(report):
-        blocks.append(_findings("Stragglers", stragglers, STRAGGLERS, style))
-    if held := held_in(report):
-        blocks.append(_findings("Waits for one rank", held, WAITS, style))
-    if links := links_in(report):
-        blocks.append(_findings("Links", links, LINKS, style))
-    if collectives := collectives_in(report):
-        blocks.append(_findings("Collectives", collectives, COLLECTIVES, style))
+    blocks += [_findings(title, found, MOST[title], style) for title, found in finding_groups(report)]
     if report.names:
         blocks.append(_names(report, style))
     if remarks := remarks_in(report):
-        blocks.append(_findings("Remarks", remarks, REMARKS, style))
+        blocks.append(_findings("Remarks", remarks, MOST["Remarks"], style))
     text = "\n\n".join("\n".join(map(style.fit, block)) for block in blocks if block) + "\n"
     return text.replace("µs", "us") if ascii else text
 

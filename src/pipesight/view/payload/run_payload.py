@@ -14,12 +14,9 @@ from pipesight.runs.reading.event_tables import PHASES, LayerRuns
 from pipesight.runs.reading.run import Run
 from pipesight.runs.reading.trace_reader import find_traces
 from pipesight.view.finding_sentences import (
-    collectives_in,
-    held_in,
-    links_in,
+    finding_groups,
     nonfinite_in,
     remarks_in,
-    stragglers_in,
     warm_up_in,
 )
 from pipesight.view.payload.log_lines import logs_of
@@ -292,13 +289,7 @@ def _alarm(report: Report, timelines: StepTimelines, shown: Sequence[int]) -> di
 def findings_of(report: Report) -> list[dict[str, Any]]:
     """Return what stands out, under the terminal's headings."""
     left_out = [*filter(None, [warm_up_in(report)]), *remarks_in(report)]
-    groups = (
-        ("Stragglers", stragglers_in(report)),
-        ("Waits for one rank", held_in(report)),
-        ("Links", links_in(report)),
-        ("Collectives", collectives_in(report)),
-        ("Exclusions and remarks", left_out),
-    )
+    groups = [*finding_groups(report), ("Exclusions and remarks", left_out)]
     return [
         {
             "title": title,
