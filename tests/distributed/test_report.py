@@ -12,7 +12,7 @@ from pipesight.plan import one_f_one_b, simulate
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD
 from pipesight.runs.reading.run import open_run
 from pipesight.view.payload.size_limits import Limits
-from pipesight.view.payload.step_timelines import Timelines
+from pipesight.view.payload.step_timelines import StepTimelines
 from support.processes import STRICT_PYTHON
 from support.schemas import validated
 from support.torchrun import RANK, torchrun
@@ -102,7 +102,7 @@ def test_lanes_and_tasks(recorded, report):
     assert report.left.incomplete == 0
     assert len(report.tasks) == 6 * 4 * 8 * 2
     with open_run(recorded) as run:
-        lines = Timelines(report.minibatches, report.tasks, run.spans(), run.transfers(), limits=Limits())
+        lines = StepTimelines(report.minibatches, report.tasks, run.spans(), run.transfers(), limits=Limits())
     assert [(lane.rank, lane.partition, lane.replica) for lane in lines.lanes] == [(j, j, 0) for j in range(4)]
     drawn = lines.step(3)
     assert sorted(drawn["tasks"]["lane"]) == sorted([0, 1, 2, 3] * 16)
@@ -223,7 +223,7 @@ def test_pipelines_that_cross(others):
         (2, 1, 1),
     }
     with open_run(others / "CROSSED") as run:
-        lines = Timelines(
+        lines = StepTimelines(
             report.minibatches, report.tasks, run.spans(), run.transfers(), limits=Limits(), replicas=report.replicas
         )
     assert [(lane.rank, lane.replica) for lane in lines.lanes] == [(0, 0), (1, 1), (2, 1), (3, 0)]

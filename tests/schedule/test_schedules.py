@@ -107,7 +107,7 @@ def test_few_micro_batches_are_under_way(n, m):
 def test_checkpoint_modes(mode, flags):
     """The flags are those of the engine's modes."""
     assert recomputed(mode, 2) == flags
-    with pytest.raises(ValueError, match="one of always, except_last, never"):
+    with pytest.raises(ValueError, match="not one of 'always', 'except_last', or 'never'"):
         recomputed("sometimes", 2)
 
 
