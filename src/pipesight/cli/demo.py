@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipesight._plurals import count_of
+from pipesight.schedule.argument_checks import CHECKPOINT_MODES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +69,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add(
         "--checkpoint",
-        choices=["always", "except_last", "never"],
+        choices=CHECKPOINT_MODES,
         default="except_last",
         help="which micro-batches to recompute instead of keeping their activations (default: except_last)",
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipesight.cli._quantities import bandwidth, bytes_text, seconds, seconds_text, size
+from pipesight.schedule.argument_checks import CHECKPOINT_MODES, SCHEDULES
 
 if TYPE_CHECKING:
     from pipesight.analysis.measured_costs import Measured
@@ -20,8 +21,6 @@ __all__ = ["add_to", "run"]
 
 FAILED, WRONG = 1, 2
 """Exit codes: reading or writing failed; wrong usage, or nothing fits."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-MODES = ("always", "except_last", "never")
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,10 +45,10 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add(
         "--checkpoint",
-        type=_words(MODES),
+        type=_words(CHECKPOINT_MODES),
         metavar="MODE,..",
-        default=[*MODES],
-        help=f"{', '.join(MODES)} (default: all)",
+        default=[*CHECKPOINT_MODES],
+        help=f"{', '.join(CHECKPOINT_MODES)} (default: all)",
     )
     add(
         "--rounds",

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from pipesight.analysis.measured_costs import Measured
     from pipesight.pipeline.profiled_costs import profile, with_sizes
     from pipesight.plan.plans import DoesNotFitError, Plan, best_plans, predict, settings, simulated
+    from pipesight.schedule.argument_checks import SCHEDULES
     from pipesight.schedule.costs import Costs, Layer, Link
     from pipesight.schedule.memory import peak_bytes
-    from pipesight.schedule.setting import SCHEDULES, Setting
+    from pipesight.schedule.setting import Setting
     from pipesight.schedule.simulation import DeadlockError, Simulation, simulate
     from pipesight.schedule.task_orders import (
         Schedule,
@@ -57,7 +58,7 @@ __all__ = [
 
 # Imported when used: the report needs only the simulator.
 _HOMES = {
-    "SCHEDULES": "pipesight.schedule.setting",
+    "SCHEDULES": "pipesight.schedule.argument_checks",
     "Costs": "pipesight.schedule.costs",
     "DeadlockError": "pipesight.schedule.simulation",
     "DoesNotFitError": "pipesight.plan.plans",

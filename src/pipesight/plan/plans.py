@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipesight.plan.balance_search import find_balance
-from pipesight.schedule.argument_checks import CHECKPOINT_MODES
+from pipesight.schedule.argument_checks import CHECKPOINT_MODES, SCHEDULES
 from pipesight.schedule.balancing import check_partitions
 from pipesight.schedule.costs import Costs
 from pipesight.schedule.rank_schedules import by_name
-from pipesight.schedule.setting import SCHEDULES, Setting
+from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Simulation
 from pipesight.schedule.stage_costs import StageCosts
 

@@ -1,4 +1,4 @@
-"""Check the arguments that both engines take: balance, chunks, checkpoint."""
+"""The arguments that engines and plans take, and their checks: balance, chunks, checkpoint modes, schedules."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 __all__ = [
     "CHECKPOINT_MODES",
+    "SCHEDULES",
     "CheckpointMode",
     "check_balance",
     "check_checkpoint",
@@ -19,6 +20,9 @@ CheckpointMode = Literal["always", "except_last", "never"]
 """Which micro-batches are recomputed in the backward."""
 
 CHECKPOINT_MODES: tuple[CheckpointMode, ...] = get_args(CheckpointMode)
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+"""The schedules that plans know."""
 
 
 def check_balance(balance: Iterable[int] | None, layers: int, recipe: str = "") -> list[int]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipesight.schedule.argument_checks import SCHEDULES
 from pipesight.schedule.task_orders import Schedule, gpipe, interleaved, one_f_one_b, recomputed, zero_bubble
 
-__all__ = ["SCHEDULES", "Setting"]
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-"""Names of the schedules that a `Setting` may have."""
+__all__ = ["Setting"]
 
 
 @dataclass(frozen=True, slots=True)
