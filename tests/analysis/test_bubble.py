@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipesight.analysis.bubble import LOSSES, WindowSplit, split_windows
+from pipesight.analysis.bubble_losses import LOSSES, WindowSplit, split_windows
 from pipesight.analysis.step_grouping import INCOMPLETE, find_minibatches
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, Tasks, Transfers
 from pipesight.runs.reading.run import open_run

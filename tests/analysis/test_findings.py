@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipesight.analysis.advice import AT_LEAST, AT_MOST, SIMULATED, Change
 from pipesight.analysis.analyse import analyse, measure
-from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.comparison import compare
 from pipesight.analysis.described_pipelines import pipelines_of
 from pipesight.analysis.nonfinite import first_nonfinite

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from pipesight.cli._stats_check_table import fold
+from pipesight.cli._stats_selection_table import fold
 from support import warm
 from support.processes import STRICT_PYTHON
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesight.analysis.analyse import analyse
-from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.comparison import compare
 from pipesight.analysis.formatting import percent, time
 from pipesight.analysis.report import Report

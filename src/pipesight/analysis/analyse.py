@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipesight.analysis.advice import Situation, find_changes
-from pipesight.analysis.bubble import WindowSplit, split_windows
+from pipesight.analysis.bubble_losses import WindowSplit, split_windows
 from pipesight.analysis.collectives import match_calls, name_collectives, waits_in
 from pipesight.analysis.described_pipelines import DescribedPipeline, pipelines_of, replicas_in
 from pipesight.analysis.layer_times import LayerReport, layer_reports, with_weights

@@ -24,7 +24,7 @@ from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import B, F, R, Schedule, W
 
 if TYPE_CHECKING:
-    from pipesight.analysis.bubble import WindowSplit
+    from pipesight.analysis.bubble_losses import WindowSplit
     from pipesight.analysis.step_breakdown import StepTimes
     from pipesight.analysis.step_grouping import MiniBatchTable
     from pipesight.runs.reading.run import Run

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipesight.analysis.bubble import LOSSES, WindowSplit
+from pipesight.analysis.bubble_losses import LOSSES, WindowSplit
 from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.partition_placement import Placement
 from pipesight.analysis.step_breakdown import Summary, summary

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.analysis.bubble import LOSSES, WindowSplit
+from pipesight.analysis.bubble_losses import LOSSES, WindowSplit
 from pipesight.analysis.step_grouping import EVALUATION, MiniBatchTable, StepTable
 from pipesight.runs.reading.event_tables import CHECKPOINT, COMMUNICATION, DATA, OPTIMIZER, Column, Spans
 

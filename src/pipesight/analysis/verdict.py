@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipesight._plurals import count_of
 from pipesight.analysis.advice import Change
-from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.formatting import rough_percent
 from pipesight.analysis.step_breakdown import OUTSIDE
 

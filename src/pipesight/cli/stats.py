@@ -43,7 +43,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def check(options: argparse.Namespace) -> int:
     """Check the configuration, print what it selects, and return the exit code."""
     from pipesight.cli._model_option import ModelError
-    from pipesight.cli._stats_check_table import print_sections
+    from pipesight.cli._stats_selection_table import print_sections
     from pipesight.stats.config import ConfigError, load
     from pipesight.stats.registry import default_registry
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipesight._os_facts import processors
 from pipesight._plurals import count_of
-from pipesight._process import processors
 from pipesight.balance import balance_by_size
 from pipesight.demo.model import char_gpt
 from pipesight.demo.sonnets import SonnetText

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipesight._torch.distributed import default_store
+from pipesight._torch.process_group import default_store
 from pipesight.context import Where
 from pipesight.distributed import diagnosis
 from pipesight.distributed.diagnosis import Answers, LivenessPort, is_gone

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipesight._torch.modules import TRUNCATED_NORMAL
+from pipesight._torch.module_internals import TRUNCATED_NORMAL
 from pipesight._torch.operators import TorchDispatchMode, schema_of, takes_device, tree_leaves, tree_map_only
 from pipesight._torch.tensors import storage_id
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipesight._torch.modules import uncompiled
+from pipesight._torch.module_internals import uncompiled
 from pipesight.distributed.shapes import Cut
 
 __all__ = ["LossFunction", "LossWeight", "LossWeights"]

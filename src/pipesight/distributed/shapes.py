@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipesight._torch.modules import HOOK_TABLES, uncompiled
+from pipesight._torch.module_internals import HOOK_TABLES, uncompiled
 from pipesight._torch.operators import FAKE_TENSOR_LOGGER, FakeTensorMode, TorchDispatchMode
 from pipesight.context import Where, enter_thread
 from pipesight.pipeline.aliasing import Changes, Region, region_of

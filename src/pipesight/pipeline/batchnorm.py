@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipesight import context
-from pipesight._torch.modules import BatchNorm
+from pipesight._torch.module_internals import BatchNorm
 
 __all__ = ["DeferredBatchNorm"]
 

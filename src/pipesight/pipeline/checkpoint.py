@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipesight._torch.modules import BatchNorm
+from pipesight._torch.module_internals import BatchNorm
 from pipesight.context import Unrepeatable, Where
 from pipesight.pipeline.randomness import PassRandomness, SavedGenerators, Task, begin_task, end_task
 from pipesight.pipeline.skip import SkipTracker, use_tracker

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesight import context
-from pipesight._torch.modules import not_compiled, set_state_metadata, state_metadata, target_device
+from pipesight._torch.module_internals import not_compiled, set_state_metadata, state_metadata, target_device
 from pipesight._torch.tensors import in_transform
 from pipesight.pipeline.autograd_node import connect
 from pipesight.pipeline.caller_state import CallerState

@@ -24,8 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pipesight import context
 from pipesight._patches import Patches
-from pipesight._torch.distributed import optimizer_rehearsal_code
-from pipesight._torch.loading import iterator_class
+from pipesight._torch.data_loader import iterator_class
+from pipesight._torch.optimizer_state import optimizer_rehearsal_code
 from pipesight.recording.pipeline_description import Pipeline
 from pipesight.trace.automatic import on_outermost
 

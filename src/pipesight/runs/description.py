@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from pipesight._logger import own_logger
-from pipesight._process import current_folder, processors
+from pipesight._os_facts import current_folder, processors
 from pipesight._version import __version__
 from pipesight.runs.directory import RunDirectory
 from pipesight.runs.format import FORMAT, FORMAT_VERSION

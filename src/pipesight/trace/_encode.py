@@ -11,7 +11,7 @@ from json import JSONEncoder
 from typing import Any, TypeAlias
 
 from pipesight._launcher import launched_rank
-from pipesight._process import current_folder
+from pipesight._os_facts import current_folder
 from pipesight._version import __version__
 from pipesight.trace._pipeline_lines import PlaceLines
 from pipesight.trace._span import FIELDS, ROOT_ID, WHEN, Args, thread_ids

@@ -36,7 +36,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from pipesight._torch.loading import after_worker_signal_handlers
+from pipesight._torch.data_loader import after_worker_signal_handlers
 
 __all__ = ["ExitHooks"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pipesight._plurals import count_of
-from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.formatting import percent, rate, time
 from pipesight.analysis.pipeline_report import PartitionReport, PipelineReport
 from pipesight.analysis.report import Overall, Report

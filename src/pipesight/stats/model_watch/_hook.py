@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipesight._torch.modules import not_compiled
+from pipesight._torch.module_internals import not_compiled
 from pipesight._torch.tensors import in_transform, is_tracing
 
 __all__ = ["Hook", "Once"]

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._patches import Patches
-from pipesight._torch.modules import WRAPPER_NAMES, forward_hook_tables, is_compiled, uncompiled
+from pipesight._torch.module_internals import WRAPPER_NAMES, forward_hook_tables, is_compiled, uncompiled
 from pipesight.stats import api
 from pipesight.stats.config_errors import shown
 from pipesight.stats.current_session import running

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from pipesight._patches import Patches
-from pipesight._torch.loading import fetchers, iterator_class, worker_iterator_class, yielded
+from pipesight._torch.data_loader import fetchers, iterator_class, worker_iterator_class, yielded
 from pipesight.trace._span import begin, end, now, past, remove
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._step import with_step

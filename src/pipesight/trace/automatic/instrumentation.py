@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipesight._patches import Patches
 from pipesight.trace.automatic.checkpoints import instrument_checkpoints
 from pipesight.trace.automatic.collectives import instrument_collectives
-from pipesight.trace.automatic.cuda_graphs import instrument_graphs
+from pipesight.trace.automatic.cuda_graph_pause import instrument_graphs
 from pipesight.trace.automatic.dataloaders import instrument_loading
 from pipesight.trace.automatic.device_transfers import instrument_transfers
 from pipesight.trace.automatic.modules import instrument_modules

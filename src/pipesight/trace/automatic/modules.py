@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from pipesight import context
 from pipesight._nested import tensors_in
 from pipesight._patches import Patches, harmless
-from pipesight._torch.modules import GLOBAL_HOOKS_CHECK
+from pipesight._torch.module_internals import GLOBAL_HOOKS_CHECK
 from pipesight._torch.tensors import without_function_overrides
 from pipesight.trace import _span
 from pipesight.trace._span import Span, begin, end

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipesight._plurals import count_of
-from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.formatting import percent, rate, time
 from pipesight.analysis.latest_step import LatestStep, StepNumbers
 from pipesight.analysis.report import Report

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipesight.analysis.bubble import LOSSES
+from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_breakdown import OUTSIDE, PARTS
 from pipesight.analysis.verdict import TITLES

@@ -1,4 +1,4 @@
-"""What this process may use: its processors, its folder."""
+"""What the operating system says: the processors that this process may use, and its current folder."""
 
 from __future__ import annotations
 

@@ -1,19 +1,11 @@
-"""``torch.distributed``: the store behind the default group, and the rehearsals of optimizers."""
+"""How ``torch.distributed.checkpoint`` makes the state of an optimizer: with a step that trains nothing."""
 
 from __future__ import annotations
 
 import sys
 from types import CodeType
-from typing import Any
 
-import torch.distributed as dist
-
-__all__ = ["default_store", "optimizer_rehearsal_code"]
-
-
-def default_store() -> Any:
-    """Return the key-value store that all ranks of the default group share."""
-    return dist.distributed_c10d._get_default_store()
+__all__ = ["optimizer_rehearsal_code"]
 
 
 def optimizer_rehearsal_code() -> CodeType | None:
