@@ -357,7 +357,7 @@ def test_directory_that_is_not_empty(folder):
 
 
 def test_program_that_records_itself(folder):
-    """What a program asks for itself steps back, with a sentence each; what it says of steps is heard."""
+    """What a program asks for itself is ignored, with a sentence each; what it says of steps counts."""
     program = """
     import pipesight, torch, train
     from pipesight import trace
@@ -381,7 +381,7 @@ def test_program_that_records_itself(folder):
         f"`pipesight run` already records this program into {folder}/RUN; observe('{folder}/OWN') records nothing: "
         "give its options to `pipesight run`"
     )
-    assert traced.endswith("trace.start('own') steps back")
+    assert traced.endswith("trace.start('own') is ignored")
     assert len(tasks(folder / "RUN")) == 3 * 4
     assert {task["args"]["step"] for task in tasks(folder / "RUN")} == {7}
     assert description(folder / "RUN")["outcome"] == "ok"

@@ -182,12 +182,12 @@ def test_mistakes(tmp_path):
 
         expect(ValueError, "'gpipe'", "'dualpipev'", "'zb'", schedule="zb")
         expect(ValueError, "chunks=2", "schedule='gpipe'", chunks=1)
-        expect(ValueError, "one partition a rank", "interleaved-1f1b", balance=[1] * 4, layers=4)
+        expect(ValueError, "one partition per rank", "interleaved-1f1b", balance=[1] * 4, layers=4)
         for j in (1, 3):  # several a rank cannot help
             expect(ValueError, "give balance 2 numbers", f"--nproc-per-node {j}", balance=[1] * j, layers=j)
             assert "interleaved" not in str(error_of(make, balance=[1] * j, layers=j))
         expect(ValueError, "multiple of 2", balance=[1, 1, 1], layers=3, schedule="looped-bfs")
-        expect(ValueError, "two partitions a rank", schedule="zbv-zero-bubble")
+        expect(ValueError, "two partitions per rank", schedule="zbv-zero-bubble")
         expect(ValueError, "chunks=4 or 6", balance=[1] * 4, layers=4, schedule="interleaved_1F1B", chunks=5)
         expect(ValueError, "sum of balance", balance=[1, 2])
         assert "GPipe" not in str(error_of(make, balance=[1, 2]))

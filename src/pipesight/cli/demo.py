@@ -29,7 +29,7 @@ CHARACTERS = 200
 INDENT = "    "
 NARROWEST, WIDTH = 20, 79
 """The least and the most columns that lines are wrapped at."""
-NEXT = "Next: train your own model, as README.md shows, or try other settings of the demo:"
+NEXT = "Next: train your own model, as README.md shows, or try other demo settings:"
 RECORDED = {
     "every layer": {
         "enabled": True,
