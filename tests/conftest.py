@@ -50,6 +50,10 @@ def pytest_collection_finish(session):
         quick.forbid_processes()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or extension modules count what is left at the end as leaked
+
+
 @pytest.fixture(autouse=True)
 def on_the_cpu(request, monkeypatch):
     """Hide the GPUs from all tests but those in tests/cuda: without devices, GPipe takes the GPUs that are there."""
