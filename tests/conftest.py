@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; processes of tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests run beside each other, and threads that wait for work of a few numbers spin. Processes that tests start get it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
