@@ -13,6 +13,7 @@ A method written in C has no code to replace. There, the attribute of its class 
 
 from __future__ import annotations
 
+import abc
 import functools
 import logging
 import threading
@@ -136,7 +137,7 @@ class _Call:
         return self.result
 
 
-class _Place:
+class _Place(abc.ABC):
     """A function, or the attribute of a class, and those who watch it."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
@@ -167,11 +168,13 @@ class _Place:
             run = functools.partial(layer, run)
         self._layers, self._run = layers, run
 
+    @abc.abstractmethod
     def _install(self) -> None:
-        raise NotImplementedError
+        """Let calls go through the layers."""
 
+    @abc.abstractmethod
     def _uninstall(self) -> None:
-        raise NotImplementedError
+        """Put back what was there."""
 
 
 def _place(owner: Any, name: str) -> _Place | None:

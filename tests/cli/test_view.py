@@ -445,7 +445,7 @@ def test_not_there_yet(tmp_path):
         assert view.process.stderr.readline() == f"{run.folder} is running\n"
         run.step()
         run.end()
-        assert "has ended: ok" in view.process.stderr.readline()
+        assert "ended: ok" in view.process.stderr.readline()
         assert [name for name, _ in events][-1] == "ended"
         assert steps_of(view.payload()) == [0]
 

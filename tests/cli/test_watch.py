@@ -133,7 +133,7 @@ def test_terminal(run):
         run.end()
         stays = seen.end()
     assert "Bubble: idle share of the window" in stays
-    assert "has ended: ok" in stays
+    assert "ended: ok" in stays
     assert re.search(r"Step 1, .* step 2 has no known end", stays)
     assert "F0" in stays
     assert stays.endswith("\r\n")
@@ -196,7 +196,7 @@ def test_pipe(tmp_path):
             assert watch.stdout.readline().startswith("step 1 ")
             process.end()
             assert watch.stdout.readline().startswith("step 2 ")
-            assert watch.stdout.readline() == f"{tmp_path / 'run'}: has ended: ok\n"
+            assert watch.stdout.readline() == f"{tmp_path / 'run'}: ended: ok\n"
             assert watch.communicate(timeout=LIMIT) == ("", "")
             assert watch.returncode == 0
 
@@ -217,7 +217,7 @@ def test_pipe_from_nothing(run):
         assert watch.wait(LIMIT) == 0
     assert lines[0] == "not finite: output of l0, first in iteration 0"
     assert [line.partition("   ")[0] for line in lines[1:4]] == ["step 0", "step 1", "step 2"]
-    assert lines[4:] == [f"{run.folder}: has ended: ValueError: too bad"]
+    assert lines[4:] == [f"{run.folder}: ended: ValueError: too bad"]
 
 
 def test_pipe_restarted(run):
@@ -240,7 +240,7 @@ def test_pipe_restarted(run):
         assert watch.wait(LIMIT) == 0
     assert lines[0] == f"{run.folder}: restarted; this is attempt 1"
     assert [line.partition("   ")[0] for line in lines[1:3]] == ["step 0", "step 1"]
-    assert lines[3:] == [f"{run.folder}: has ended: ok"]
+    assert lines[3:] == [f"{run.folder}: ended: ok"]
 
 
 def test_newer_format(run):
@@ -254,7 +254,7 @@ def test_newer_format(run):
         lines = watch.stdout.read().splitlines()
         assert watch.wait(LIMIT) == 0
     assert "run.json: format version 9, but pipesight" in lines[0]
-    assert lines[-1] == f"{run.folder}: has ended: ok"
+    assert lines[-1] == f"{run.folder}: ended: ok"
 
 
 def test_pipe_interrupted(run):
@@ -369,7 +369,7 @@ def test_a_pause_after_each_step(paused):
     assert "Step 3, window 6.00 ms   step 4 has no known end" in drawn
     assert "Step time            16.0 ms   usually 16.0 ms, the median of 4 steps" in drawn
     assert "1,000 samples/s   1,000 over all steps including pauses" in drawn
-    assert line_of(steps[-1]).startswith("step 4   6.50 ms so far   bubble ")
+    assert line_of(steps[-1]).startswith("step 4   6.50 ms without the pause after it   bubble ")
     assert latest_step(paused).last.step == 4  # while it goes on, the steps that are shown end where the next begins
 
 

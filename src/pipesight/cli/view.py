@@ -99,7 +99,7 @@ def _print_states(publisher: Publisher) -> None:
         words = {
             "waiting": f"waiting for a recording in {publisher.path}",
             "running": f"{publisher.path} is running",
-            "ended": f"{publisher.path} has ended: {state.outcome}; press Ctrl-C to stop serving it",
+            "ended": f"{publisher.path} ended: {state.outcome}; press Ctrl-C to stop serving it",
         }[state.phase]
         if words != said:
             print(words, file=sys.stderr, flush=True)

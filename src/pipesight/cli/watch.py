@@ -180,7 +180,7 @@ def _state(follower: Follower) -> str:
     if state.phase == "waiting":
         return "waiting for a recording"
     if state.phase == "ended":
-        return f"has ended: {state.outcome}"
+        return f"ended: {state.outcome}"
     attempt = follower.run.attempt.number
     again = f", attempt {attempt}" if attempt else ""
     yet = "" if follower.run.steps() else ", no complete step yet"

@@ -13,6 +13,7 @@ does in either pass is in `forward` and `backward`.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import itertools
@@ -100,7 +101,7 @@ class Tape:
             self.versions[partition.j] = [parameter._version for parameter in self.parameters[partition.j]]
 
 
-class Pass:
+class Pass(abc.ABC):
     """One pass of a mini-batch over the workers, forward or backward: what both have in common.
 
     Args:
@@ -182,9 +183,9 @@ class Pass:
             where.layer = None
             where.token = None
 
+    @abc.abstractmethod
     def work(self, share: tuple[int, ...], where: Where) -> None:
         """Run all tasks of the partitions of one worker."""
-        raise NotImplementedError
 
     def begin(
         self,

@@ -89,7 +89,7 @@ def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, a
 def line_of(step: StepNumbers, *, ascii: bool = False) -> str:
     """Write a step on one line."""
     speed = "" if step.samples_per_second is None else f"   {rate(step.samples_per_second)} samples/s"
-    took = f"{time(step.time)}{speed}" if step.whole else f"{time(step.time)} so far"
+    took = f"{time(step.time)}{speed}" if step.whole else f"{time(step.time)} without the pause after it"
     text = f"step {step.step}   {took}   bubble {step.bubble:.1%}, schedule alone {step.bound:.1%}"
     return text.replace("µs", "us") if ascii else text
 
