@@ -9,7 +9,7 @@ import pytest
 from pipesight.distributed import schedule_names
 from pipesight.runs.reading.event_queries import COLUMNS
 from pipesight.stats.builtin_features import KEYS
-from pipesight.stats.moments.fp8 import FP8_STATISTICS
+from pipesight.stats.moments.cast_statistics import CAST_STATISTICS
 from pipesight.stats.moments.statistic_formulas import STATISTICS
 from pipesight.trace.ai import CONVENTIONS
 from support.documents import ROOT
@@ -72,10 +72,11 @@ def test_parts_of_a_step():
 def test_statistics():
     """Every statistic has its formula."""
     assert first_column(section("statistics", "## LogTensorStats")) == set(STATISTICS) | {"max_blockwise_dynamic_range"}
-    found = first_column(section("statistics", "## LogFp8TensorStats"))
-    prefixes = {name for name in found if name.endswith("scaling_") or name == "mxfp8_"}
-    names = {f"{prefix}{name}{end}" for prefix in prefixes | {""} for name in found - prefixes for end in ("", "_e5m2")}
-    assert names >= set(FP8_STATISTICS)
+    found = first_column(section("statistics", "## LogFp8TensorStats, LogNvfp4TensorStats"))
+    prefixes = {name for name in found if name.endswith("_")} | {"nvfp4_", ""}
+    suffixes = {name for name in found if name.startswith("_")} | {"_columnwise_e5m2", ""}
+    names = {f"{start}{name}{end}" for start in prefixes for name in found - prefixes - suffixes for end in suffixes}
+    assert names >= set(CAST_STATISTICS)
 
 
 def test_keys_of_configurations():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fuzz.cases import account, fuzz
 from pipesight.stats.moments import Moments, _exact, _rows, measuring, merge_rows
 from pipesight.stats.moments.blockwise import max_blockwise_dynamic_range, measure_blockwise
-from pipesight.stats.moments.fp8_cast import measure_fp8
+from pipesight.stats.moments.casting import measure_cast
 from pipesight.stats.moments.measuring import measure, measure_on_device
 from pipesight.stats.moments.small_tensors import SmallRows
 from pipesight.stats.moments.statistic_formulas import STATISTICS
@@ -413,7 +413,7 @@ def test_blocks(case, recipe, format):
         found = max_blockwise_dynamic_range(measure_blockwise(tensor, block_size=size, dims=dims))
         assert math.isnan(wanted) == math.isnan(found), (wanted, found)
         assert math.isnan(wanted) or abs(found - wanted) <= 1e-6 * max(1.0, abs(wanted)), (wanted, found)
-    found = measure_fp8(tensor, recipe=recipe, format=format)
+    found = measure_cast(tensor, recipe=recipe, format=format)
     assert raw(tensor) == before
     finite = np.abs(values[np.isfinite(values)])
     if dtype == "float64" and ((finite > 1e130) | ((finite > 0) & (finite < 1e-130))).any():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
 from pipesight.stats.config import Config, TensorRule
 from pipesight.stats.extensions.measuring_feature import MeasuringFeature
@@ -43,10 +43,10 @@ class TensorActions:
         action = actions.at(step)  # None: nothing to do
     """
 
-    __slots__ = ("_built", "_now", "_rules")
+    __slots__ = ("_built", "_now", "_rules", "_tensor")
 
-    def __init__(self, rules: Iterable[tuple[TensorRule, Serve | None]]) -> None:
-        self._rules = tuple(rules)
+    def __init__(self, rules: Iterable[tuple[TensorRule, Serve | None]], tensor: str) -> None:
+        self._rules, self._tensor = tuple(rules), tensor
         self._built: dict[tuple[int, ...], Action] = {}
         self._now: tuple[int, Action | None] = (-1, None)
 
@@ -63,20 +63,20 @@ class TensorActions:
         action = None
         if on:
             if on not in self._built:
-                self._built[on] = action_for([self._rules[i] for i in on])
+                self._built[on] = action_for([self._rules[i] for i in on], self._tensor)
             action = self._built[on]
         self._now = (step, action)
         return action
 
 
-def action_for(rules: Iterable[tuple[TensorRule, Serve | None]]) -> Action:
-    """Return what rules ask for together; a rule with a function is served by that."""
+def action_for(rules: Iterable[tuple[TensorRule, Serve | None]], tensor: str) -> Action:
+    """Return what rules ask for a tensor together; a rule with a function is served by that."""
     rules = list(rules)
     measured = [rule for rule, serve in rules if serve is None]
     quantities: dict[str, Quantity] = {}
     for rule in measured:
         for request in rule.stats:
-            quantities.setdefault(request.label, quantity(request))
+            quantities.setdefault(request.label, quantity(request, tensor))
     return Action(
         combine(quantities.values()) if measured else (),
         tuple(quantities.values()),
@@ -102,12 +102,16 @@ def actions_for(
         if not chosen.enabled or feature is None or registry.data[chosen.namespace].api is not None:
             continue  # a namespace with an API of its own is called through that
         rule = chosen.rule(tensor, gemm)
-        if rule is not None:
-            rules.append((rule, None if _measures(feature) else _tolerant(getattr(feature, api))))
-    return TensorActions(rules) if rules else None
+        if rule is None:
+            continue
+        if _measures(feature):
+            rules.append((replace(rule, stats=feature.requests(rule.stats, tensor)), None))
+        else:
+            rules.append((rule, _tolerant(getattr(feature, api))))
+    return TensorActions(rules, tensor) if rules else None
 
 
-def _measures(feature: object) -> bool:
+def _measures(feature: object) -> TypeGuard[MeasuringFeature]:
     """Whether the session may measure in the feature's place: it is built in, or derived without a change."""
     return isinstance(feature, MeasuringFeature) and not feature.overrides
 

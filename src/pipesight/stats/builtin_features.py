@@ -1,17 +1,17 @@
-"""The built-in features: statistics of tensors, and of their cast to float8."""
+"""The built-in features: statistics of tensors and of their casts to float8 and float4, and copies of tensors."""
 
 from __future__ import annotations
 
-from pipesight.stats.config import GEMM_KEYS, STEP_KEYS, TENSOR_KEYS
+from pipesight.stats.config import GEMM_KEYS, STEP_KEYS, TENSOR_KEYS, StatisticRequest
 from pipesight.stats.extensions.measuring_feature import MeasuringFeature
-from pipesight.stats.moments.fp8 import FP8_STATISTICS
+from pipesight.stats.moments.cast_statistics import CAST_STATISTICS, NVFP4
 from pipesight.stats.moments.statistic_formulas import STATISTICS
 from pipesight.stats.registry import register_feature
 
-__all__ = ["LogFp8TensorStats", "LogTensorStats", "TransformerEngineLogTensorStats"]
+__all__ = ["LogFp8TensorStats", "LogNvfp4TensorStats", "LogTensorStats", "TransformerEngineLogTensorStats"]
 
 TRANSFORMER_ENGINE = "transformer_engine"
-
+BLOCKWISE = "max_blockwise_dynamic_range"
 
 KEYS = TENSOR_KEYS | GEMM_KEYS | STEP_KEYS | {"stats", "on_nonfinite"}
 
@@ -32,12 +32,27 @@ class LogTensorStats(MeasuringFeature):
     """
 
     keys = KEYS
-    statistics = frozenset(STATISTICS) | {"max_blockwise_dynamic_range"}
+    statistics = frozenset(STATISTICS) | {BLOCKWISE}
 
 
 @register_feature(TRANSFORMER_ENGINE, "LogTensorStats", stand_in=True)
 class TransformerEngineLogTensorStats(LogTensorStats):
-    """Log the statistics of ``LogTensorStats``; here the end of a range in ``start_end_list`` belongs to it."""
+    """Log the statistics of ``LogTensorStats``; here the end of a range in ``start_end_list`` belongs to it.
+
+    max_blockwise_dynamic_range of activations and weights is the greater one of their blocks along the last dimension
+    and of those along all others, since training casts them both ways.
+    """
+
+    def requests(self, stats: tuple[StatisticRequest, ...], tensor_name: str) -> tuple[StatisticRequest, ...]:
+        """Return the statistics, with blocks both ways for some tensors."""
+        if tensor_name not in ("activation", "weight"):
+            return stats
+        return tuple(_both_ways(request) if request.name == BLOCKWISE else request for request in stats)
+
+
+def _both_ways(request: StatisticRequest) -> StatisticRequest:
+    options = {"block_size": 32, "dims": 1, **dict(request.options), "max_over_orientations": True}
+    return StatisticRequest(request.name, tuple(options.items()))
 
 
 @register_feature(TRANSFORMER_ENGINE, stand_in=True)
@@ -45,14 +60,39 @@ class LogFp8TensorStats(MeasuringFeature):
     """Log what a cast to float8 would do to the selected tensors; Transformer Engine is not needed.
 
     stats: underflows%, overflows%, underflows, overflows, mse, scale_inv_min, scale_inv_max, each with a recipe in
-    front if need be (fp8_current_scaling_, fp8_block_scaling_, mxfp8_) and _e5m2 behind for that format. ::
+    front if need be (fp8_current_scaling_, fp8_delayed_scaling_, fp8_block_scaling_, mxfp8_); behind, _columnwise for
+    blocks along the other dimensions, then _e5m2 for that format. ::
 
         transformer_engine:
           LogFp8TensorStats:
             enabled: true
             tensors: [activation, gradient]
-            stats: [underflows%, mxfp8_mse]
+            stats: [underflows%, mxfp8_mse, mxfp8_scale_inv_min_columnwise]
     """
 
     keys = KEYS
-    statistics = frozenset(FP8_STATISTICS)
+    statistics = frozenset(name for name, statistic in CAST_STATISTICS.items() if statistic.recipe != NVFP4)
+
+
+@register_feature(TRANSFORMER_ENGINE, stand_in=True)
+class LogNvfp4TensorStats(MeasuringFeature):
+    """Log what a cast to NVFP4 would do to the selected tensors; Transformer Engine is not needed.
+
+    stats: underflows%, overflows%, underflows, overflows, mse, scale_inv_min, scale_inv_max, each with _columnwise
+    behind for blocks along the other dimensions. They are logged as nvfp4_underflows% and so on. ::
+
+        transformer_engine:
+          LogNvfp4TensorStats:
+            enabled: true
+            tensors: [activation, gradient]
+            stats: [underflows%, mse]
+    """
+
+    keys = KEYS
+    statistics = frozenset(
+        name.removeprefix(f"{NVFP4}_") for name, statistic in CAST_STATISTICS.items() if statistic.recipe == NVFP4
+    )
+
+    def requests(self, stats: tuple[StatisticRequest, ...], tensor_name: str) -> tuple[StatisticRequest, ...]:
+        """Return the statistics of the recipe."""
+        return tuple(StatisticRequest(f"{NVFP4}_{request.name}", request.options) for request in stats)

@@ -25,7 +25,9 @@ from pipesight.stats.measurements import Statistics
 from pipesight.stats.message_log import MessageLog
 from pipesight.stats.moments._tensor_kinds import ORDINARY
 from pipesight.stats.moments.cuda_moments import has_kernels, is_capturing
+from pipesight.stats.moments.delayed_scaling import DelayedScaling
 from pipesight.stats.moments.moments import LaterMoments
+from pipesight.stats.moments.quantity import Source
 from pipesight.stats.moments.shards import local_part
 from pipesight.stats.nonfinite import Layers, Spot
 from pipesight.stats.nonfinite_reporter import FirstRank, NonfiniteReporter
@@ -81,6 +83,7 @@ class StatsSession:
         self._pending = IterationBuffer(self.merging, sinks, messages, self._reporter)
         self._actions_of: dict[TensorKey, TensorActions | None] = {}
         self._actions: dict[tuple[Any, ...], Action] = {}
+        self._delayed = DelayedScaling()
         self._process = os.getpid()
         atexit.register(self._close_at_exit)
 
@@ -189,7 +192,7 @@ class StatsSession:
             rows = self._pending.rows(device).measure([tensor for _, _, tensor, _ in members], powers=powers)
             for (layer, name, tensor, action), row in zip(members, rows, strict=True):
                 spot = self._pending.spot(early=early)
-                records = [row, *(source.measure(tensor) for source in action.sources[1:])]
+                records = [row, *self._measure(action.sources[1:], layer, name, self.step_count, tensor)]
                 group = self.merging.group_for(None, layer, skip=skip_reduction)
                 self._pending.keep(layer, name, self.step_count, action, group, records, spot)
                 self._look(row, layer, name, self.step_count, spot, action, tensor)
@@ -204,16 +207,19 @@ class StatsSession:
         iteration: int | None = None,
         skip_reduction: bool = False,
         reduction_group: dist.ProcessGroup | None = None,
+        requests: Callable[[tuple[StatisticRequest, ...], str], tuple[StatisticRequest, ...]] | None = None,
         **_: Any,
     ) -> Mapping[str, Any]:
-        """Measure a tensor by the settings of a feature, whatever the step."""
+        """Measure a tensor by the settings of a feature, whatever the step; ``requests`` says what its names mean."""
         if self._captured():
             return {}
-        requests = tuple(_request(entry) for entry in config.get("stats", ()))
-        key = (requests, config.get("on_nonfinite"))
+        wanted = tuple(_request(entry) for entry in config.get("stats", ()))
+        if requests is not None:
+            wanted = requests(wanted, tensor_name)
+        key = (wanted, config.get("on_nonfinite"), tensor_name == "weight")
         action = self._actions.get(key)
         if action is None:
-            action = action_for([(TensorRule(requests, on_nonfinite=config.get("on_nonfinite")), None)])
+            action = action_for([(TensorRule(wanted, on_nonfinite=config.get("on_nonfinite")), None)], tensor_name)
             self._actions[key] = action
         step = self.step_count if iteration is None else self._turn_to(iteration)
         records = self._collect(layer_name, tensor_name, tensor, step, action, skip_reduction, reduction_group)
@@ -245,10 +251,19 @@ class StatsSession:
             first = self._pending.small(part.tensor, sources[0]) if busy and action.on_nonfinite <= {"warn"} else None
             if first is None:
                 first = sources[0].measure(part.tensor)
-        records = [first, *(source.measure(part.tensor) for source in sources[1:])]
+        records = [first, *self._measure(sources[1:], layer, name, step, part.tensor)]
         self._pending.keep(layer, name, step, action, group, records if part.counts or group is None else None, spot)
         self._look(first, layer, name, step, spot, action, part.tensor)
         return records
+
+    def _measure(self, sources: Sequence[Source], layer: str, name: str, step: int, tensor: Tensor) -> list[Any]:
+        """Return a record a source, for those whose tensors are read as they come."""
+        return [
+            source.measure(tensor)
+            if source.delayed is None
+            else self._delayed.measure((layer, name, source.key), step, tensor, format=source.delayed)
+            for source in sources
+        ]
 
     def _look(self, record: Any, layer: str, name: str, step: int, spot: Spot, action: Action, tensor: Tensor) -> None:
         """Look for NaN and Inf at once, unless a warning is all that is asked for: that waits until the step ends."""

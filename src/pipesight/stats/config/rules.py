@@ -27,7 +27,7 @@ class StatisticRequest:
     @property
     def label(self) -> str:
         """The name to log it under."""
-        return "_".join([self.name, *(f"{key}_{value}" for key, value in self.options)])
+        return "_".join([self.name, *(key if value is True else f"{key}_{value}" for key, value in self.options)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pipesight.stats.config.rules import StatisticRequest
 from pipesight.stats.current_session import running
 from pipesight.stats.extensions.config_mapper import GenericConfigAPIMapper
 from pipesight.stats.registry import api_method
@@ -20,6 +21,10 @@ class MeasuringFeature(GenericConfigAPIMapper):
         """Whether a derived class has its own way to log, so that it must be called."""
         return type(self).log_tensor_stats is not MeasuringFeature.log_tensor_stats
 
+    def requests(self, stats: tuple[StatisticRequest, ...], tensor_name: str) -> tuple[StatisticRequest, ...]:
+        """Return what the names of statistics mean here: a name may mean another one, or depend on the tensor."""
+        return stats
+
     @api_method
     def log_tensor_stats(self, config: Mapping[str, Any], layer_name: str, **kwargs: Any) -> Mapping[str, Any]:
         """Log the ``stats`` of the settings of a tensor, whatever the step.
@@ -29,7 +34,7 @@ class MeasuringFeature(GenericConfigAPIMapper):
             layer_name: Of the layer.
             kwargs: The others that ``debug_api.log_tensor_stats`` takes.
         """
-        return running().collect_by(config, layer_name, **kwargs)
+        return running().collect_by(config, layer_name, requests=self.requests, **kwargs)
 
 
 class LogTensorStats(MeasuringFeature):

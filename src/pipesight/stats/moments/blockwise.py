@@ -52,23 +52,30 @@ def max_blockwise_dynamic_range(record: BlockwiseRange) -> float:
     return record.value if record.value > -math.inf else math.nan
 
 
-def measure_blockwise(tensor: Tensor, *, block_size: int, dims: int = 1) -> BlockwiseRange:
+def measure_blockwise(
+    tensor: Tensor, *, block_size: int, dims: int = 1, max_over_orientations: bool = False
+) -> BlockwiseRange:
     """The greatest dynamic range of the blocks of a tensor; NaNs and infinities are left out.
 
     Args:
         tensor: as :func:`pipesight.stats.moments.measuring.measure` takes it.
         block_size: elements along a side of a block; those at the edges of the tensor may be smaller.
         dims: 1 for blocks of the last dimension; 2 for squares of the last dimension and all others taken together.
+        max_over_orientations: also take blocks of all others taken together, as if the tensor were transposed.
     """
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"block_size must be a positive whole number (got {block_size!r})")
     if dims not in (1, 2):
         raise ValueError(f"dims must be 1 (blocks of a row) or 2 (squares) (got {dims!r})")
-    height = block_size if dims == 2 else 1
+    shapes = [(block_size if dims == 2 else 1, block_size)]
+    if max_over_orientations and dims == 1:  # squares are the same either way
+        shapes.append((block_size, 1))
     worst = -math.inf
     with torch.no_grad():
-        for matrix in matrices(plain(local_part(tensor).tensor), height, block_size):
-            worst = max(worst, _worst(matrix, height, block_size))
+        numbers = plain(local_part(tensor).tensor)
+        for height, width in shapes:
+            for matrix in matrices(numbers, height, width):
+                worst = max(worst, _worst(matrix, height, width))
     return BlockwiseRange(worst)
 
 

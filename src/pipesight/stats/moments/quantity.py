@@ -1,7 +1,8 @@
 """What is measured of a tensor, and what is logged of it.
 
-A *source* reduces a tensor to a small record that merges: moments, or what the cast to float8 does. A *quantity* is a
-number that follows from such a record. Several quantities share one source, so that a tensor is read once for all.
+A *source* reduces a tensor to a small record that merges: moments, or what a cast to float8 or float4 does. A
+*quantity* is a number that follows from such a record. Several quantities share one source, so that a tensor is read
+once for all.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 from pipesight.stats.config.rules import StatisticRequest
 from pipesight.stats.config_errors import nearest
 from pipesight.stats.moments.blockwise import BlockwiseRange, max_blockwise_dynamic_range, measure_blockwise
-from pipesight.stats.moments.fp8 import FP8_STATISTICS, Fp8Counts
-from pipesight.stats.moments.fp8_cast import measure_fp8
+from pipesight.stats.moments.cast_statistics import CAST_STATISTICS, RECIPES, CastCounts, CastStatistic
+from pipesight.stats.moments.casting import measure_cast
 from pipesight.stats.moments.measuring import measure, measure_on_device
 from pipesight.stats.moments.moments import Moments
 from pipesight.stats.moments.statistic_formulas import STATISTICS
@@ -38,6 +39,7 @@ class Source:
         from_row: From the numbers of the record to the record.
         powers: Of moments: with the third and fourth.
         smallest: Of moments: with zeros and the smallest magnitude.
+        delayed: Of casts: the format, where the scale is that of earlier steps. Then the session measures.
     """
 
     key: str
@@ -45,6 +47,7 @@ class Source:
     from_row: Callable[[Sequence[float]], Any]
     powers: bool = False
     smallest: bool = False
+    delayed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +69,28 @@ class Quantity:
     smallest: bool = False
 
 
-def quantity(request: StatisticRequest) -> Quantity:
-    """Return the quantity that a configuration asks for by name."""
+def quantity(request: StatisticRequest, tensor: str) -> Quantity:
+    """Return the quantity that a configuration asks for by name.
+
+    Args:
+        request: The statistic.
+        tensor: The name of the tensor that it is of.
+    """
     statistic = STATISTICS.get(request.name)
     if statistic is not None:
         return Quantity(request.label, MOMENTS, moments, statistic.formula, statistic.powers, statistic.smallest)
-    options = dict(request.options)
-    if request.name in FP8_STATISTICS:
-        fp8 = FP8_STATISTICS[request.name]
-        key = f"{fp8.recipe}_{fp8.format}"
-        return Quantity(request.label, key, partial(_fp8, key, fp8.recipe, fp8.format), fp8.formula)
+    if request.name in CAST_STATISTICS:
+        cast = CAST_STATISTICS[request.name]
+        blocks = "columns" if cast.columnwise else "rows"
+        if tensor == "weight" and RECIPES[cast.recipe].square_weights:
+            blocks = "squares"
+        key = f"{cast.recipe}_{cast.format}_{blocks}"
+        return Quantity(request.label, key, partial(_cast, key, cast, blocks), cast.formula)
     if request.name == BLOCKWISE:
-        options = {"block_size": 32, "dims": 1, **options}
-        key = f"{BLOCKWISE}_{options['block_size']}_{options['dims']}"
+        options = {"block_size": 32, "dims": 1, **dict(request.options)}
+        key = "_".join([BLOCKWISE, *map(str, options.values())])
         return Quantity(request.label, key, partial(_blockwise, key, options), max_blockwise_dynamic_range)
-    known = (*STATISTICS, *FP8_STATISTICS, BLOCKWISE)
+    known = (*STATISTICS, *CAST_STATISTICS, BLOCKWISE)
     raise ValueError(f"unknown statistic {request.name!r}{nearest(request.name, known)}")
 
 
@@ -94,8 +104,10 @@ def moments(*, powers: bool = False, smallest: bool = False) -> Source:
     return Source(MOMENTS, reduce, Moments.from_row, powers, smallest)
 
 
-def _fp8(key: str, recipe: str, format: str) -> Source:
-    return Source(key, partial(measure_fp8, recipe=recipe, format=format), Fp8Counts.from_row)
+def _cast(key: str, cast: CastStatistic, blocks: str) -> Source:
+    measured = partial(measure_cast, recipe=cast.recipe, format=cast.format, blocks=blocks)
+    delayed = cast.format if cast.recipe == "fp8_delayed_scaling" else None
+    return Source(key, measured, CastCounts.from_row, delayed=delayed)
 
 
 def _blockwise(key: str, options: dict[str, Any]) -> Source:
