@@ -16,15 +16,16 @@ import pytest
 import pipesight.trace as trace
 from pipesight.trace import _span
 from pipesight.trace._encode import Encoder
+from pipesight.trace._encoder_thread import EncoderThread
 from pipesight.trace._trace_file import TraceFile
-from pipesight.trace._tracer import tracer as tracer_of_process
 from support import warm
 
 ai = trace.ai
 
 PREAMBLE = """
 import atexit, logging, os, signal, sys, threading, time
-from pipesight.trace import _trace_file, _tracer, ai, start, flush
+from pipesight.trace import _encoder_thread, _trace_file, ai, start, flush
+from pipesight.trace._encoder_thread import EncoderThread
 def record(count, node=ai.compute.step):
     for _ in range(count):
         with node: pass
@@ -115,9 +116,9 @@ def test_flushes_together(tmp_path):
 def test_slow_end(run, tmp_path):
     """The end waits for as long as events get on, be it many times as long as it waits when they do not."""
     body = """
-_tracer._LAST_PATIENCE = _trace_file._PATIENCE = 0.5
-_tracer._BATCH = 8 * 100
-_tracer.tracer._lines = slow(_tracer.tracer._lines, 0.04)
+_encoder_thread._LAST_PATIENCE = _trace_file._PATIENCE = 0.5
+_encoder_thread._BATCH = 8 * 100
+EncoderThread._lines = slow(EncoderThread._lines, 0.04)
 os.pwrite = slow(os.pwrite, 0.04)
 start('run', interval=60)
 record(2000)
@@ -130,11 +131,11 @@ record(2000)
 def test_stuck_end(run, tmp_path):
     """If events do not get on, the process ends all the same; they are counted, on stderr and in the file."""
     body = """
-_tracer._LAST_PATIENCE = 0.5
+_encoder_thread._LAST_PATIENCE = 0.5
 start('run', interval=60)
 record(5)
 flush()
-_tracer.tracer._lines = lambda batch: threading.Event().wait()
+EncoderThread._lines = lambda self, batch: threading.Event().wait()
 record(7)
 """
     ended = run(body)
@@ -174,7 +175,7 @@ def end_too():
     time.sleep(0.3)
     {second}
 os.pwrite = slow(os.pwrite, 0.04)
-_tracer._BATCH = 8 * 100
+_encoder_thread._BATCH = 8 * 100
 start('run', interval=60)
 threading.Thread(target=end_too, daemon=True).start()
 record(2000)
@@ -257,13 +258,12 @@ def test_thread_name_beside_a_lost_event(tmp_path, caplog):
 @pytest.mark.slow
 def test_overfull_buffer_is_said(tmp_path, monkeypatch, caplog):
     """Events that are dropped because nothing takes them are counted once each, by however many threads, and said."""
-    monkeypatch.setattr("pipesight.trace._tracer._CROWDED", 8 * 10_000)
-    monkeypatch.setattr("pipesight.trace._tracer._OVERCROWDED", 8 * 20_000)
-    monkeypatch.setattr("pipesight.trace._tracer._PATIENCE", 0.01)
-    monkeypatch.setattr(_span, "CROWD", 255)
-    tracer, goes_on = tracer_of_process, threading.Event()
-    real = tracer._lines
-    monkeypatch.setattr(tracer, "_lines", lambda batch: goes_on.wait() and real(batch))
+    monkeypatch.setattr("pipesight.trace._encoder_thread._BACKLOG", 8 * 10_000)
+    monkeypatch.setattr("pipesight.trace._encoder_thread._MOST_BACKLOG", 8 * 20_000)
+    monkeypatch.setattr("pipesight.trace._encoder_thread._PATIENCE", 0.01)
+    monkeypatch.setattr(_span, "BACKLOG_MASK", 255)
+    goes_on, real = threading.Event(), EncoderThread._lines
+    monkeypatch.setattr(EncoderThread, "_lines", lambda self, batch: goes_on.wait() and real(self, batch))
 
     def work() -> None:
         for number in range(20_000):

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import pipesight.trace as trace
 from pipesight.testing import capture_events
 from pipesight.trace import _span, _trace_file, gpu_spans
+from pipesight.trace._encoder_thread import EncoderThread
 from pipesight.trace._span import Mark, put
 from pipesight.trace._tracer import tracer
 
@@ -538,9 +539,9 @@ def test_hanging_disk(tmp_path, caplog, monkeypatch):
             begin = time.perf_counter()
             record(100)
             longest = max(longest, time.perf_counter() - begin)
-            tracer.drain()
+            tracer._thread.drain()
         assert longest < 0.15
-        assert session._file._waiting() < 50_000
+        assert session._file._bytes_waiting() < 50_000
         assert session.lost > 10_000
         begin = time.perf_counter()
         session.flush()
@@ -573,11 +574,11 @@ def test_process_ends_though_disk_hangs(tmp_path):
 
 def test_stuck_drain(tmp_path, monkeypatch):
     """If even the thread that drains is stuck, the oldest events are dropped and counted."""
-    monkeypatch.setattr("pipesight.trace._tracer._CROWDED", 8 * 20_000)
-    monkeypatch.setattr("pipesight.trace._tracer._OVERCROWDED", 8 * 40_000)
-    monkeypatch.setattr("pipesight.trace._tracer._PATIENCE", 0.01)
-    goes_on, real = threading.Event(), tracer._drain
-    monkeypatch.setattr(tracer, "_drain", lambda requests: goes_on.wait() and real(requests))
+    monkeypatch.setattr("pipesight.trace._encoder_thread._BACKLOG", 8 * 20_000)
+    monkeypatch.setattr("pipesight.trace._encoder_thread._MOST_BACKLOG", 8 * 40_000)
+    monkeypatch.setattr("pipesight.trace._encoder_thread._PATIENCE", 0.01)
+    goes_on, real = threading.Event(), EncoderThread._drain
+    monkeypatch.setattr(EncoderThread, "_drain", lambda self, requests: goes_on.wait() and real(self, requests))
     with trace.start(tmp_path / "run", interval=0.01) as session:
         record(100_000)
         assert len(_span.EVENTS) <= 8 * 60_000
@@ -588,12 +589,12 @@ def test_stuck_drain(tmp_path, monkeypatch):
 
 def test_slow_drain(tmp_path, monkeypatch):
     """A thread that drains slowly, as on a machine with much else to do, is waited for: nothing is lost."""
-    monkeypatch.setattr("pipesight.trace._tracer._BATCH", 8 * 500)
-    monkeypatch.setattr("pipesight.trace._tracer._CROWDED", 8 * 10_000)
-    monkeypatch.setattr("pipesight.trace._tracer._OVERCROWDED", 8 * 20_000)
-    monkeypatch.setattr("pipesight.trace._tracer._PATIENCE", 0.2)
-    real = tracer._hand_out
-    monkeypatch.setattr(tracer, "_hand_out", lambda batch: (time.sleep(0.02), real(batch)))
+    monkeypatch.setattr("pipesight.trace._encoder_thread._BATCH", 8 * 500)
+    monkeypatch.setattr("pipesight.trace._encoder_thread._BACKLOG", 8 * 10_000)
+    monkeypatch.setattr("pipesight.trace._encoder_thread._MOST_BACKLOG", 8 * 20_000)
+    monkeypatch.setattr("pipesight.trace._encoder_thread._PATIENCE", 0.2)
+    real = EncoderThread._hand_out
+    monkeypatch.setattr(EncoderThread, "_hand_out", lambda self, batch: (time.sleep(0.02), real(self, batch)))
     with trace.start(tmp_path / "run", interval=0.01) as session:
         record(50_000)
     assert session.lost == 0

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from pipesight.context import attach
 from pipesight.trace._compile import prepare_for_compiler
 from pipesight.trace.ai import ai
-from pipesight.trace.node import Node, Use
+from pipesight.trace.node import Node
 from pipesight.trace.pipeline_spans import PipelineSpans
 from pipesight.trace.point_events import counter, instant
 from pipesight.trace.trace_session import Session, flush, start, start_if_asked, stop
+from pipesight.trace.use import Use
 
 if TYPE_CHECKING:
     from pipesight.trace.automatic import instrument

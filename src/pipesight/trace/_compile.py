@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from pipesight._logger import own_logger
 from pipesight._torch import compiling
 from pipesight.trace import _span
-from pipesight.trace.node import Node, SilentNode, Use
+from pipesight.trace.node import Node, SilentNode
+from pipesight.trace.use import Use
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder

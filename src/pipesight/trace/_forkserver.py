@@ -1,11 +1,11 @@
-"""Processes that a server forks: they get the environment of now, not that of when the server began.
+"""Processes that multiprocessing's forkserver forks: give them the current environment, not that of the server's start.
 
     this process --starts--> forkserver            keeps the environment of that moment
           |                      | forks
-          '--preparation--> process                is told ours in what multiprocessing sends to each
+          '--preparation--> process                gets ours with the data that multiprocessing sends to each
 
-What is sent sets the environment as it is unpickled, before anything of the program is imported there. It is made of
-builtins alone: where pipesight cannot be imported yet, nothing fails.
+Unpickling that data sets the environment, before the process imports anything of the program. It consists of builtins
+alone, so that it works where pipesight cannot be imported yet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["keep_up_to_date"]
+__all__ = ["update_forkserver_children"]
 
 _CODE = """
 import os, sys
@@ -31,8 +31,8 @@ if before != values:
 """
 
 
-class _Surroundings:
-    """Once unpickled, the environment says of tracing what it said where this was pickled."""
+class _Environment:
+    """Unpickling it sets the variables of pipesight to what they were where it was pickled."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = dict(values)
@@ -41,17 +41,17 @@ class _Surroundings:
         return exec, (_CODE, {"values": self._values})
 
 
-def keep_up_to_date() -> None:
-    """Have processes that are forked by a server told what the environment says of tracing, from now on."""
+def update_forkserver_children() -> None:
+    """Send the variables of pipesight to all processes that a forkserver forks from now on."""
     spawn: Any = sys.modules.get("multiprocessing.spawn")
     if spawn is None or hasattr(spawn.get_preparation_data, "_pipesight"):
-        return  # no server can be there yet, or it is done
+        return  # there is no server yet, or this was done before
     original = spawn.get_preparation_data
 
     @functools.wraps(original)
     def get_preparation_data(name: str) -> dict[str, Any]:
         values = {key: value for key, value in os.environ.items() if key.startswith("PIPESIGHT_")}
-        return {**original(name), "pipesight": _Surroundings(values)}
+        return {**original(name), "pipesight": _Environment(values)}
 
     vars(get_preparation_data)["_pipesight"] = True
     spawn.get_preparation_data = get_preparation_data

@@ -1,14 +1,13 @@
 """The hot path: where a span begins and ends.
 
-The innermost open span of a piece of code is in a context variable, so threads, asyncio tasks and greenlets each have
-their own, and code that runs in a copied context (``asyncio.to_thread``, the workers of a pipeline) is nested in the
-span it came from. A span is a tuple, not an object: it costs half as much, and Python's collector sees nothing that
-lasts.
+The innermost open span is in a context variable, so threads, asyncio tasks and greenlets each have their own, and code
+that runs in a copied context (``asyncio.to_thread``, the workers of a pipeline) is nested in the span it came from. A
+span is a tuple, not an object: that costs half as much, and leaves nothing for Python's garbage collector to visit.
 
-    enter:  (node, id, up, start, level, thread) --> context variable
+    enter:  (node, id, parent, start, level, thread) --> context variable
     exit:   node, id, parent's id, start, end, level, thread, args --> EVENTS, a flat list
 
-`EVENTS` is appended to by any thread, in single C calls that Python's lock makes atomic, and emptied by the writer.
+Any thread appends to `EVENTS`, in single C calls that the GIL makes atomic; `EncoderThread` empties it.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from pipesight._logger import own_logger
+
 __all__ = [
-    "CROWD",
+    "BACKLOG_MASK",
     "EVENTS",
     "FIELDS",
     "METADATA",
@@ -37,7 +38,7 @@ __all__ = [
     "begin",
     "begin_process",
     "begin_silently",
-    "call_for_help",
+    "check_backlog",
     "current",
     "end",
     "end_innermost",
@@ -46,44 +47,50 @@ __all__ = [
     "lose",
     "next_id",
     "now",
-    "on_crowd",
+    "on_backlog",
     "on_flush",
     "on_lost",
     "on_pass",
     "on_thread",
     "past",
+    "prepare_flush",
     "put",
     "remove",
     "resume",
-    "start",
-    "stop",
     "thread_ids",
 ]
 
+logger = own_logger(__name__)
+
 Args: TypeAlias = Mapping[str, Any]
-"""What a span carries. Never changed once it is there: whoever updates makes a new one."""
+"""The arguments of a span. Never changed in place: an update makes a new mapping."""
 
 Place: TypeAlias = tuple[Args, int, int, int, int, int, str | None, int, int]
-"""In the place of `Args`, for what is done in a pipeline: what the node carries; the way that arrows go from here,
-1, -1 or 0 for none; step, mini-batch, partition, micro-batch and layer; of tasks, how many partitions there are, and
-the number of a pipeline that goes over several processes, 0 of others."""
+"""The arguments of a span in a pipeline, instead of `Args`:
+
+- the node's own arguments
+- the direction of the arrows from here: 1, -1, or 0 for none
+- step, mini-batch, partition, micro-batch and layer
+- for tasks, the number of partitions, and the ID of a pipeline over several processes; else 0
+"""
 
 Span: TypeAlias = tuple[Any, int, Any, int, int, int]
+"""An open span: node, ID, parent, start, level and thread."""
 
 NO_ARGS: Args = {}
 ROOT_ID = 6
-"""The event ``start``, which the file begins with and in which all others are nested."""
+"""The ID of the event ``start``, the first of a file, in which all others are nested."""
 
 EVENTS: list[Any] = []
 FIELDS = 8
 """How many entries of `EVENTS` make one event."""
 
-CROWD = (1 << 14) - 1
-"""A mask: when it leaves nothing of a span's id, it is time to look how many events are waiting."""
+BACKLOG_MASK = (1 << 14) - 1
+"""A span whose ID has none of these bits calls `check_backlog`."""
 
 now = time.perf_counter_ns
-_SILENT = -1
-_first = 0  # the first span of this process; those before it are of the one that it was forked from
+_SILENT = -1  # the start of a span that is not recorded
+_first = 0  # the first ID of this process; spans with lower ones belong to the process it was forked from
 _ROOT: Span = (None, ROOT_ID, None, 0, 1, -1)
 _open: contextvars.ContextVar[Span] = contextvars.ContextVar("pipesight_open_span", default=_ROOT)
 current, resume = _open.get, _open.set
@@ -93,17 +100,17 @@ _ident = threading.get_ident
 thread_ids: dict[int, tuple[int, str]] = {}
 """The operating system's number and the name of each thread, by Python's number."""
 
-on_crowd: list[Callable[[], None]] = []
-"""Called now and then by whoever records, so that a writer that cannot follow gets help."""
+on_backlog: list[Callable[[], None]] = []
+"""Called every few thousand events by code that records, to wait for a thread that is far behind."""
 
 on_flush: list[Callable[[bool], None]] = []
-"""Called before events are written; with true, before they are written for the last time."""
+"""Called before events are written; with true, before the last time."""
 
 on_lost: list[Callable[[int], None]] = []
 """Called with the number of events that were dropped before they reached `EVENTS`."""
 
 on_pass: list[Callable[[bool], None]] = []
-"""Called by whoever calls a pipeline: with true when its workers begin, with false when they are through."""
+"""Called in the thread that calls a pipeline: with true when a pass starts, with false when it ends."""
 
 on_thread: list[Callable[[], None]] = []
 """Called when a thread records its first span."""
@@ -114,7 +121,7 @@ def _never() -> bool:
 
 
 is_compiling: Callable[[], bool] = _never
-"""Whether ``torch.compile`` is looking at this code rather than running it; torch's own function, once it is there."""
+"""Whether ``torch.compile`` traces this code rather than running it; torch's own function once torch is imported."""
 
 
 def lose(count: int) -> None:
@@ -124,7 +131,7 @@ def lose(count: int) -> None:
 
 
 def adopt(up: Span) -> Span:
-    """Return ``up`` as the parent of spans of this thread, which has not had any, or comes with another's context."""
+    """Return ``up`` as the parent of spans of this thread, which has none yet or runs in the context of another."""
     ident = _ident()
     thread_ids[ident] = (threading.get_native_id(), threading.current_thread().name)
     for announce in on_thread:
@@ -137,14 +144,22 @@ def begin_process() -> None:
     global _first
     _first = next_id()
     thread_ids.clear()
-    _started.clear()
     _open.set(_ROOT)
 
 
-def call_for_help() -> None:
-    """Let whoever records give the writer a hand, if it cannot follow."""
-    for help_writer in on_crowd:
-        help_writer()
+def check_backlog() -> None:
+    """Wait for the thread that empties `EVENTS`, if it is far behind."""
+    for limit in on_backlog:
+        limit()
+
+
+def prepare_flush(*, last: bool) -> None:
+    """Record what is still under way elsewhere, such as on a GPU; events are about to be written."""
+    for prepare in on_flush:
+        try:
+            prepare(last)
+        except Exception:
+            logger.exception("some events of a device are missing from the trace")
 
 
 def begin(node: Any) -> Span:
@@ -158,7 +173,7 @@ def begin(node: Any) -> Span:
 
 
 def begin_silently(node: Any) -> Span:
-    """Open a span that will not be recorded; what is nested in it belongs to the one around it."""
+    """Open a span that is not recorded; spans in it are nested in the one around it."""
     up = _open.get()
     span = (node, up[1], up, _SILENT, up[4], up[5])
     _open.set(span)
@@ -166,7 +181,7 @@ def begin_silently(node: Any) -> Span:
 
 
 def end(span: Span, args: Args | Place, node: Any = None) -> None:
-    """Close a span, from wherever among the open ones it is, and record it, as one of ``node`` if that is given."""
+    """Close a span, wherever it is among the open ones, and record it, as a span of ``node`` if that is given."""
     moment = now()
     at = span
     if _open.get() is span:
@@ -176,8 +191,8 @@ def end(span: Span, args: Args | Place, node: Any = None) -> None:
     if span[3] != _SILENT and span[1] >= _first:
         owner = span[0] if node is None else node
         EVENTS.extend((owner, span[1], at[2][1], span[3], moment, at[4], span[5], args))
-        if not span[1] & CROWD:
-            call_for_help()
+        if not span[1] & BACKLOG_MASK:
+            check_backlog()
 
 
 def end_innermost(node: Any) -> None:
@@ -198,21 +213,21 @@ def innermost(wanted: Callable[[Any], bool]) -> Span | None:
 
 
 def remove(span: Span) -> Span:
-    """Take a span out of the open ones, from wherever among them it is, and return it as it is there.
+    """Remove a span from the open ones, wherever it is among them, and return it as it was there.
 
-    Spans that began in it and are still open belong to the one around it from now on::
+    Spans that began in it and are still open then belong to its parent::
 
         |--- a ---|                 b began in a, but ends after it: its parent is a's parent
             |--- b ---|
     """
     above = []
     at: Span | None = _open.get()
-    # It may not be the same object: it was moved, or another thread has adopted it.
+    # It may be another tuple by now: its parent was removed, or another thread has adopted it.
     while at is not None and not (at[1] == span[1] and at[3] == span[3] and at[0] is span[0]):
         above.append(at)
         at = at[2]
     if at is None:
-        return span  # opened in another context, which has it still
+        return span  # opened in another context, where it stays open
     up = at[2]
     for node, number, _, moment, _, thread in reversed(above):
         silent = moment == _SILENT
@@ -221,50 +236,8 @@ def remove(span: Span) -> Span:
     return at
 
 
-class _ByHand:
-    """In the place of the node of a span that `start` opened, so that no block ends it as its own."""
-
-    __slots__ = ("node",)
-
-    def __init__(self, node: Any) -> None:
-        self.node = node
-
-
-_started: dict[int, Span] = {}
-
-
-def start(node: Any) -> None:
-    """Open a span that `stop` closes."""
-    if _started:
-        _leave_stopped()
-    span = begin(_ByHand(node))
-    _started[span[1]] = span
-
-
-def stop(node: Any) -> None:
-    """Close the innermost started span of ``node`` in this context, or else the last one that this thread started."""
-    span: Span | None = _open.get()
-    while span is not None and not (type(span[0]) is _ByHand and span[0].node is node and span[1] in _started):
-        span = span[2]
-    if span is None:
-        here = _ident()
-        mine = (other for other in reversed(list(_started.values())) if other[5] == here)
-        span = next((other for other in mine if other[0].node is node), None)
-    if span is not None and _started.pop(span[1], None) is not None:
-        end(span, node.args, node)
-    _leave_stopped()
-
-
-def _leave_stopped() -> None:
-    """Close the innermost spans of this context that were stopped in another."""
-    span = _open.get()
-    while type(span[0]) is _ByHand and span[1] not in _started:
-        span = span[2]
-        _open.set(span)
-
-
 WHEN = object()
-"""As an argument of a mark: its own time, in microseconds."""
+"""An argument of a mark that stands for its time, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,15 +262,15 @@ def put(mark: Mark, args: Args, moment: int | None = None) -> None:
         up = adopt(up)
     at = now() if moment is None else moment
     EVENTS.extend((mark, up[1], up[1], at, at, up[4], up[5], args))
-    if not len(EVENTS) & CROWD:
-        call_for_help()
+    if not len(EVENTS) & BACKLOG_MASK:
+        check_backlog()
 
 
 def past(node: Any, start: int, stop: int, args: Args, *, number: int | None = None, thread: int | None = None) -> None:
-    """Record a span that is over: inside the current one, or, given a ``thread``, by itself on that track."""
+    """Record a span that is over, inside the current one; with ``thread``, at the top level of that track."""
     up = _ROOT if thread is not None else _open.get()
     if thread is None and up[5] != _ident():
         up = adopt(up)
     EVENTS.extend((node, number or next_id(), up[1], start, stop, up[4] + 1, up[5] if thread is None else thread, args))
-    if not len(EVENTS) & CROWD:
-        call_for_help()
+    if not len(EVENTS) & BACKLOG_MASK:
+        check_backlog()

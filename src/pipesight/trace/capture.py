@@ -51,7 +51,7 @@ class _Capture:
     def close(self) -> None:
         """Nothing to close."""
 
-    def say_lost(self) -> None:
+    def log_lost(self) -> None:
         """Nothing is."""
 
     def after_fork(self, encoder: Encoder) -> None:

@@ -14,13 +14,14 @@ import weakref
 from collections.abc import AsyncIterable, Iterable, Iterator
 from typing import Any, Literal, TypeVar, overload
 
-from pipesight.trace import _span
+from pipesight.trace import _span, _started_spans
 from pipesight.trace._args import named_args
 from pipesight.trace._loop import Loop
-from pipesight.trace._span import CROWD, EVENTS, METADATA, NO_ARGS, Args, begin, end_innermost, next_id, now
+from pipesight.trace._span import BACKLOG_MASK, EVENTS, METADATA, NO_ARGS, Args, end_innermost, next_id, now
 from pipesight.trace._wrap import wrap
+from pipesight.trace.use import ALWAYS, Use
 
-__all__ = ["Node", "SilentNode", "Use", "is_recording", "set_recording"]
+__all__ = ["Node", "SilentNode", "is_recording", "set_recording"]
 
 F = TypeVar("F")
 T = TypeVar("T")
@@ -29,7 +30,6 @@ _get, _set, _ident = _span.current, _span.resume, threading.get_ident
 _add = EVENTS.extend
 _changing = threading.RLock()
 _roots: weakref.WeakSet[Node] = weakref.WeakSet()
-_recording = False
 
 
 class Node:
@@ -105,8 +105,8 @@ class Node:
             return
         _set(up)
         _add((self, number, up[1], start, moment, level, thread, self.args))
-        if not number & CROWD:
-            _span.call_for_help()
+        if not number & BACKLOG_MASK:
+            _span.check_backlog()
 
     # A function, or one use with arguments of its own.
 
@@ -170,14 +170,14 @@ class Node:
         if metadata:
             self._mark("start")
         elif self.recording and not _span.is_compiling():
-            _span.start(self)
+            _started_spans.start(self)
 
     def stop(self, *, metadata: bool = False) -> None:
         """End the span that the last `start` of this event opened, in this context or else in this thread."""
         if metadata:
             self._mark("end")
         elif not _span.is_compiling():
-            _span.stop(self)
+            _started_spans.stop(self)
 
     def _mark(self, what: Literal["start", "end"]) -> None:
         if self.recording and not _span.is_compiling():
@@ -211,7 +211,7 @@ class Node:
         return child
 
     def __getattr__(self, name: str) -> Node:
-        # Only for what is not there; the annotation is for those who use the tree.
+        # Called only for missing attributes; the return type is for editors, which know no events.
         names = ", ".join(self.__dict__.get("_added", ())) or "none"
         raise AttributeError(
             f"{self.__dict__.get('name', 'a node')!r} has no event {name!r} (its events: {names}); "
@@ -256,7 +256,7 @@ class Node:
                 node._choose_class()
 
     def _choose_class(self) -> None:
-        self.__class__ = Node if self.enabled and _recording else SilentNode
+        self.__class__ = Node if self.enabled and ALWAYS.recording else SilentNode
 
 
 class SilentNode(Node):  # noqa: D101
@@ -271,122 +271,24 @@ class SilentNode(Node):  # noqa: D101
         return None
 
 
-class Use:
-    """One use of an event, with arguments of its own: ``ai.compute.forward(args={"layer": 3})``.
-
-    A decorator, a context manager, and, by `iter`, a wrapper for loops.
-
-    Attributes:
-        name: That of the event.
-        category: That of the event.
-    """
-
-    __slots__ = ("_enable", "_node", "_own", "category", "name")
-
-    phase = "X"
-
-    def __init__(
-        self,
-        node: Node,
-        *,
-        args: Args | None = None,
-        epoch: int | None = None,
-        step: int | None = None,
-        image_idx: int | None = None,
-        image_size: int | None = None,
-        enable: bool | None = None,
-    ) -> None:
-        self._node, self._enable = node, enable
-        self._own = named_args(epoch, step, image_idx, image_size, args)
-        self.name, self.category = node.name, node.category
-
-    @property
-    def recording(self) -> bool:
-        """Whether a span that begins now is recorded."""
-        return self.switch.recording
-
-    @property
-    def switch(self) -> Node:
-        """The event that decides whether this use is recorded."""
-        return self._node if self._enable is None else _ALWAYS if self._enable else _NEVER
-
-    @property
-    def args(self) -> Args:
-        """The event's current arguments and those of this use."""
-        return {**self._node.args, **self._own} if self._own else self._node.args
-
-    def __enter__(self) -> Use:
-        if not _span.is_compiling():
-            if self.recording:
-                begin(self)
-            else:
-                _span.begin_silently(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not _span.is_compiling():
-            end_innermost(self)
-
-    def update(
-        self,
-        *,
-        epoch: int | None = None,
-        step: int | None = None,
-        image_idx: int | None = None,
-        image_size: int | None = None,
-        args: Args | None = None,
-    ) -> Use:
-        """Add arguments to this use alone."""
-        self._own = {**self._own, **named_args(epoch, step, image_idx, image_size, args)}
-        return self
-
-    def __call__(self, function: F, /) -> F:
-        """Decorate ``function``."""
-        return wrap(function, self)
-
-    @overload
-    def iter(self, iterable: Iterable[T], *, include_iter: bool = True, include_block: bool = True) -> Iterable[T]: ...
-
-    @overload
-    def iter(
-        self, iterable: AsyncIterable[T], *, include_iter: bool = True, include_block: bool = True
-    ) -> AsyncIterable[T]: ...
-
-    def iter(self, iterable: Any, *, include_iter: bool = True, include_block: bool = True) -> Any:
-        """Iterate as `Node.iter` does, with the arguments of this use."""
-        if _span.is_compiling():
-            return iterable
-        wait = self._derive("iter") if include_iter else None
-        return Loop(iterable, wait, self._derive("block") if include_block else None)
-
-    def _derive(self, name: str) -> Use:
-        return Use(self._node.derive(name), args=self._own, enable=self._enable)
-
-
-_ALWAYS = Node("always", "switch")
-_NEVER = Node("never", "switch")
-_NEVER.disable()
-
-
 def is_recording() -> bool:
     """Tell whether a trace is being written."""
-    return _recording
+    return ALWAYS.recording
 
 
 def set_recording(on: bool) -> None:
     """Let all enabled nodes record, or none."""
-    global _recording
     with _changing:
-        if _recording == on:
+        if ALWAYS.recording == on:
             return
-        _recording = on
+        ALWAYS.recording = on
         for root in list(_roots):
             for node in root.subtree():
                 node._choose_class()
 
 
 def _find(path: tuple[tuple[str, str], ...]) -> Node:
-    """Return the node of another process that was pickled there."""
+    """Return the node of this process that a pickled one stands for."""
     with _changing:
         (name, category), *rest = path
         node = next((root for root in _roots if (root.name, root.category) == (name, category)), None)
@@ -397,7 +299,7 @@ def _find(path: tuple[tuple[str, str], ...]) -> Node:
 
 
 def _renew_lock() -> None:
-    """Begin anew in a forked process: a thread that is not here any more may have held the lock."""
+    """Replace the lock in a forked process: a thread that exists only in the parent may have held it."""
     global _changing
     _changing = threading.RLock()
 

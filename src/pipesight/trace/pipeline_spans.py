@@ -20,7 +20,19 @@ import threading
 from pipesight.context import Observer, Where
 from pipesight.trace import _span
 from pipesight.trace._pipeline_lines import carried
-from pipesight.trace._span import CROWD, EVENTS, ROOT_ID, Span, begin, current, end, next_id, now, on_pass, resume
+from pipesight.trace._span import (
+    BACKLOG_MASK,
+    EVENTS,
+    ROOT_ID,
+    Span,
+    begin,
+    current,
+    end,
+    next_id,
+    now,
+    on_pass,
+    resume,
+)
 from pipesight.trace.ai import ai
 from pipesight.trace.gpu_spans import DeviceTask, device_spans, is_capturing
 from pipesight.trace.node import Node, is_recording
@@ -102,8 +114,8 @@ class PipelineSpans(Observer):
         _add((node, number, ROOT_ID, start, moment, 2, thread, (node.args, track.way, *where_it_was)))
         if track.on_device is not None:
             device_spans.end_task(track.on_device, node, where_it_was, more=track.way < 0)
-        if not number & CROWD:
-            _span.call_for_help()
+        if not number & BACKLOG_MASK:
+            _span.check_backlog()
 
     def layer_started(self, where: Where) -> None:
         """Begin the layer's span, inside the task's: the layer runs in the context of whoever called the pipeline."""

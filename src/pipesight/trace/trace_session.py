@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from pipesight._logger import own_logger
 from pipesight.trace._encode import Encoder
-from pipesight.trace._forkserver import keep_up_to_date
+from pipesight.trace._forkserver import update_forkserver_children
+from pipesight.trace._inheritance import handed_on, inherited, inherited_clock, read_again, set_environment
 from pipesight.trace._trace_file import TraceFile
 from pipesight.trace._tracer import tracer
 from pipesight.trace.environment_settings import INTERVALS, MOST, Settings
@@ -42,7 +42,8 @@ class Session:
         self.from_environment = from_environment
         self.of_command = False
         """Whether ``pipesight run`` started it: the program's own calls of `start` and `stop` are then ignored."""
-        self._before: dict[str, str | None] = {}
+        self.environment_before: dict[str, str | None] = {}
+        """Variables that were set for child processes, and what they were before."""
 
     @property
     def path(self) -> Path:
@@ -86,9 +87,8 @@ class Session:
         global _session
         if _session is self:
             _session = None
-            for name, value in self._before.items():
-                _set(name, value)
-            keep_up_to_date()
+            set_environment(self.environment_before)
+            update_forkserver_children()
         tracer.remove(self._file)
 
     def __enter__(self) -> Session:
@@ -99,24 +99,18 @@ class Session:
     ) -> None:
         self.stop()
 
-    def hand_on(self, values: Mapping[str, object]) -> None:
-        """Let child processes trace too, each into a file of its own beside this one."""
-        self._before = {name: os.environ.get(name) for name in values}
-        for name, value in values.items():
-            os.environ[name] = str(value)
-
 
 class _Guest(Session):
-    """What `start` returns under ``pipesight run``, which owns the trace: pausing and stopping do not end it."""
+    """What `start` returns under ``pipesight run``, whose trace the program cannot pause or stop."""
 
     def pause(self) -> None:
-        """Let it be recorded."""
+        """Do nothing."""
 
     def resume(self) -> None:
-        """Let it be recorded."""
+        """Do nothing."""
 
     def stop(self) -> None:
-        """Write what there is so far."""
+        """Write all events that have ended."""
         flush()
 
 
@@ -173,7 +167,7 @@ def start(
         return _Guest(_session._file)
     if _session is not None and not _session.from_environment:
         raise RuntimeError(f"already tracing into {str(_session.path)!r}; call pipesight.trace.stop() first")
-    if _session is not None:  # what the program says is more than what the environment says
+    if _session is not None:  # the program takes precedence over the environment
         _session.stop()
     settings = Settings(
         log_file=given,
@@ -183,17 +177,16 @@ def start(
         max_bytes=max_bytes,
         max_parts=max_parts,
     )
-    return _start(given, settings, child=_inherited("LOG_FILE") == str(given))
+    return _start(given, settings, child=inherited("LOG_FILE") == str(given))
 
 
 def _start(given: Path, settings: Settings, *, child: bool, from_environment: bool = False) -> Session:
     global _session
-    tracer.interval = settings.interval
-    if tracer.is_writing:  # somebody captures events
+    if tracer.is_writing:  # `capture_events`
         encoder = tracer.encoder
         encoder.include_args = settings.inc_metadata
     else:
-        encoder = Encoder(include_args=settings.inc_metadata, offset=_clock())
+        encoder = Encoder(include_args=settings.inc_metadata, offset=inherited_clock())
     file = TraceFile(
         given,
         encoder=encoder,
@@ -203,27 +196,15 @@ def _start(given: Path, settings: Settings, *, child: bool, from_environment: bo
         max_parts=settings.max_parts,
     )
     _session = Session(file, from_environment=from_environment)
-    tracer.add(file, encoder)
-    keep_up_to_date()
+    tracer.add(file, encoder, interval=settings.interval)
+    update_forkserver_children()
     if not child:
-        _session.hand_on(
-            {
-                "PIPESIGHT_ENABLE": 1,
-                "PIPESIGHT_LOG_FILE": given,
-                "PIPESIGHT_INC_METADATA": int(settings.inc_metadata),
-                "PIPESIGHT_TRACE_COMPRESSION": int(settings.trace_compression),
-                "PIPESIGHT_TRACE_INTERVAL": settings.interval,
-                "PIPESIGHT_TRACE_MAX_BYTES": settings.max_bytes or 0,
-                "PIPESIGHT_TRACE_MAX_PARTS": settings.max_parts or 0,
-                "PIPESIGHT_PARENT": os.getpid(),
-                "PIPESIGHT_CLOCK": f"{encoder.offset}@{os.uname().nodename}",
-            }
-        )
+        _session.environment_before = set_environment(handed_on(given, settings, encoder.offset))
     return _session
 
 
 def _file_in(path: str | os.PathLike[str]) -> Path:
-    """Return the file that is meant: a folder stands for ``trace`` in it."""
+    """Return the file: ``trace`` in a folder, if the path is one."""
     if not os.fspath(path):
         raise ValueError("the path of a trace must not be empty; pass a file: start('trace.pfw.gz')")
     given = Path(path).absolute()
@@ -241,70 +222,35 @@ def flush() -> None:
     tracer.flush()
 
 
-def on_finish(tell: Callable[[], None], *, remove: bool = False) -> None:
-    """Have ``tell`` called when the process ends with a trace being written, by whatever way; or no longer."""
+def on_finish(action: Callable[[], None], *, remove: bool = False) -> None:
+    """Call ``action`` when the process ends, in whatever way, while a trace is being written; or no longer do so."""
     if remove:
-        tracer.on_finish[:] = [other for other in tracer.on_finish if other != tell]
+        tracer.on_finish[:] = [other for other in tracer.on_finish if other != action]
     else:
-        tracer.on_finish.append(tell)
+        tracer.on_finish.append(action)
 
 
 def ending() -> str | None:
-    """Return by what the process is ending: a signal, such as ``SIGTERM``, or ``os._exit(1)``."""
+    """Return what ends the process, such as ``SIGTERM`` or ``os._exit(1)``; ``None`` if it ends normally."""
     return tracer.ending
 
 
 def start_if_asked() -> None:
-    """Trace if the environment says so: a user's, or that of the process that started this one."""
+    """Trace if the environment says so: the user's, or what the process that started this one handed on."""
     settings = Settings.from_environment()
     settings.set_log_level()
     if not settings.enable or settings.log_file is None or _session is not None:
         return
     try:
-        child = _inherited("PARENT") is not None
+        child = inherited("PARENT") is not None
         _start(_file_in(settings.log_file), settings, child=child, from_environment=True)
     except (OSError, ValueError) as error:
         logger.warning("cannot trace into %r: %s", str(settings.log_file), error)
 
 
 def follow_environment() -> None:
-    """Do as the environment says now that it has been changed: trace elsewhere, or begin to, or end."""
-    global _inheritance
-    _inheritance = _from_outside()
+    """Start or stop a trace, or write it elsewhere, as the environment says now that it has been changed."""
+    read_again()
     if _session is not None and _session.from_environment:
         _session.stop()
     start_if_asked()
-
-
-def _from_outside() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith("PIPESIGHT_")}
-
-
-_inheritance = _from_outside()
-
-
-def _inherited(name: str) -> str | None:
-    """Return what the process that started this one handed on to it, if that one was traced."""
-    return _inheritance.get(f"PIPESIGHT_{name}") if "PIPESIGHT_PARENT" in _inheritance else None
-
-
-def _clock() -> int | None:
-    """Return the clock of the process that started this one, if that was on this host: only there is it the same."""
-    given = _inherited("CLOCK") or ""
-    clock, _, host = given.partition("@")
-    if host != os.uname().nodename:
-        return None
-    try:
-        offset = int(clock)
-        time.gmtime((offset + time.perf_counter_ns()) // 10**9)
-    except (ValueError, OverflowError, OSError):
-        logger.warning("PIPESIGHT_CLOCK must be nanoseconds and a host, but is %r; using the current clock", given)
-        return None
-    return offset
-
-
-def _set(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value

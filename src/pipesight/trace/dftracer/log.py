@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 from pipesight._logger import own_logger
 from pipesight.trace import _span, trace_session
 from pipesight.trace._args import plain, plain_args
+from pipesight.trace._file_names import is_device
 from pipesight.trace._span import EVENTS, METADATA, begin, begin_silently, remove
-from pipesight.trace._trace_file import is_device
 from pipesight.trace._tracer import tracer
 from pipesight.trace.environment_settings import Settings
 from pipesight.trace.node import is_recording
@@ -149,8 +149,8 @@ class dftracer:  # noqa: N801
         if isinstance(span[0], _Entered) and not span[0].logged:
             span[0].logged = True
             EVENTS.extend((event, span[1], span[2][1], start, stop, span[4], span[5], args))
-            if not len(EVENTS) & _span.CROWD:
-                _span.call_for_help()
+            if not len(EVENTS) & _span.BACKLOG_MASK:
+                _span.check_backlog()
         else:
             _span.past(event, start, stop, args)
 
