@@ -520,11 +520,11 @@ def test_every_wrong_pair_is_named_at_once():
             check(model)
         message = str(caught.value)
         for line in (
-            r"'early' is popped by layer 'early' but not stashed by an earlier one",
-            r"'twice' is stashed by layer 'first' and again by layer 'second'",
-            r"'unknown' is popped by layer 'second' but not stashed",
-            r"'twice' is popped by layer 'third' and again by layer 'fourth'",
-            r"'forgotten' is stashed by layer 'first' but never popped",
+            r"layer 'early' declared 'early' as poppable but it was not stashed by an earlier layer",
+            r"layer 'second' redeclared 'twice' as stashable, after layer 'first'",
+            r"layer 'second' declared 'unknown' as poppable but it was not stashed",
+            r"layer 'fourth' redeclared 'twice' as poppable, after layer 'third'",
+            r"no module declared 'forgotten' as poppable but stashed by layer 'first'",
         ):
             assert re.search(line, message), message
         assert "isolate(Namespace())" in message
@@ -546,7 +546,7 @@ def test_right_models_pass(model):
 
 def test_pair_of_different_namespaces():
     """A stash and a pop of one name in different namespaces do not meet."""
-    with pytest.raises(TypeError, match="never popped"):
+    with pytest.raises(TypeError, match=r"no module declared .* as poppable but stashed by layer"):
         verify_skippables(nn.Sequential(Stash().isolate(Namespace()), Pop()))
 
 
@@ -591,8 +591,13 @@ def wrong_tensor(self, x):
 @pytest.mark.parametrize(
     ("forward", "names", "kind", "message"),
     [
-        (undeclared_stash, {}, RuntimeError, r"'other' is not declared: @skippable\(stash=\['other'\]\)"),
-        (undeclared_pop, {}, RuntimeError, r"'other' is not declared: @skippable\(pop=\['other'\]\)"),
+        (
+            undeclared_stash,
+            {},
+            RuntimeError,
+            r"'other' has not been declared as stashable: @skippable\(stash=\['other'\]\)",
+        ),
+        (undeclared_pop, {}, RuntimeError, r"'other' has not been declared as poppable: @skippable\(pop=\['other'\]\)"),
         (double_stash, {"stash": ["skip"]}, RuntimeError, "'skip' is used twice"),
         (double_pop, {"pop": ["skip"]}, RuntimeError, "'skip' is used twice"),
         (wrong_command, {}, TypeError, r"must yield stash\(...\) or pop\(...\), but yielded tensor"),
@@ -632,8 +637,14 @@ def test_layer_that_catches_the_error():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ({"stash": ["b", "a"]}, r"declared but not stashed by Wrong: a, b; did you forget `yield`\? yield stash\('a',"),
-        ({"pop": ["a"]}, r"declared but not popped by Wrong: a; did you forget `yield`\? tensor = yield pop\('a'\)"),
+        (
+            {"stash": ["b", "a"]},
+            r"'a', 'b' must be stashed but have not been, by Wrong; did you forget `yield`\? yield stash\('a',",
+        ),
+        (
+            {"pop": ["a"]},
+            r"'a' must be popped but have not been, by Wrong; did you forget `yield`\? tensor = yield pop\('a'\)",
+        ),
     ],
 )
 def test_declared_but_not_done(names, message):

@@ -65,6 +65,9 @@ def uncompiled(value: Any) -> Any:
 
 def target_device(*args: Any, **kwargs: Any) -> torch.device | None:
     """Return the device that ``module.to(*args, **kwargs)`` would move to, ``None`` if none."""
+    first = kwargs.get("device", args[0] if args else None)
+    if isinstance(first, int):  # which torch refuses to name on a machine without such a device
+        return torch.device("cuda", first)
     device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
     return device
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from pipesight import context
 from pipesight._torch.module_internals import BatchNorm
 
-__all__ = ["DeferredBatchNorm"]
+__all__ = ["DeferredBatchNorm", "Moments", "measure", "merge"]
 
 
 class DeferredBatchNorm(BatchNorm):
@@ -25,10 +25,10 @@ class DeferredBatchNorm(BatchNorm):
     def __init__(self, plain: BatchNorm) -> None:
         # Parameters, buffers, hooks and settings stay the very objects they were.
         self.__dict__.update(plain.__dict__)
-        self.plain_class = type(plain)
+        self.plain_class: type[BatchNorm] = plain.plain_class if isinstance(plain, DeferredBatchNorm) else type(plain)
         self._place = (0, 0)  # mini-batch and micro-batch of the last call
         self._calls = 0  # in that micro-batch; a layer may be called several times in one forward
-        self._moments: dict[int, _Moments] = {}
+        self._moments: dict[int, Moments] = {}
 
     def _check_input_dim(self, input: Tensor) -> None:
         self.plain_class._check_input_dim(self, input)
@@ -49,14 +49,14 @@ class DeferredBatchNorm(BatchNorm):
             if self._place != (where.serial, where.microbatch):
                 self._place, self._calls = (where.serial, where.microbatch), 0
             self._calls += 1
-            merged = _merge(self._moments.get(self._calls), _measure(input.detach()))
+            merged = merge(self._moments.get(self._calls), measure(input.detach()))
             if merged is not None:
                 self._moments[self._calls] = merged
             if where.microbatch == where.microbatches - 1:
                 self._update(self._moments.pop(self._calls, None))
         return F.batch_norm(input, None, None, self.weight, self.bias, training=True, momentum=0.0, eps=self.eps)
 
-    def _update(self, moments: _Moments | None) -> None:
+    def _update(self, moments: Moments | None) -> None:
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if moments is None or self.running_mean is None or self.running_var is None:
@@ -85,26 +85,30 @@ class DeferredBatchNorm(BatchNorm):
 
 
 @dataclass(frozen=True, slots=True)
-class _Moments:
+class Moments:
+    """Of the values of each channel."""
+
     count: int
     mean: Tensor
     squares: Tensor  # the sum of squared distances from the mean
 
 
-def _measure(input: Tensor) -> _Moments | None:
+def measure(input: Tensor) -> Moments | None:
+    """Return the moments of a micro-batch, ``None`` if it is empty."""
     dims = [d for d in range(input.dim()) if d != 1]
     count = input.numel() // max(1, input.size(1))
     if count == 0:
         return None
     # In half precision the sums would overflow; batch_norm itself keeps float32 statistics too.
     variance, mean = torch.var_mean(input.to(torch.promote_types(input.dtype, torch.float32)), dims, correction=0)
-    return _Moments(count, mean, variance * count)
+    return Moments(count, mean, variance * count)
 
 
-def _merge(a: _Moments | None, b: _Moments | None) -> _Moments | None:
+def merge(a: Moments | None, b: Moments | None) -> Moments | None:
+    """Return the moments of two micro-batches together."""
     if a is None or b is None:
         return b if a is None else a
     total = a.count + b.count
     delta = b.mean - a.mean
     squares = a.squares + b.squares + delta.square() * (a.count * b.count / total)
-    return _Moments(total, a.mean + delta * (b.count / total), squares)
+    return Moments(total, a.mean + delta * (b.count / total), squares)

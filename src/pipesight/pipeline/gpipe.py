@@ -35,7 +35,7 @@ _RECIPE = """
 If you do not know a good balance, time the layers on a sample of your input:
 
     from pipesight import GPipe
-    from pipesight.balance import balance_by_time
+    from pipesight.balance import balance_by_time  # or torchgpipe.balance, with the shim
 
     partitions = torch.cuda.device_count() or 2
     sample = torch.rand(...)

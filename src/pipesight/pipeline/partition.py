@@ -98,8 +98,9 @@ def non_sequential(module: object) -> TypeError:
     """Return the error about a module that cannot be cut; a note says what to do."""
     error = TypeError("non-sequential module cannot be partitioned")
     error.add_note(
-        f"{type(module).__name__} is not an nn.Sequential; write it as one, nn.Sequential(layer, layer, ...), in which "
-        "each layer takes the output of the one before; see docs/how-to/sequential.md"
+        f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; write it as one, "
+        "nn.Sequential(layer, layer, ...), in which each layer takes the output of the one before; "
+        "see docs/how-to/sequential.md"
     )
     return error
 

@@ -186,12 +186,12 @@ def _drive(layer: nn.Module, body: object, stashes: frozenset[str], pops: frozen
                 resume = functools.partial(body.throw, error)
     if due_stashes:
         raise RuntimeError(
-            f"declared but not stashed by {_class(layer)}: {', '.join(sorted(due_stashes))}; "
+            f"{_quoted(due_stashes)} must be stashed but have not been, by {_class(layer)}; "
             f"did you forget `yield`? yield stash({min(due_stashes)!r}, tensor)"
         )
     if due_pops:
         raise RuntimeError(
-            f"declared but not popped by {_class(layer)}: {', '.join(sorted(due_pops))}; "
+            f"{_quoted(due_pops)} must be popped but have not been, by {_class(layer)}; "
             f"did you forget `yield`? tensor = yield pop({min(due_pops)!r})"
         )
     return body
@@ -199,7 +199,8 @@ def _drive(layer: nn.Module, body: object, stashes: frozenset[str], pops: frozen
 
 def _take(due: set[str], declared: frozenset[str], name: str, verb: str) -> None:
     if name not in declared:
-        raise RuntimeError(f"'{name}' is not declared: @skippable({verb}=['{name}'])")
+        able = {"stash": "stashable", "pop": "poppable"}[verb]
+        raise RuntimeError(f"'{name}' has not been declared as {able}: @skippable({verb}=['{name}'])")
     if name not in due:
         raise RuntimeError(f"'{name}' is used twice; a layer can {verb} a name only once")
     due.discard(name)
@@ -250,22 +251,24 @@ def verify_skippables(module: nn.Sequential) -> None:
         stashes, pops = skip_keys(layer)
         for key in stashes:
             if key in stashed:
-                wrong.append(f"'{key.name}' is stashed by layer '{stashed[key]}' and again by layer '{name}'")
+                wrong.append(f"layer '{name}' redeclared '{key.name}' as stashable, after layer '{stashed[key]}'")
             stashed.setdefault(key, name)
         for key in pops:
             if key in popped:
-                wrong.append(f"'{key.name}' is popped by layer '{popped[key]}' and again by layer '{name}'")
+                wrong.append(f"layer '{name}' redeclared '{key.name}' as poppable, after layer '{popped[key]}'")
             elif key not in stashed:
-                wrong.append(f"'{key.name}' is popped by layer '{name}' but not stashed by an earlier one")
+                wrong.append(
+                    f"layer '{name}' declared '{key.name}' as poppable but it was not stashed by an earlier layer"
+                )
             popped.setdefault(key, name)
     wrong += [
-        f"'{key.name}' is stashed by layer '{name}' but never popped"
+        f"no module declared '{key.name}' as poppable but stashed by layer '{name}'"
         for key, name in stashed.items()
         if key not in popped
     ]
     if wrong:
         raise TypeError(
-            "every stash needs exactly one pop in a later layer, but:\n"
+            "one or more pairs of stash and pop do not match; every stash needs exactly one pop in a later layer:\n"
             + "".join(f"  * {line}\n" for line in wrong)
             + "to use a name for several pairs, isolate each: layer.isolate(Namespace())"
         )
@@ -288,6 +291,10 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     if isinstance(names, str):
         raise TypeError(f"{what} must be a list of names, but got the string '{names}': {what}=['{names}']")
     return frozenset(names)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names))
 
 
 def _class(thing: object) -> str:

@@ -45,12 +45,16 @@ def check_balance(balance: Iterable[int] | None, layers: int, recipe: str = "") 
     return sizes
 
 
-def check_chunks(chunks: int) -> int:
-    """Return the number of micro-batches."""
+def check_chunks(chunks: int | float) -> int:
+    """Return the number of micro-batches; 4.0 is 4, as in torchgpipe."""
+    if isinstance(chunks, float) and chunks.is_integer():
+        chunks = int(chunks)
     try:
-        number = operator.index(chunks)
+        number = operator.index(chunks)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"chunks must be an integer, but got {type(chunks).__name__}") from None
+        raise TypeError(
+            f"chunks must be an integer, but got {type(chunks).__name__} (chunks: {chunks!r:.40})"
+        ) from None
     if number < 1:
         raise ValueError(f"number of chunks must be a positive integer (chunks: {number})")
     return number
@@ -59,7 +63,7 @@ def check_chunks(chunks: int) -> int:
 def check_checkpoint(checkpoint: str) -> CheckpointMode:
     """Return the mode."""
     for mode in CHECKPOINT_MODES:
-        if mode == checkpoint:
+        if mode == str(checkpoint):
             return mode
     raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' (checkpoint: {checkpoint!r})")
 

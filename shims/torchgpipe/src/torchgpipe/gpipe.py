@@ -1,5 +1,6 @@
-"""``torchgpipe.gpipe.GPipe``, for pipesight."""
+"""``torchgpipe.gpipe``, for pipesight."""
 
 from pipesight import GPipe
+from pipesight.pipeline.partition import verify_sequential as verify_module
 
-__all__ = ["GPipe"]
+__all__ = ["GPipe", "verify_module"]
