@@ -10,7 +10,7 @@ from pipesight.stats.config_errors import nearest
 __all__ = ["OUTPUTS", "TENSORS", "missing_layers", "unknown_tensors"]
 
 OUTPUTS = ("activation", "output")
-TENSORS = ("input", *OUTPUTS, "gradient", "weight", "wgrad")
+TENSORS = ("input", *OUTPUTS, "gradient", "dgrad", "weight", "wgrad")
 """The tensors of a layer that `watch` logs."""
 
 

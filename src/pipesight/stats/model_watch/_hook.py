@@ -15,17 +15,16 @@ class Hook:
     """Calls a function, outside of what is compiled, traced or transformed. In a copy of the layer it does nothing.
 
     Args:
-        function: Is given what the hook is given; what it returns is left out.
+        function: Is given what the hook is given, and returns what the hook returns.
     """
 
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
 
     @not_compiled  # all of it: dynamo would compile this frame by itself
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         """Is called by the layer."""
-        if not is_tracing() and not in_transform():
-            self._function(*args)
+        return None if is_tracing() or in_transform() else self._function(*args)
 
     def stop(self) -> None:
         """Do nothing from now on: a compiled model calls hooks that it has no more."""

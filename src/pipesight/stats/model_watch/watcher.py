@@ -1,8 +1,8 @@
 """`watch`: log the tensors of a model's layers without changes to the training loop.
 
 input ──▶ layer ──▶ output = activation
-             │          ▲
-          weight     gradient (of the output)
+  ▲          │          ▲
+dgrad     weight     gradient (of the output)
           wgrad (of the weight)
 """
 
@@ -26,6 +26,7 @@ from pipesight.stats.current_session import running
 from pipesight.stats.layer_names import named_layers, partitions_of
 from pipesight.stats.model_watch._agreed_steps import AgreedSteps
 from pipesight.stats.model_watch._hook import Hook, Once
+from pipesight.stats.model_watch._input_gradients import InputGradients
 from pipesight.stats.model_watch._readable import has_values, numbers
 from pipesight.stats.model_watch._weights import Weights
 from pipesight.stats.model_watch.model_part import Model, is_distributed, part_of
@@ -216,12 +217,32 @@ class Watch:
         if "input" in tensors:
             hook = self._hook(partial(self._before_layer, name))
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        if "dgrad" in tensors:
+            self._attach_to_inputs(name, layer)
         outputs = tuple(t for t in OUTPUTS if t in tensors)
         if outputs or "gradient" in tensors:
             hook = self._hook(partial(self._after_layer, name, outputs, "gradient" in tensors))
             self._handles.append(layer.register_forward_hook(hook))
         if "weight" in tensors or "wgrad" in tensors:
             self._weights.add(name, layer, tensors)
+
+    def _attach_to_inputs(self, name: str, layer: nn.Module) -> None:
+        inputs = InputGradients(layer, partial(self._hook_gradient, name, "dgrad"), partial(self._warn_of_change, name))
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return inputs.before(args, kwargs) if self._differentiates() else None
+
+        def after(*_: object) -> None:
+            inputs.after()
+
+        self._handles.append(layer.register_forward_pre_hook(self._hook(before), with_kwargs=True))
+        self._handles.append(layer.register_forward_hook(self._hook(after)))
+
+    def _warn_of_change(self, name: str) -> None:
+        self._session.messages.warning(
+            f"'dgrad' of layer {name!r} is not logged: the layer changes its input in place; "
+            "give it an attribute inplace = True"
+        )
 
     def _attach_to_model(self) -> None:
         self._handles += self._weights.attach()
@@ -301,17 +322,24 @@ class Watch:
         if outputs and (self._inside is None or self._wanted(name, outputs)) and self._counted():
             for tensor_name in outputs:
                 self._log(name, tensor_name, output)
-        if gradient and torch.is_grad_enabled() and (self._model.training or not self._auto):
+        if gradient and self._differentiates():
             for tensor in numbers(output):
                 if tensor.requires_grad:
-                    hook: Callable[..., object] = partial(self._after_backward, name)
-                    handle = tensor.register_hook(hook if self._part.group is None else Once(hook))
-                    if tensor.is_leaf:
-                        self._leaves.append(handle)
+                    self._hook_gradient(name, "gradient", tensor)
 
-    def _after_backward(self, name: str, gradient: Tensor) -> None:
-        if self._handles and (self._part.replicas == 1 or self._wanted(name, ("gradient",))):
-            self._log(name, "gradient", self._part.of_whole_batch(gradient))
+    def _differentiates(self) -> bool:
+        """Whether gradients of this forward will be logged."""
+        return torch.is_grad_enabled() and (self._model.training or not self._auto)
+
+    def _hook_gradient(self, name: str, tensor_name: str, tensor: Tensor) -> None:
+        hook: Callable[..., object] = partial(self._after_backward, name, tensor_name)
+        handle = tensor.register_hook(hook if self._part.group is None else Once(hook))
+        if tensor.is_leaf:
+            self._leaves.append(handle)
+
+    def _after_backward(self, name: str, tensor_name: str, gradient: Tensor) -> None:
+        if self._handles and (self._part.replicas == 1 or self._wanted(name, (tensor_name,))):
+            self._log(name, tensor_name, self._part.of_whole_batch(gradient))
 
     def _log(self, layer: str, name: str, value: Any) -> None:
         for tensor in numbers(value):
