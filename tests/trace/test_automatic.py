@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import textwrap
+import time
+import types
 
 import pytest
 import torch
@@ -126,7 +128,7 @@ def test_training_step():
     forwards = [(e["args"]["depth"], e["args"].get("layer")) for e in events if e["name"] == "forward"]
     assert forwards == [(1, "0"), (1, "1"), (0, None)]
     backwards = [(e["args"].get("depth"), e["args"].get("layer")) for e in events if e["name"] == "backward"]
-    assert backwards == [(1, "1"), (1, "0"), (0, None), (None, None)]
+    assert backwards == [(1, "1"), (1, "0"), (0, None)]
     by_id = {e["id"]: e for e in events}
     for event in events:
         parent = by_id.get(event["args"]["p_idx"])
@@ -135,6 +137,58 @@ def test_training_step():
             assert event["ts"] + event["dur"] <= parent["ts"] + parent["dur"]
     (step,) = [e for e in events if e["name"] == "step"]
     assert step["args"]["optimizer"] == "SGD"
+
+
+def test_backward_time_counts_once(instrumented):
+    """The backwards of the modules that a program calls follow one another, and take no longer than the call."""
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            time.sleep(0.02)
+            return gradient
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return Slow.apply(super().forward(x))
+
+    model, criterion = Layer(3, 3), nn.MSELoss()
+    with capture_events() as events:
+        loss = criterion(model(torch.randn(2, 3)), torch.randn(2, 3))
+        begin = time.perf_counter()
+        loss.backward()
+        took = time.perf_counter() - begin
+    backwards = [e for e in events if e["name"] == "backward"]
+    assert [e["args"]["module"] for e in backwards] == ["MSELoss", "Layer"]
+    assert backwards[0]["ts"] + backwards[0]["dur"] <= backwards[1]["ts"]
+    assert backwards[1]["dur"] >= 20_000
+    assert sum(e["dur"] for e in backwards) <= took * 1e6
+    assert {e["args"]["p_idx"] for e in backwards} == {6}
+
+
+def test_backward_without_modules(instrumented):
+    """A backward that reaches no module, or no outermost one, is one span of its own."""
+
+    class Opaque(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return types.SimpleNamespace(loss=self.inner(x).sum())
+
+    with capture_events() as events:
+        torch.ones(3, requires_grad=True).sum().backward()
+    assert [e["args"].get("module") for e in events if e["name"] == "backward"] == [None]
+    with trace.instrument(depth=2), capture_events() as events:
+        opaque, plain = Opaque(), nn.Linear(3, 3)
+        opaque(plain(torch.ones(1, 3))).loss.backward()
+    found = [(e["args"].get("module"), e["args"].get("depth")) for e in events if e["name"] == "backward"]
+    assert found == [("Linear", 1), ("Linear", 0), (None, None)]
 
 
 @pytest.mark.parametrize(("depth", "count"), [(0, 0), (1, 1), (2, 3), (9, 5)])

@@ -1,7 +1,12 @@
 """Modules: their forward, and their backward, down to a chosen depth.
 
-The backward of a module begins where autograd comes to its output, and ends where it comes to the output of another
-module of the same depth, or is through: the gradients of parameters have no end of their own.
+The backward of a module begins where autograd reaches its output, and ends where it reaches the output of another
+module of the same depth, or is done: it does not say when a module's last gradient is computed. The first outermost
+module gets the whole time since ``backward()`` was called, so that no time is in two spans of the same depth::
+
+    backward()       |----------------------------------------|
+    depth 0          |- criterion -|---------- model ---------|
+    depth 1                        |-- layer 1 --|- layer 0 --|
 """
 
 from __future__ import annotations
@@ -30,6 +35,9 @@ from pipesight.trace.gpu_spans import DeviceSpan, device_spans
 
 __all__ = ["ModuleHooks", "instrument_modules", "on_outermost"]
 
+_UNKNOWN = -1  # the depth of a backward that has not reached any module
+_OF_NONE = -2  # the depth of one that reached an inner module first: it is not the backward of an outermost one
+
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
@@ -39,7 +47,7 @@ class _PerThread(threading.local):
 
 
 class _Call:
-    """A forward under way, or the backward of one."""
+    """A forward under way, or a backward."""
 
     __slots__ = ("args", "depth", "module", "on_device", "on_gpu", "span")
 
@@ -68,38 +76,37 @@ _names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDi
 
 
 class ModuleHooks:
-    """The hooks of all modules, which cost each call of each module something, so they come and go.
+    """Hooks on all modules. They slow down every call of every module, so they are attached only while needed.
 
-    While a pipeline works, its caller waits and its modules are none of ours; and a step that is left out of the trace
-    needs none.
+    That is not while a pipeline runs, which records its layers itself, nor in steps that are not recorded.
     """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._handles: list[RemovableHandle] = []
-        self._reasons = 0  # to do without
-        self._era = next(_eras)  # calls of an earlier one may have ended without us
+        self._suspensions = 0
+        self._era = next(_eras)  # calls of an earlier era may have ended unseen
         self._changing = threading.RLock()
         self._removed = False
         self._attach()
         _span.on_pass.append(self.suspend)
 
     def suspend(self, begins: bool) -> None:
-        """Do without, from now on or no longer; there may be several reasons for it at once."""
+        """Remove the hooks, or attach them again once every suspension has ended."""
         with self._changing:
-            self._reasons += 1 if begins else -1
-            if self._reasons and self._handles:
+            self._suspensions += 1 if begins else -1
+            if self._suspensions and self._handles:
                 self._detach()
-            elif not self._reasons and not self._removed:
+            elif not self._suspensions and not self._removed:
                 self._attach()
 
     def pause(self, begins: bool) -> None:
-        """Do without for a while, in which calls that are under way may end."""
+        """Suspend for so long that calls under way may end meanwhile, or end that."""
         self._era = next(_eras)
         self.suspend(begins)
 
     def without(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Do without during a call."""
+        """Suspend during a call."""
         self.suspend(True)
         try:
             return original(*args, **kwargs)
@@ -107,7 +114,7 @@ class ModuleHooks:
             self.suspend(False)
 
     def remove(self) -> None:
-        """End it for good."""
+        """Remove the hooks for good."""
         with self._changing:
             self._removed = True
             self._detach()
@@ -127,7 +134,7 @@ class ModuleHooks:
         self._handles = []
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
-        # A pipeline records the layers itself, and their modules run in its workers.
+        # In the worker of a pipeline, which records its layers itself.
         if _span.is_compiling() or context.current() is not None:
             return
         if _here.era != self._era:
@@ -135,7 +142,7 @@ class ModuleHooks:
         if not _here.calls:
             for told in on_outermost:
                 told(module)
-            if not self._handles:  # they led to a pause
+            if not self._handles:  # one of them has paused us
                 return
         self._started(module, inputs)
 
@@ -156,7 +163,7 @@ class ModuleHooks:
             return
         calls = _here.calls
         if _here.era != self._era or all(call.module is not module for call in calls):
-            return  # it began without us
+            return  # its beginning was not seen
         while calls:  # inner ones may have raised
             call = calls.pop()
             call.end()
@@ -174,7 +181,7 @@ def instrument_modules(patches: Patches, depth: int) -> ModuleHooks:
     """Record ``compute.forward`` and ``compute.backward`` of modules that are nested less than ``depth`` deep."""
     hooks = ModuleHooks(depth)
     patches.keep(hooks)
-    # Compiled modules ask, and warn of the program's hooks.
+    # Compiled modules call this check, and would warn of our hooks.
     patches.wrap(nn.modules.module, GLOBAL_HOOKS_CHECK, hooks.without)
     patches.wrap(torch.autograd, "backward", _backward)
     patches.wrap(torch.autograd, "grad", _backward)
@@ -189,11 +196,11 @@ def _args(module: nn.Module, outermost: nn.Module, depth: int) -> dict[str, Any]
 
 
 def _watch_backward(output: Any, call: _Call) -> None:
-    """Have autograd say when it comes to a module's output."""
+    """Add a hook for when autograd reaches a module's output."""
     with without_function_overrides():
         node = next((tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
     if node is not None:
-        # The output of a module is often that of its last child, which was here first.
+        # The output of a module is often that of its last child, whose call ended before.
         kept: Any = node.metadata
         calls: list[_Call] = kept.setdefault("pipesight", [])
         if not calls:
@@ -203,19 +210,25 @@ def _watch_backward(output: Any, call: _Call) -> None:
 
 @harmless
 def _begin_backwards(calls: list[_Call]) -> None:
-    node = ai.compute.backward
-    backwards = _here.backwards
+    node, backwards = ai.compute.backward, _here.backwards
     for call in calls:
-        if backwards and node.recording:  # inside of `backward`, in its thread
-            _end_backwards(call.depth)
-            on_device = device_spans.begin(node) if call.on_gpu else None
-            backwards.append(_Call(call.module, call.depth, begin(node), call.args, on_device))
+        if not backwards or not node.recording:  # on a GPU, autograd runs in a thread of its own
+            return
+        on_device = device_spans.begin(node) if call.on_gpu else None
+        if backwards[-1].depth == _UNKNOWN and call.depth == 0:
+            whole = backwards[-1]
+            whole.module, whole.depth, whole.args, whole.on_device = call.module, 0, call.args, on_device
+            continue
+        if backwards[0].depth == _UNKNOWN:
+            backwards[0].depth = _OF_NONE
+        _end_backwards(call.depth)
+        backwards.append(_Call(call.module, call.depth, begin(node), call.args, on_device))
 
 
 def _end_backwards(depth: int) -> None:
     """End the backward of modules that are nested ``depth`` deep or deeper."""
     backwards = _here.backwards
-    while len(backwards) > 1 and backwards[-1].depth >= depth:
+    while backwards and backwards[-1].depth >= depth:
         backwards.pop().end()
 
 
@@ -223,11 +236,9 @@ def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     node = ai.compute.backward
     if not node.recording or context.current() is not None:
         return original(*args, **kwargs)
-    span = begin(node)
-    outer, _here.backwards = _here.backwards, [_Call(None, -1)]
+    outer, _here.backwards = _here.backwards, [_Call(None, _UNKNOWN, begin(node))]
     try:
         return original(*args, **kwargs)
     finally:
-        _end_backwards(0)
+        _end_backwards(_OF_NONE)
         _here.backwards = outer
-        end(span, with_step(node.args))
