@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import threading
 import time
 import weakref
@@ -553,10 +554,20 @@ def test_traces_of_processes_that_have_ended_go(run):
     assert quota.removed_events == 10
 
 
-def test_limit_that_is_too_small(run):
-    """A limit that holds nothing is refused."""
-    with pytest.raises(ValueError, match="max_bytes must be at least 65,536"):
-        observe(run, max_bytes=1000)
+@pytest.mark.parametrize("quota", [1000, float("nan"), "1G"])
+def test_disk_quota_that_is_too_small(run, quota):
+    """A quota that holds nothing, or is no number, is refused."""
+    rule = f"max_bytes must be at least 65,536, or None for no limit (max_bytes: {quota!r})"
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        observe(run, max_bytes=quota)
+
+
+@pytest.mark.parametrize("path", [3, None, b"RUN"])
+def test_something_other_than_a_path(path):
+    """What is no path is refused, with a path to pass instead."""
+    rule = f"the path of a run directory must be a string or a pathlib.Path (path: {path!r}); give one: observe('RUN')"
+    with pytest.raises(TypeError, match=re.escape(rule)):
+        observe(path)
 
 
 # Refusals, failures and the end.

@@ -371,7 +371,7 @@ def test_parts_that_go(tmp_path):
     assert left == sorted(left)
     assert (len(left), session.removed) == (session.written, 6_000 - session.written)
     assert session.lost == 0
-    with pytest.raises(ValueError, match="max_parts must be more than 0"):
+    with pytest.raises(ValueError, match="max_parts must be a positive whole number"):
         trace.start(tmp_path / "run", max_parts=0)
 
 

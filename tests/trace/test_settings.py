@@ -258,17 +258,20 @@ def test_stop_twice(tmp_path):
     assert names(tmp_path / "two.pfw.gz") == ["step"]
 
 
+WHOLE = "a positive whole number, or None for no limit"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        *(("interval", value, "0.001 to 86400 seconds") for value in (0, -1.0, 1e300, float("nan"), float("inf"))),
-        *(("max_bytes", value, "more than 0, or None for no limit") for value in (0, -5, 1e300)),
-        ("max_parts", float("nan"), "more than 0, or None for all"),
+        *(("interval", value, "0.001 to 86400 seconds") for value in (0, -1.0, 1e300, float("nan"), float("inf"), "1")),
+        *(("max_bytes", value, WHOLE) for value in (0, -5, 1e300, "1G")),
+        *(("max_parts", value, WHOLE) for value in (float("nan"), 1.5)),
     ],
 )
 def test_wrong_options(tmp_path, name, value, rule):
     """Options that make no sense are refused with their value."""
-    with pytest.raises(ValueError, match=re.escape(f"{name} must be {rule} ({name}: {value})")):
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be {rule} ({name}: {value!r})")):
         trace.start(tmp_path / "run", **{name: value})
 
 
@@ -503,3 +506,11 @@ def test_empty_path(tmp_path, monkeypatch):
         trace.start("")
     trace.stop()
     trace.start("another").stop()
+
+
+@pytest.mark.parametrize("path", [3, None, b"trace"])
+def test_something_other_than_a_path(path):
+    """What is no path is refused, with a path to pass instead."""
+    rule = f"the path of a trace must be a string or a pathlib.Path (path: {path!r}); pass a file: "
+    with pytest.raises(TypeError, match=re.escape(rule)):
+        trace.start(path)

@@ -72,6 +72,8 @@ def observe(
         A context manager, which returns itself.
 
     Raises:
+        TypeError: The path is neither a string nor a `pathlib.Path`.
+        ValueError: Another argument is out of range.
         FileExistsError: The directory holds something other than a recording.
         ConfigError: The statistics configuration has mistakes.
         RuntimeError: A run is already being recorded.

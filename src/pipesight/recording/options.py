@@ -46,9 +46,10 @@ class RecordingOptions:
     overwrite: bool
 
     def __post_init__(self) -> None:
-        if self.max_bytes is not None and self.max_bytes < DiskQuota.LEAST:
+        quota = self.max_bytes
+        if quota is not None and not (isinstance(quota, int | float) and quota >= DiskQuota.LEAST):
             raise ValueError(
-                f"max_bytes must be at least {DiskQuota.LEAST:,}, or None for no limit (max_bytes: {self.max_bytes!r})"
+                f"max_bytes must be at least {DiskQuota.LEAST:,}, or None for no limit (max_bytes: {quota!r})"
             )
         if not isinstance(self.first_step, int) or isinstance(self.first_step, bool) or self.first_step < 0:
             raise ValueError(f"first_step must be an integer of 0 or more (first_step: {self.first_step!r})")

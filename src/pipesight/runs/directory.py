@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesight._launcher import environment_number, launch, launched_rank, restarts, with_attempt
+from pipesight._path_argument import checked_path
 from pipesight.runs.format import LOGS, RANKS, RUN_FILE, STATS, TRACE, rank_name
 
 __all__ = ["RunDirectory", "later_recording"]
@@ -48,9 +49,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if not os.fspath(path):
-            raise ValueError("the path of a run directory must not be empty; give one: observe('RUN')")
-        self.path = Path(path).absolute()
+        self.path = Path(checked_path(path, "a run directory", "give one: observe('RUN')")).absolute()
         self.rank, self.ranks = launched_rank() or 0, max(1, environment_number("WORLD_SIZE") or 1)
         self.restart, self.launch = restarts(), launch()
         self._made = False

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pipesight._logger import own_logger
+from pipesight._path_argument import checked_path
 from pipesight.trace._encode import Encoder
 from pipesight.trace._forkserver import update_forkserver_children
 from pipesight.trace._inheritance import handed_on, inherited, inherited_clock, read_again, set_environment
@@ -148,15 +149,16 @@ def start(
         max_parts: Keep this many of these files, and remove the oldest.
 
     Raises:
+        TypeError: The path is neither a string nor a `pathlib.Path`.
+        ValueError: A number is out of range.
         RuntimeError: Another trace is being written.
     """
     least, most = INTERVALS
-    if not least <= interval <= most:
-        raise ValueError(f"interval must be {least:g} to {most:g} seconds (interval: {interval})")
-    if max_bytes is not None and not 0 < max_bytes <= MOST:
-        raise ValueError(f"max_bytes must be more than 0, or None for no limit (max_bytes: {max_bytes})")
-    if max_parts is not None and not 0 < max_parts <= MOST:
-        raise ValueError(f"max_parts must be more than 0, or None for all (max_parts: {max_parts})")
+    if not isinstance(interval, int | float) or not least <= interval <= most:
+        raise ValueError(f"interval must be {least:g} to {most:g} seconds (interval: {interval!r})")
+    for name, value in (("max_bytes", max_bytes), ("max_parts", max_parts)):
+        if value is not None and not (isinstance(value, int | float) and 0 < value <= MOST and value == int(value)):
+            raise ValueError(f"{name} must be a positive whole number, or None for no limit ({name}: {value!r})")
     given = _file_in(path)
     if _session is not None and _session.of_command:
         logger.warning(
@@ -205,10 +207,9 @@ def _start(given: Path, settings: Settings, *, child: bool, from_environment: bo
 
 def _file_in(path: str | os.PathLike[str]) -> Path:
     """Return the file: ``trace`` in a folder, if the path is one."""
-    if not os.fspath(path):
-        raise ValueError("the path of a trace must not be empty; pass a file: start('trace.pfw.gz')")
-    given = Path(path).absolute()
-    return given / "trace" if given.is_dir() or os.fspath(path).endswith(os.sep) else given
+    text = checked_path(path, "a trace", "pass a file: start('trace.pfw.gz')")
+    given = Path(text).absolute()
+    return given / "trace" if given.is_dir() or text.endswith(os.sep) else given
 
 
 def stop() -> None:
