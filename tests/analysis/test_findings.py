@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipesight.analysis.advice import AT_LEAST, AT_MOST, SIMULATED, Change
 from pipesight.analysis.analyse import analyse, measure
 from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.comparison import compare
 from pipesight.analysis.described_pipelines import pipelines_of
 from pipesight.analysis.nonfinite import first_nonfinite
+from pipesight.analysis.planned_changes import AT_LEAST, AT_MOST, SIMULATED, Change
 from pipesight.analysis.report import Report
 from pipesight.analysis.stragglers import PartitionTimes, find_stragglers
+from pipesight.plan import settings as planned_settings
 from pipesight.plan.plans import best_plans
-from pipesight.plan.plans import settings as planned_settings
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.task_orders import interleaved
 from pipesight.view.text_report import render
@@ -646,7 +646,7 @@ def test_chunks_are_the_best_of_all_that_are_planned(tmp_path):
     report = time_of(tmp_path, "run", [1, 1], 16, lambda phase, k: 40 if phase == "backward" else 20)
     found = change(report, "larger micro-batches")
     assert found.what == "larger micro-batches: chunks=1 instead of 16"
-    assert found.why.startswith("without pipelining: one micro-batch; ")
+    assert found.why.startswith("the layers are too small for splitting to pay: ")
     assert found.promise == AT_LEAST
     measured = report.measured
     possible = planned_settings(measured.costs, partitions=2, schedules=["gpipe"], checkpoints=["never"], recorded=16)

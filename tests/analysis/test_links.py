@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from pipesight.analysis.advice import AT_MOST
 from pipesight.analysis.analyse import analyse
+from pipesight.analysis.planned_changes import AT_MOST
 from pipesight.runs.reading.run import open_run
 from pipesight.view.report_json import as_json
 from pipesight.view.text_report import render
@@ -104,7 +104,7 @@ def test_the_slow_link_is_named(tmp_path):
     ]
     change = report.verdict.changes[0]
     assert change.what == "check the network between far and near; use larger micro-batches or fewer cuts there"
-    assert change.why == "a message from rank 1 to rank 2 takes 1 ms, and 0.01 ms on other links"
+    assert change.why == "a message from rank 1 to rank 2 takes 1.00 ms, and 10.0 µs on other links"
     assert change.gain == pytest.approx(1800 / 3120)
     assert change.promise == AT_MOST
     assert not [other for other in report.verdict.changes if other.what.startswith("send less")]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from pipesight.analysis.analyse import analyse
-from pipesight.plan import Setting, best_plans, measure, predict, simulate, zero_bubble
-from pipesight.plan.plans import settings
+from pipesight.plan import Setting, best_plans, measure, predict, settings, simulate, zero_bubble
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.task_orders import KINDS
 from support.synthetic import Made

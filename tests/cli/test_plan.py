@@ -169,9 +169,9 @@ def test_memory_limit(recorded):
     assert all(max(p["memory_bytes"]) <= 6300 for p in found["plans"])
     ended = plan(recorded, "--memory", "5kB")
     assert ended.returncode == 2
-    sizes = re.search(r"no plan fits into ([\d.]+KiB) per device: the smallest needs ([\d.]+KiB);", ended.stderr)
+    sizes = re.search(r"no plan fits into ([\d.]+ KiB) per device: the smallest needs ([\d.]+ KiB);", ended.stderr)
     assert sizes is not None
-    assert sizes[1] == "4.89KiB"
+    assert sizes[1] == "4.88 KiB"
     assert json.loads(plan(recorded, "--json", "--memory", sizes[2]).stdout)["plans"]
 
 
@@ -319,7 +319,7 @@ def test_run_over_ranks(over_ranks):
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[1].split()[:8] == ["recorded", "zbv-zero-bubble", "never", "4", "1", "1", "1", "1"]
-    assert lines[2].split()[-2:] == ["4.3", "KiB"]
+    assert lines[2].split()[-2:] == ["4.30", "KiB"]
     assert "share devices" not in ended.stdout
     call = re.fullmatch(
         r'DistributedPipeline\(\.\.\., balance=(\[.+\]), chunks=\d+, schedule="(.+)", checkpoint="never"\)', lines[-1]
@@ -360,7 +360,7 @@ def test_settings_that_run_are_those_that_the_engine_takes(schedule):
 
 def test_one_chunk_is_explained(recorded):
     """A plan of one chunk does not pipeline, and a note says so."""
-    words = "chunks=1 is without pipelining: one micro-batch"
+    words = "with chunks=1 there is no pipelining"
     assert words in plan(recorded, "--chunks", "1").stdout
     assert words not in plan(recorded, "--chunks", "2,4").stdout
     assert words not in plan(recorded, "--chunks", "1", "--partitions", "1").stdout

@@ -6,8 +6,8 @@ import subprocess
 import pytest
 import torch
 
-from pipesight.analysis.advice import AT_MOST
 from pipesight.analysis.analyse import analyse
+from pipesight.analysis.planned_changes import AT_MOST
 from pipesight.runs.reading.run import open_run
 from support.network import Link, two_hosts
 from support.nodes import nodes

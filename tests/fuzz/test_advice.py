@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from fuzz import cases
 from pipesight.analysis.analyse import analyse
+from pipesight.analysis.plan_outcome import Outcome
 from pipesight.cli.command import main
 from pipesight.plan import NoTasksError, best_plans, measure, predict, settings
 from pipesight.plan.plans import WORTH
 from pipesight.runs.reading.run import open_run
-from pipesight.view.plan_table import Outcome
 from support.synthetic import Made
 
 PARTS = {"num_workers": "data_loading", "fused": "optimizer", "between steps": "between_steps", "slows some": "jitter"}

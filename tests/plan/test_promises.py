@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipesight.analysis.advice import AT_LEAST, AT_MOST
+from pipesight.analysis.planned_changes import AT_LEAST, AT_MOST
 from support.promising import CASES, Kept
 
 WITHIN = 0.1

@@ -150,7 +150,7 @@ def test_memory_limit_is_kept(problem, limit, few):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "_FEW", search._FEW if few else 0)
         if math.isinf(best):
-            with pytest.raises(DoesNotFitError, match=f"smallest needs {math.ceil(round(least * 100, 6)) / 100:g}B"):
+            with pytest.raises(DoesNotFitError, match=f"smallest needs {math.ceil(round(least, 6))} B"):
                 best_plans(costs, [setting], memory=limit)
             return
         (plan,) = best_plans(costs, [setting], memory=limit)

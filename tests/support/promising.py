@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import pipesight
 from pipesight import GPipe
-from pipesight.analysis.advice import Change
 from pipesight.analysis.analyse import analyse
+from pipesight.analysis.planned_changes import Change
 from pipesight.runs.reading.run import open_run
 from support.torchrun import RANK, torchrun
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipesight._formatting import percent, time
 from pipesight.analysis.analyse import analyse
 from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.comparison import compare
-from pipesight.analysis.formatting import percent, time
 from pipesight.analysis.report import Report
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE
 from pipesight.runs.reading.run import open_run

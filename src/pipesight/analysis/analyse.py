@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pipesight.analysis.advice import Situation, find_changes
-from pipesight.analysis.bubble_losses import WindowSplit, split_windows
 from pipesight.analysis.collectives import match_calls, name_collectives, waits_in
-from pipesight.analysis.described_pipelines import DescribedPipeline, pipelines_of, replicas_in
+from pipesight.analysis.described_pipelines import pipelines_of, replicas_in
 from pipesight.analysis.layer_times import LayerReport, layer_reports, with_weights
 from pipesight.analysis.measured_costs import Measured, measure_steps
 from pipesight.analysis.nonfinite import first_nonfinite
-from pipesight.analysis.partition_placement import Placement, place_partitions
+from pipesight.analysis.overall import overall_of
 from pipesight.analysis.pipeline_report import PipelineReport, describe_pipelines, partition_times
-from pipesight.analysis.rank_links import LinkReport, find_links
+from pipesight.analysis.rank_links import find_links
 from pipesight.analysis.rank_waits import RankWaits
 from pipesight.analysis.remarks import remarks_on, remarks_on_bubble, remarks_on_clocks, with_ending, with_waits
-from pipesight.analysis.report import ExcludedSteps, NameTime, Overall, Report
-from pipesight.analysis.step_breakdown import PARTS, StepTimes, break_down, summary, warm_up
-from pipesight.analysis.step_grouping import (
-    EVALUATION,
-    INCOMPLETE,
-    TRAINING,
-    MiniBatchTable,
-    StepTable,
-    find_minibatches,
-    find_steps,
-    replicas_of,
-)
+from pipesight.analysis.report import ExcludedSteps, NameTime, Report
+from pipesight.analysis.step_grouping import EVALUATION, INCOMPLETE, find_minibatches, replicas_of
 from pipesight.analysis.stragglers import find_stragglers
+from pipesight.analysis.timed_steps import time_steps
 from pipesight.analysis.verdict import Verdict, verdict_on
-from pipesight.runs.reading.event_tables import Column, Tasks, Transfers
 from pipesight.runs.reading.stats_and_logs import NONFINITE_KEYS
 
 if TYPE_CHECKING:
@@ -66,7 +53,6 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     Raises:
         ValueError: There is no such step, partition or layer.
     """
-    # Events into mini-batches, mini-batches into steps.
     described = pipelines_of(run.description)
     all_tasks, spans, transfers = run.tasks(), run.spans(), run.transfers()
     replicas = replicas_of(all_tasks, replicas_in(described))
@@ -74,69 +60,49 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     minibatches, tasks = find_minibatches(all_tasks, partitions=sizes, replicas=replicas)
     if not len(tasks):
         return _without_tasks(run)
-    found, own = find_steps(minibatches, spans, replicas)
-    first = int(found.step.min()) if len(found) else 0
-    own, found = _of_steps(own, _chosen(found, steps))
-
-    # Where the time of each window went, then that of each step.
-    placements = place_partitions(described, own.where(own.kind != INCOMPLETE), tasks)
-    splits = _splits(own, tasks, transfers, placements)
     calls = match_calls(run.communications(), run.description)
     waits = RankWaits(waits_in(calls), spans, minibatches, replicas)
-    times = break_down(found, own, splits, all_minibatches=minibatches, spans=waits.attributed(), replicas=replicas)
-    warm = warm_up(times) if len(times) and times.step.min() == first else times.step[:0]
-    counted = ~np.isin(times.step, warm)
-    counted_times, counted_own = times.where(counted), np.isin(own.step, times.step[counted])
+    timed = time_steps(
+        minibatches, tasks, spans, transfers, described=described, replicas=replicas, waits=waits, only=steps
+    )
 
     # Findings, over the steps that count.
-    overall = _overall(counted_times, splits, counted_own, described) if counted.any() else None
-    pipelines = describe_pipelines(splits, own, tasks, counted_own, described, placements)
-    window = _after(warm, steps, times)
-    layer_times = with_weights(run.layer_times(window), all_tasks, window)
+    counted, own = timed.counted_times, timed.minibatches
+    overall = overall_of(counted, timed.splits, timed.counted_minibatches, described) if len(counted) else None
+    pipelines = describe_pipelines(timed, tasks, described)
+    layer_times = with_weights(run.layer_times(timed.counted_range), all_tasks, timed.counted_range)
     layers = layer_reports(layer_times, [layer for pipeline in described for layer in pipeline.layers])
-    links = find_links(
-        own.where(counted_own & (own.kind != INCOMPLETE)), tasks, transfers, counted_times, run.description
-    )
-    measured = None
-    if overall is not None and len(pipelines) == 1 and (main := _main(splits, own, counted_own)) is not None:
+    complete = own.where(timed.counted_minibatches & (own.kind != INCOMPLETE))
+    links = find_links(complete, tasks, transfers, counted, run.description)
+    measured, changes = None, []
+    if overall is not None and len(pipelines) == 1:
+        facts = pipelines[0].facts
         measured = measure_steps(
-            run,
-            pipelines[0].facts,
-            main,
-            own,
-            tasks,
-            times=counted_times,
-            bubble=overall.bubble,
-            layers=layer_times,
-            transfers=transfers,
-            processors=placements[pipelines[0].partitions].processors,
+            run, facts, timed, tasks, bubble=overall.bubble, layers=layer_times, transfers=transfers
         )
-    stragglers = find_stragglers(partition_times(splits, own, tasks, counted_own, replicas))
-    held = waits.held(counted_times)
-    verdict = with_waits(_verdict(overall, pipelines, measured, links, counted_times), held)
+        changes = find_changes(Situation.of(counted, facts=facts, measured=measured, links=links))
+    stragglers = find_stragglers(partition_times(timed, tasks, replicas))
+    held = waits.held(counted)
+    verdict = with_waits(verdict_on(overall, pipelines, changes), held)
     # Statistics are read before the remarks are taken: reading them may leave some.
     nonfinite = first_nonfinite(run.statistics(words=NONFINITE_KEYS), layers=[entry.name for entry in layers])
     return Report(
         **_identity(run),
         replicas=replicas,
-        remarks=(
-            *remarks_on(run, own, spans),
-            *remarks_on_clocks(run, tasks),
-            *remarks_on_bubble(overall, counted_times),
-        ),
+        remarks=(*remarks_on(run, own, spans), *remarks_on_clocks(run, tasks), *remarks_on_bubble(overall, counted)),
         verdict=with_ending(verdict, run),
         measured=measured,
         overall=overall,
-        left=ExcludedSteps(tuple(warm.tolist()), int((~found.complete).sum())),
+        left=ExcludedSteps(tuple(timed.warm_up.tolist()), timed.incomplete),
         pipelines=_narrowed_pipelines(pipelines, partition),
-        steps=times,
-        counted=counted,
+        steps=timed.times,
+        counted=timed.counted,
         evaluations=int((minibatches.kind == EVALUATION).sum()) if (minibatches.kind != EVALUATION).any() else 0,
         layers=_narrowed_layers(layers, partition, layer),
         stragglers=tuple(entry for entry in stragglers if partition in (None, entry.partition)),
         links=tuple(link for link in links if partition is None or partition in link.partitions),
         held=held,
-        collectives=name_collectives(calls, times.step[counted]),
+        collectives=name_collectives(calls, counted.step),
         nonfinite=nonfinite,
         minibatches=minibatches,
         tasks=tasks,
@@ -193,124 +159,6 @@ def _without_tasks(run: Run) -> Report:
         verdict=with_ending(Verdict(text, ()), run),
         nonfinite=nonfinite,
         names=tuple(entries[:NAMES]),
-    )
-
-
-def _splits(
-    minibatches: MiniBatchTable, tasks: Tasks, transfers: Transfers, placements: Mapping[int, Placement]
-) -> list[WindowSplit]:
-    """Split the windows of complete mini-batches; rows are those of ``minibatches``."""
-    complete = np.flatnonzero(minibatches.kind != INCOMPLETE)
-    splits = split_windows(
-        minibatches.where(complete),
-        tasks,
-        transfers,
-        devices=lambda partitions: placements[partitions].devices,
-        workers=lambda partitions: placements[partitions].workers,
-        processors=lambda partitions: placements[partitions].processors,
-    )
-    return [replace(split, rows=complete[split.rows]) for split in splits]
-
-
-def _chosen(found: StepTable, steps: range | None) -> StepTable:
-    if steps is None:
-        return found
-    rows = np.isin(found.step, np.array(steps)) if len(steps) else np.zeros(len(found), bool)
-    if not rows.any():
-        there = f"{found.step.min()} to {found.step.max()}" if len(found) else "none"
-        raise ValueError(f"none of these steps was recorded (requested: {_range(steps)}, recorded: {there})")
-    return found.where(rows)
-
-
-def _range(steps: range) -> str:
-    return f"{steps.start}:{steps.stop - 1}" if len(steps) != 1 else f"{steps.start}"
-
-
-def _of_steps(minibatches: MiniBatchTable, steps: StepTable) -> tuple[MiniBatchTable, StepTable]:
-    """Keep the mini-batches of some steps."""
-    if int(steps.count.sum()) == len(minibatches):
-        return minibatches, steps
-    first = np.cumsum(steps.count) - steps.count
-    return minibatches.where(steps.members()), StepTable(**{**steps.columns(), "first": first})
-
-
-def _after(warm: Column, steps: range | None, times: StepTimes) -> range | None:
-    """Return the steps that count."""
-    if not len(warm):
-        return steps
-    later = range(int(warm[-1]) + 1, int(times.step.max()) + 1)
-    return later if steps is None else range(max(later.start, steps.start), steps.stop)
-
-
-def _overall(
-    chosen: StepTimes, splits: Sequence[WindowSplit], own: Column, described: Sequence[DescribedPipeline]
-) -> Overall:
-    time = summary(chosen.period)
-    replicas = len(np.unique(chosen.replica))
-    steps = len(np.unique(chosen.step))
-    elapsed = float(np.bincount(chosen.replica, chosen.period).max())
-    batch = {pipeline.batch_size for pipeline in described}
-    samples = None
-    if len(batch) == 1 and (size := batch.pop()) is not None:
-        samples = size * float(chosen.minibatches.sum()) / elapsed * 1e6
-    phases = np.sum([split.phases[:, own[split.rows]].sum(axis=(1, 2)) for split in splits], axis=0)
-    return Overall(
-        steps=steps,
-        replicas=replicas,
-        time=time,
-        elapsed=elapsed,
-        steps_per_second=steps / elapsed * 1e6,
-        samples_per_second=samples,
-        microbatches_per_second=float(chosen.microbatches.sum()) / elapsed * 1e6,
-        bubble=float((chosen.bubble * chosen.window).sum() / max(chosen.window.sum(), 1)),
-        bubbles=summary(chosen.bubble),
-        bound=float((chosen.bound * chosen.window).sum() / max(chosen.window.sum(), 1)),
-        recompute=float(phases[1] / max(phases.sum(), 1)),
-        parts={name: float(part.mean()) for name, part in zip(PARTS, chosen.parts, strict=True)},
-        turnaround=float(chosen.turnaround.mean()),
-        spreads={name: summary(part) for name, part in zip(PARTS, chosen.parts, strict=True)},
-    )
-
-
-def _main(splits: Sequence[WindowSplit], minibatches: MiniBatchTable, counted: Column) -> WindowSplit | None:
-    """Return the mini-batches of training that most time went to, of those that count and have the same tasks."""
-    there = [split.where(np.flatnonzero(counted[split.rows])) for split in splits]
-    trained = [s for s in there if len(s.rows) and minibatches.kind[s.rows[0]] == TRAINING]
-    return max(trained, key=lambda split: int(split.window.sum()), default=None)
-
-
-def _verdict(
-    overall: Overall | None,
-    pipelines: Sequence[PipelineReport],
-    measured: Measured | None,
-    links: Sequence[LinkReport],
-    times: StepTimes,
-) -> Verdict:
-    if overall is None or not pipelines:
-        return Verdict("No step is complete, so the bubble cannot be computed.", ())
-    pipeline = pipelines[0]
-    # The last step ends with what it did last, so that what comes before the next is missing.
-    whole = times.where(times.follows.astype(bool)) if times.follows.any() else times
-    situation = Situation(
-        facts=pipeline.facts,
-        measured=measured,
-        period=float(whole.period.mean()),
-        parts={name: float(part.mean()) for name, part in zip(PARTS, whole.parts, strict=True)},
-        turnaround=float(whole.turnaround.mean()),
-        links=links,
-    )
-    return verdict_on(
-        bubble=overall.bubble,
-        bound=overall.bound,
-        partitions=pipeline.partitions,
-        chunks=pipeline.chunks,
-        workers=pipeline.workers,
-        devices=pipeline.devices,
-        device_idle=pipeline.device_idle,
-        on_processors=pipeline.on_processors,
-        processors=pipeline.facts.processors,
-        parts=overall.parts,
-        changes=find_changes(situation) if len(pipelines) == 1 else (),
     )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipesight._formatting import signed_time
 from pipesight.analysis.compared_layers import LayerChange, layer_changes, same_layers
-from pipesight.analysis.formatting import signed_time
 from pipesight.analysis.report import Report
 from pipesight.analysis.verdict import TITLES
 

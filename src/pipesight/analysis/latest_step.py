@@ -60,27 +60,19 @@ def steps_of(report: Report, *, ended: bool = False) -> list[StepNumbers]:
         report: Of the steps that are kept.
         ended: Whether the run has, so that no step comes after the last.
     """
-    times = report.steps
-    numbers, which = np.unique(times.step, return_inverse=True)
-    if not len(numbers):
-        return []
-    period = np.zeros(len(numbers))
-    np.maximum.at(period, which, times.period)
-    replicas = np.bincount(which)
-    bubble, bound = (np.bincount(which, values) / replicas for values in (times.bubble, times.bound))
-    parts = np.stack([np.bincount(which, part) / replicas for part in times.parts])
-    samples = _samples(report) * np.bincount(which, times.minibatches) / np.maximum(period, 1) * 1e6
+    times = report.steps.over_replicas()
+    samples = _samples(report) * times.minibatches / np.maximum(times.period, 1) * 1e6
     return [
         StepNumbers(
             int(number),
-            float(period[k]),
-            float(bubble[k]),
-            float(bound[k]),
+            float(times.period[k]),
+            float(times.bubble[k]),
+            float(times.bound[k]),
             float(samples[k]) if samples[k] > 0 else None,
-            tuple(parts[:, k].tolist()),
-            whole=not (ended and k == len(numbers) - 1 and _is_shorter(report, numbers)),
+            tuple(times.parts[:, k].tolist()),
+            whole=not (ended and k == len(times) - 1 and _is_shorter(report, times.step)),
         )
-        for k, number in enumerate(numbers)
+        for k, number in enumerate(times.step)
     ]
 
 

@@ -24,9 +24,9 @@ from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import B, F, R, Schedule, W
 
 if TYPE_CHECKING:
-    from pipesight.analysis.bubble_losses import WindowSplit
     from pipesight.analysis.step_breakdown import StepTimes
     from pipesight.analysis.step_grouping import MiniBatchTable
+    from pipesight.analysis.timed_steps import TimedSteps
     from pipesight.runs.reading.run import Run
 
 __all__ = ["Measured", "measure_steps"]
@@ -87,6 +87,11 @@ class Measured:
         return self.schedule.stages if self.facts.ranks is None else self.schedule.devices
 
     @property
+    def rounds(self) -> int:
+        """How many stages per device interleaved plans have by default: as many as the run, but at least two."""
+        return max(2, self.schedule.stages // self.devices)
+
+    @property
     def crowded(self) -> bool:
         """Whether more partitions, or ranks, compute at once than there are processors."""
         return self.processors is not None and self.schedule.devices > self.processors
@@ -95,33 +100,30 @@ class Measured:
 def measure_steps(
     run: Run,
     facts: DescribedPipeline,
-    split: WindowSplit,
-    minibatches: MiniBatchTable,
+    steps: TimedSteps,
     tasks: Tasks,
     *,
-    times: StepTimes,
     bubble: float,
     layers: LayerTimes,
     transfers: Transfers,
-    processors: int | None,
 ) -> Measured | None:
     """Find the costs of the steps that count; ``None`` if their order cannot be simulated.
 
     Args:
         run: Where the names of layers are.
         facts: What the description says of the pipeline.
-        split: Mini-batches that have the same tasks, all of steps that count.
-        minibatches: The table that its rows are of.
+        steps: All of them; those that count are measured.
         tasks: Theirs.
-        times: The steps that count.
         bubble: Of all of them.
         layers: Times of layers in these steps.
         transfers: Of the run.
-        processors: That the partitions of a replica share, if they compute on a CPU.
     """
+    split, minibatches, times = steps.main_split(), steps.minibatches, steps.counted_times
+    if split is None or split.schedule is None:
+        return None
     own = minibatches.where(split.rows[minibatches.replica[split.rows] == minibatches.replica[split.rows].min()])
     mine = times.where(np.isin(times.step, own.step) & (times.replica == own.replica[0]))
-    if split.schedule is None or not len(mine):
+    if not len(mine):
         return None
     n, m = split.schedule.stages, split.schedule.chunks
     usual, rows = _usual(mine, own)
@@ -181,7 +183,7 @@ def measure_steps(
         end=end * MICROSECOND,
         predicted_seconds=predicted[0],
         predicted_bubble=predicted[1],
-        processors=processors,
+        processors=steps.placements[facts.partitions].processors,
     )
 
 

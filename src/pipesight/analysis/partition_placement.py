@@ -101,8 +101,7 @@ def _workers(ranks: Sequence[int], minibatches: MiniBatchTable, tasks: Tasks) ->
 
 def _overlap(minibatches: MiniBatchTable, tasks: Tasks) -> float:
     """Return the share of the time computing in which a rank was busy with another task already."""
-    first, count = minibatches.first, minibatches.count
-    own = tasks.where(np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum())))
+    own = tasks.where(minibatches.task_rows())
     both = 0
     for rank in np.unique(own.rank).tolist():
         mine = own.where(own.rank == rank)

@@ -13,7 +13,8 @@ from pipesight.analysis.partition_placement import Placement
 from pipesight.analysis.step_breakdown import Summary, summary
 from pipesight.analysis.step_grouping import MiniBatchTable
 from pipesight.analysis.stragglers import PartitionTimes
-from pipesight.runs.reading.event_tables import PHASES, Column, Tasks
+from pipesight.analysis.timed_steps import TimedSteps
+from pipesight.runs.reading.event_tables import PHASES, Tasks
 
 __all__ = ["PartitionReport", "PipelineReport", "describe_pipelines", "partition_times"]
 
@@ -81,32 +82,27 @@ class PipelineReport:
         return replace(self, rows=tuple(row for row in self.rows if row.partition == partition))
 
 
-def describe_pipelines(
-    splits: Sequence[WindowSplit],
-    minibatches: MiniBatchTable,
-    tasks: Tasks,
-    counted: Column,
-    facts: Sequence[DescribedPipeline],
-    placements: Mapping[int, Placement],
-) -> list[PipelineReport]:
-    """Put together what ran through as many partitions, the pipeline with the most time first.
+def describe_pipelines(steps: TimedSteps, tasks: Tasks, described: Sequence[DescribedPipeline]) -> list[PipelineReport]:
+    """Put the counted mini-batches with equally many partitions together, the pipeline with the most time first.
 
     Args:
-        splits: Where the time of mini-batches went.
-        minibatches: All of them.
+        steps: With where the time of their mini-batches went.
         tasks: Theirs.
-        counted: Which mini-batches count.
-        facts: What the description says.
-        placements: Where partitions run, by how many there are.
+        described: The pipelines as `run.json` describes them.
     """
     found = []
-    for n in sorted({split.busy.shape[1] for split in splits}):
-        own = [split.where(np.flatnonzero(counted[split.rows])) for split in splits if split.busy.shape[1] == n]
-        own = [split for split in own if len(split.rows)]
-        if own:
-            fact = next((fact for fact in facts if fact.partitions == n), DescribedPipeline(n))
-            found.append(_pipeline(own, fact, minibatches, _ranks(tasks, n), placements[n]))
+    for n in sorted({split.busy.shape[1] for split in steps.splits}):
+        if own := _counted(steps, n):
+            facts = next((pipeline for pipeline in described if pipeline.partitions == n), DescribedPipeline(n))
+            found.append(_pipeline(own, facts, steps.minibatches, _ranks(tasks, n), steps.placements[n]))
     return sorted(found, key=lambda pipeline: -pipeline.window.mean * pipeline.minibatches)
+
+
+def _counted(steps: TimedSteps, partitions: int) -> list[WindowSplit]:
+    """Return the mini-batches of one pipeline that count."""
+    counted = steps.counted_minibatches
+    own = [s.where(np.flatnonzero(counted[s.rows])) for s in steps.splits if s.busy.shape[1] == partitions]
+    return [split for split in own if len(split.rows)]
 
 
 def _ranks(tasks: Tasks, partitions: int) -> list[tuple[int, ...]]:
@@ -166,26 +162,22 @@ def _pipeline(
     )
 
 
-def partition_times(
-    splits: Sequence[WindowSplit],
-    minibatches: MiniBatchTable,
-    tasks: Tasks,
-    counted: Column,
-    replicas: Mapping[int, int],
-) -> list[PartitionTimes]:
-    """Return how long each partition of each rank computed in every step; of the most common pipeline."""
-    sizes = [split.busy.shape[1] for split in splits]
+def partition_times(steps: TimedSteps, tasks: Tasks, replicas: Mapping[int, int]) -> list[PartitionTimes]:
+    """Return how long each partition of each rank computed in every counted step, of the most common pipeline."""
+    sizes = [split.busy.shape[1] for split in steps.splits]
     if not sizes:
         return []
-    n = max(sizes, key=lambda size: sum(len(s.rows) for s in splits if s.busy.shape[1] == size))
-    own = [split.where(np.flatnonzero(counted[split.rows])) for split in splits if split.busy.shape[1] == n]
+    n = max(sizes, key=lambda size: sum(len(s.rows) for s in steps.splits if s.busy.shape[1] == size))
+    if not (own := _counted(steps, n)):
+        return []
     rows = np.concatenate([split.rows for split in own])
     busy = np.concatenate([split.busy for split in own])
-    replica, step = minibatches.replica[rows], minibatches.step[rows]
+    replica, step = steps.minibatches.replica[rows], steps.minibatches.step[rows]
     lanes = []
     for j, ranks in enumerate(_ranks(tasks, n)):
         for rank in ranks:
             mine = replica == replicas[rank]
-            steps, which = np.unique(step[mine], return_inverse=True)
-            lanes.append(PartitionTimes(rank, j, steps, np.bincount(which, busy[mine, j], len(steps)).astype(float)))
+            numbers, which = np.unique(step[mine], return_inverse=True)
+            times = np.bincount(which, busy[mine, j], len(numbers)).astype(float)
+            lanes.append(PartitionTimes(rank, j, numbers, times))
     return lanes

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipesight._formatting import percent, time
 from pipesight._plurals import plural
 from pipesight.analysis.clock_errors import doubts_about_clocks
-from pipesight.analysis.formatting import percent, time
 from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.step_breakdown import StepTimes
 from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatchTable
@@ -20,7 +20,7 @@ from pipesight.runs.reading.event_tables import OPTIMIZER, Spans, Tasks
 from pipesight.runs.reading.process_liveness import KILLED, ending_of
 
 if TYPE_CHECKING:
-    from pipesight.analysis.report import Overall
+    from pipesight.analysis.overall import Overall
     from pipesight.runs.reading.run import Run
 
 __all__ = ["Remark", "remarks_on", "remarks_on_bubble", "remarks_on_clocks", "with_ending", "with_waits"]

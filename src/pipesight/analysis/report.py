@@ -12,17 +12,18 @@ from pipesight.analysis.collectives import Collective
 from pipesight.analysis.layer_times import LayerReport
 from pipesight.analysis.measured_costs import Measured
 from pipesight.analysis.nonfinite import NonFinite
+from pipesight.analysis.overall import Overall
 from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.rank_links import LinkReport
 from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.remarks import Remark
-from pipesight.analysis.step_breakdown import StepTimes, Summary
+from pipesight.analysis.step_breakdown import StepTimes
 from pipesight.analysis.step_grouping import TRAINING, MiniBatchTable
 from pipesight.analysis.stragglers import Straggler
 from pipesight.analysis.verdict import Verdict
 from pipesight.runs.reading.event_tables import Column, Tasks
 
-__all__ = ["ExcludedSteps", "NameTime", "Overall", "Report"]
+__all__ = ["ExcludedSteps", "NameTime", "Report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,40 +48,6 @@ class ExcludedSteps:
     """Numbers of the first steps, which are slower than the rest."""
     incomplete: int = 0
     """How many steps lack tasks."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Overall:
-    """The steps, all together; times in microseconds."""
-
-    steps: int
-    """How many are counted."""
-    replicas: int
-    """That each of them ran in; numbers are over all of these."""
-    time: Summary
-    """Of a step."""
-    elapsed: float
-    """What the steps took, all together, with all pauses between them; of several replicas, the slowest."""
-    steps_per_second: float
-    """Steps over ``elapsed``; so are samples and micro-batches."""
-    samples_per_second: float | None
-    """`None` if the number of samples was not recorded."""
-    microbatches_per_second: float
-    """Over all replicas."""
-    bubble: float
-    """The share of windows in which partitions do not compute, or ranks that have several; over all of them."""
-    bubbles: Summary
-    """The same, step by step."""
-    bound: float
-    """The bubble that the schedule itself has, over all windows too."""
-    recompute: float
-    """The share of computing that is recomputation."""
-    parts: Mapping[str, float]
-    """Of the mean step; they add up to ``time.mean``."""
-    turnaround: float
-    """Of the host gaps in it, what lies between forward and backward, as for the loss."""
-    spreads: Mapping[str, Summary]
-    """Of the parts, step by step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -158,3 +125,8 @@ class Report:
         nearest = np.argsort(np.abs(self.steps.period[rows] - self.overall.time.median), kind="stable")
         rows = rows[nearest[: -(-len(rows) // 10)]]
         return int(self.steps.step[rows[np.argmin(np.abs(self.steps.bubble[rows] - self.overall.bubbles.median))]])
+
+    def bubbles(self) -> dict[int, float]:
+        """Return the bubble of each complete step, by its number: the mean over its replicas."""
+        steps = self.steps.over_replicas()
+        return dict(zip(steps.step.tolist(), steps.bubble.tolist(), strict=True))

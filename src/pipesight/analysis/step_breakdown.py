@@ -98,6 +98,40 @@ class StepTimes:
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return StepTimes(**{name: column[..., rows] for name, column in columns.items()})
 
+    def mean_parts(self) -> dict[str, float]:
+        """Return the parts of the mean step, by name."""
+        return {name: float(part.mean()) for name, part in zip(PARTS, self.parts, strict=True)}
+
+    def over_replicas(self) -> StepTimes:
+        """Return one row a step, by number: it takes as long as its slowest replica; shares and parts are means."""
+        numbers, which = np.unique(self.step, return_inverse=True)
+        count = np.bincount(which)
+
+        def mean(values: NDArray[Any]) -> NDArray[np.float64]:
+            return np.bincount(which, values, len(numbers)) / count
+
+        def total(values: Column) -> Column:
+            return np.bincount(which, values, len(numbers)).astype(np.int64)
+
+        period = np.zeros(len(numbers), np.int64)
+        np.maximum.at(period, which, self.period)
+        begin = np.full(len(numbers), _EVER)
+        np.minimum.at(begin, which, self.begin)
+        return StepTimes(
+            replica=np.zeros(len(numbers), np.int64),
+            step=numbers,
+            begin=begin,
+            period=period,
+            follows=total(self.follows) == count,
+            window=mean(self.window).astype(np.int64),
+            minibatches=total(self.minibatches),
+            microbatches=total(self.microbatches),
+            bubble=mean(self.bubble),
+            bound=mean(self.bound),
+            turnaround=mean(self.turnaround),
+            parts=np.stack([mean(part) for part in self.parts]),
+        )
+
     @classmethod
     def none(cls) -> StepTimes:
         """Return no steps."""
@@ -229,6 +263,11 @@ class Cover:
         lengths = self.end - self.begin
         self._before = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
+    @property
+    def total(self) -> int:
+        """How much time they cover."""
+        return int(self._before[-1])
+
     def _until(self, times: Column) -> Column:
         at = np.searchsorted(self.begin, times, side="right") - 1
         inside = np.minimum(times, self.end[at]) - self.begin[at]
@@ -252,11 +291,10 @@ def warm_up(times: StepTimes) -> Column:
     They are three at most, or a tenth of all steps, up to `FIRST`. A run that is slow for longer was slow: its
     first steps are compared with those that come next, not with what the run came to in the end.
     """
-    numbers, which = np.unique(times.step, return_inverse=True)
+    merged = times.over_replicas()
+    numbers, period = merged.step, merged.period
     if len(numbers) < 5:
         return numbers[:0]
-    period = np.zeros(len(numbers))
-    np.maximum.at(period, which, times.period)
     most = max(3, min(len(numbers) // 10, FIRST))
     slow = period > WARM_UP * np.median(period[: AROUND * most])
     return numbers[: min(int(np.argmin(slow)), most)]

@@ -58,6 +58,10 @@ class MiniBatchTable(Table):
     count: Column
     """How many tasks it has."""
 
+    def task_rows(self) -> Column:
+        """Return the rows of the tasks of all mini-batches, one mini-batch after the other."""
+        return _ranges(self.first, self.count)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTable(Table):
@@ -77,9 +81,14 @@ class StepTable(Table):
 
     def members(self) -> Column:
         """Return the rows of the mini-batches of all steps, one step after the other."""
-        start = np.cumsum(self.count) - self.count
-        rows: Column = np.repeat(self.first - start, self.count) + np.arange(int(self.count.sum()))
-        return rows
+        return _ranges(self.first, self.count)
+
+
+def _ranges(first: Column, count: Column) -> Column:
+    """Return the numbers from ``first`` to ``first + count`` of each row, one row after the other."""
+    start = np.cumsum(count) - count
+    rows: Column = np.repeat(first - start, count) + np.arange(int(count.sum()))
+    return rows
 
 
 def replicas_of(tasks: Tasks, known: Mapping[int, int] | None = None) -> dict[int, int]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipesight._formatting import rough_percent
 from pipesight._plurals import count_of
-from pipesight.analysis.advice import Change
 from pipesight.analysis.bubble_losses import LOSSES
-from pipesight.analysis.formatting import rough_percent
+from pipesight.analysis.overall import Overall
+from pipesight.analysis.pipeline_report import PipelineReport
+from pipesight.analysis.planned_changes import Change
 from pipesight.analysis.step_breakdown import OUTSIDE
 
 __all__ = ["TITLES", "Verdict", "verdict_on"]
@@ -46,48 +48,30 @@ class Verdict:
     """At most three, the largest gain first."""
 
 
-def verdict_on(
-    *,
-    bubble: float,
-    bound: float,
-    partitions: int,
-    chunks: int,
-    workers: int,
-    devices: int,
-    device_idle: float,
-    on_processors: int = 0,
-    processors: int | None = None,
-    parts: Mapping[str, float],
-    changes: Sequence[Change],
-) -> Verdict:
+def verdict_on(overall: Overall | None, pipelines: Sequence[PipelineReport], changes: Sequence[Change]) -> Verdict:
     """Say how large the bubble is, why, and what else takes the time of a step.
 
     Args:
-        bubble: The share of windows in which workers do not compute.
-        bound: What of it the schedule itself has.
-        partitions: How many there are.
-        chunks: How many micro-batches there are.
-        workers: How many ranks they are on, if these compute for one at a time; otherwise as many as partitions.
-        devices: How many devices the partitions are on.
-        device_idle: The share of windows in which devices do not compute.
-        on_processors: How many workers are on the CPU.
-        processors: How many the process may use.
-        parts: Where the time of the mean step goes.
+        overall: All counted steps together, if there are any.
+        pipelines: The one with the most time first.
         changes: What would help.
     """
-    period = max(sum(parts.values()), 1e-9)
-    shares = {name: time / period for name, time in parts.items()}
-    sentences = [_first(bubble, bound, partitions, chunks, workers)]
+    if overall is None or not pipelines:
+        return Verdict("No step is complete, so the bubble cannot be computed.", ())
+    pipeline = pipelines[0]
+    workers, processors = pipeline.workers, pipeline.facts.processors
+    who = "partitions" if workers == pipeline.partitions else "ranks"
+    period = max(sum(overall.parts.values()), 1e-9)
+    shares = {name: time / period for name, time in overall.parts.items()}
+    sentences = [_first(overall, pipeline)]
     if workers > 1:
-        who = "partitions" if workers == partitions else "ranks"
         sentences.append(f"It is the time that {who} are idle in the window, {WINDOW}.")
-    if devices < workers:
-        where = "one device, which computes" if devices == 1 else f"{devices} devices, which compute"
-        sentences.append(f"The partitions share {where} {rough_percent(1 - device_idle)} of the window.")
-    if processors is not None and on_processors > processors:
+    if pipeline.devices < workers:
+        where = "one device, which computes" if pipeline.devices == 1 else f"{pipeline.devices} devices, which compute"
+        sentences.append(f"The partitions share {where} {rough_percent(1 - pipeline.device_idle)} of the window.")
+    if processors is not None and pipeline.on_processors > processors:
         few = count_of(processors, "processor")
-        who = "partitions" if workers == partitions else "ranks"
-        sentences.append(f"{on_processors} {who} share {few} and slow each other down.")
+        sentences.append(f"{pipeline.on_processors} {who} share {few} and slow each other down.")
     inside = max((name for name in LOSSES if name != "fill_and_drain"), key=lambda name: shares.get(name, 0))
     if shares.get(inside, 0) >= MUCH:
         sentences.append(
@@ -103,12 +87,13 @@ def verdict_on(
     return Verdict(" ".join(sentences), tuple(changes))
 
 
-def _first(bubble: float, bound: float, partitions: int, chunks: int, workers: int) -> str:
+def _first(overall: Overall, pipeline: PipelineReport) -> str:
+    bubble, bound, partitions, workers = overall.bubble, overall.bound, pipeline.partitions, pipeline.workers
     if workers == 1:
         one = "partition" if partitions == 1 else "rank"
         return f"There is one {one}, so there is no bubble; it is idle {rough_percent(bubble)} of the time."
     where = f" on {workers} ranks" if workers < partitions else ""
-    shape = f"{partitions} partitions{where} and {count_of(chunks, 'micro-batch', 'micro-batches')}"
+    shape = f"{partitions} partitions{where} and {count_of(pipeline.chunks, 'micro-batch', 'micro-batches')}"
     measured, alone = rough_percent(bubble), rough_percent(bound)
     if bubble - bound <= 0.02:
         return f"The bubble is {measured}, about what the schedule itself has with {shape} ({alone})."

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["ModelError", "find_model", "find_sequential", "make_sample"]
+    from pipesight.schedule.costs import Costs, Link
+
+__all__ = ["ModelError", "find_model", "find_sequential", "make_sample", "profile_model"]
 
 
 class ModelError(ValueError):
@@ -81,6 +83,27 @@ def make_sample(text: str) -> Tensor:
         )
     numbers = [int(part) for part in sizes]
     return torch.rand(numbers).to(dtype) if dtype.is_floating_point else torch.zeros(numbers, dtype=dtype)
+
+
+def profile_model(name: str, sample: str, *, link: Link | None) -> Costs:
+    """Run a batch through the model, layer by layer, and return the costs.
+
+    Raises:
+        ValueError: The model cannot be found, or does not take the batch.
+    """
+    from pipesight.pipeline.profiled_costs import profile
+
+    model, batch = find_sequential(name), make_sample(sample)
+    try:
+        return profile(model, batch, link=link)
+    except Exception as error:
+        if not (notes := getattr(error, "__notes__", [])):
+            raise
+        cause = " ".join(" ".join([f"{type(error).__name__}: {error},", *notes]).split())
+        raise ValueError(
+            f"--sample must be a batch that the model takes (--model {name}, --sample {sample}: {cause}); "
+            "give the shape and type of its input, or fix that layer"
+        ) from error
 
 
 def _find(name: str) -> object:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 
-__all__ = ["bandwidth", "bytes_text", "quota", "seconds", "seconds_text", "size"]
+__all__ = ["bandwidth", "quota", "seconds", "size"]
 
 _SIZES = {"": 1, "B": 1} | {
     f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("KMGT", 1) for i in ("", "i")
@@ -82,26 +81,3 @@ def _split(text: str, units: dict[str, int], what: str) -> tuple[float, int]:
     if found is None or unit not in units:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return float(found["number"]), units[unit]
-
-
-def bytes_text(count: float) -> str:
-    """Write a number of bytes.
-
-    >>> bytes_text(17179869184), bytes_text(0)
-    ('16.0 GiB', '0 B')
-    """
-    if count < 1024:
-        return f"{count:.0f} B"
-    power = min(4, int(math.log(count, 1024)))
-    return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB"
-
-
-def seconds_text(time: float) -> str:
-    """Write a time.
-
-    >>> seconds_text(0.0123), seconds_text(2)
-    ('12.3 ms', '2.00 s')
-    """
-    if time >= 1:
-        return f"{time:.2f} s"
-    return f"{time * 1e3:.1f} ms" if time >= 1e-3 else f"{time * 1e6:.0f} µs"

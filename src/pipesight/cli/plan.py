@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipesight.cli._quantities import bandwidth, bytes_text, seconds, seconds_text, size
+from pipesight.cli._quantities import bandwidth, seconds, size
 from pipesight.schedule.argument_checks import CHECKPOINT_MODES, SCHEDULES
 
 if TYPE_CHECKING:
     from pipesight.analysis.measured_costs import Measured
+    from pipesight.analysis.plan_outcome import Outcome
     from pipesight.schedule.costs import Costs, Link
-    from pipesight.view.plan_table import Outcome
 
 __all__ = ["add_to", "run"]
 
@@ -111,63 +112,30 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-# Costs and plans.
-
-
 def _plan(options: argparse.Namespace) -> Outcome:
-    from pipesight.plan.plans import best_plans, settings
-    from pipesight.schedule.memory import device_bytes
-    from pipesight.view.plan_table import Outcome
+    from pipesight.analysis.plan_outcome import make_plans
 
     costs, measured = _costs(options)
-    outcome = Outcome(costs, (), measured)
-    if not math.isinf(options.memory) and not outcome.knows_memory:
+    if not math.isinf(options.memory) and not costs.sizes_known:
         raise ValueError(
             "--memory needs the sizes of layers, which the run does not have; add --model MODULE:FACTORY --sample SHAPE"
         )
-    counts = options.partitions or ([measured.devices] if measured is not None else [])
-    if not options.partitions and measured is not None and measured.crowded and measured.processors is not None:
-        counts = [*counts, min(measured.processors, len(costs.layers))]
-    if not counts:
+    if measured is None and not options.partitions:
         raise ValueError("without a run, the number of devices is needed: --partitions N")
-    chunks = options.chunks
-    possible = [
-        setting
-        for n in counts
-        for setting in settings(
-            costs,
-            partitions=n,
-            schedules=options.schedule,
-            checkpoints=options.checkpoint,
-            chunks=chunks,
-            recorded=None if measured is None else measured.schedule.chunks,
-            rounds=options.rounds or _rounds(measured),
-        )
-    ]
-    if not possible:
-        raise ValueError(
-            f"no schedule is possible (schedule: {','.join(options.schedule)}, partitions: {counts}, chunks: {chunks}, "
-            f"layers: {len(costs.layers)}); interleaved schedules need a layer per stage, and chunks that are a "
-            "multiple of the partitions; 1f1b needs at least as many chunks as partitions"
-        )
-    plans = best_plans(costs, possible, memory=options.memory, parameter_scale=options.parameter_scale)
-    devices = measured.facts.devices if measured is not None else None
-    kinds = {name.partition(":")[0] for name in devices or ()}
-    recorded = None
-    if measured is not None:
-        recorded = device_bytes(measured.schedule, costs, measured.balance, parameter_scale=options.parameter_scale)
-    return Outcome(costs, plans, measured, recorded, kinds.pop() if len(kinds) == 1 else None, options.memory)
-
-
-def _rounds(measured: Measured | None) -> int:
-    """Return the number of stages per device in interleaved schedules, unless it is given."""
-    recorded = measured.schedule.stages // measured.devices if measured is not None else 1
-    return recorded if recorded > 1 else 2
+    return make_plans(
+        costs,
+        measured,
+        partitions=options.partitions or (),
+        schedules=options.schedule,
+        checkpoints=options.checkpoint,
+        chunks=options.chunks,
+        rounds=options.rounds,
+        memory=options.memory,
+        parameter_scale=options.parameter_scale,
+    )
 
 
 def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
-    from pipesight.pipeline.profiled_costs import profile, with_sizes
-
     if options.run_path is None and options.model is None:
         raise ValueError("nothing to plan from; give a run, or a model: --model MODULE:FACTORY --sample SHAPE")
     if (options.model is None) != (options.sample is None):
@@ -176,19 +144,9 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
         )
     profiled = None
     if options.model is not None:
-        from pipesight.cli._model_option import find_sequential, make_sample
+        from pipesight.cli._model_option import profile_model
 
-        model, sample = find_sequential(options.model), make_sample(options.sample)
-        try:
-            profiled = profile(model, sample, link=_link(options))
-        except Exception as error:
-            if not (notes := getattr(error, "__notes__", [])):
-                raise
-            told = " ".join([f"{type(error).__name__}: {error},", *notes]).split()
-            raise ValueError(
-                f"--sample must be a batch that the model takes (--model {options.model}, --sample {options.sample}: "
-                f"{' '.join(told)}); give the shape and type of its input, or fix that layer"
-            ) from error
+        profiled = profile_model(options.model, options.sample, link=_link(options))
     if options.run_path is None:
         assert profiled is not None
         return profiled, None
@@ -197,7 +155,11 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
 
     with open_run(options.run_path) as opened:
         measured = measure(opened, link=_link(options))
-    return (measured.costs if profiled is None else with_sizes(measured.costs, profiled)), measured
+    if profiled is None:
+        return measured.costs, measured
+    from pipesight.pipeline.profiled_costs import with_sizes
+
+    return with_sizes(measured.costs, profiled), measured
 
 
 def _link(options: argparse.Namespace) -> Link | None:
@@ -208,54 +170,24 @@ def _link(options: argparse.Namespace) -> Link | None:
     return Link(bandwidth=options.link_bandwidth or math.inf, latency=options.link_latency or 0.0)
 
 
-# Output.
-
-
 def _print(options: argparse.Namespace, outcome: Outcome) -> None:
-    from pipesight.view.plan_table import HEADINGS, as_json, best_of_each, notes, rows
-
     if options.json:
-        print(json.dumps(as_json(outcome), indent=2, allow_nan=False))
+        from pipesight.view.plan_json import plans_as_json
+
+        print(json.dumps(plans_as_json(outcome), indent=2, allow_nan=False))
         return
-    shown = outcome.plans if options.all else best_of_each(outcome.plans)
-    table = [HEADINGS, *rows(outcome, shown, seconds=seconds_text, size=bytes_text)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(HEADINGS))]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if any(not plan.proven for plan in shown):
-        print("* another balance may be faster: the search stopped before it had ruled out all others")
-    if len(shown) < len(outcome.plans):
-        print(f"the best of {len(outcome.plans)} plans for each schedule and checkpoint mode; --all shows all of them")
-    for note in notes(outcome, shown):
-        print(f"note: {note}")
-    if (words := outcome.keep()) is not None:
-        print(f"\n{words}")
-    elif (plan := outcome.fastest_to_run()) is not None:
-        print(f"\n{outcome.call(plan)}")
+    from pipesight.view.plan_table import plan_text
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(plan_text(outcome, all_plans=options.all, width=width))
     if options.html is not None:
         print(f"\nthe timelines are in {options.html}")
 
 
 def _page(options: argparse.Namespace, outcome: Outcome) -> str:
-    from pipesight.plan.plans import simulated
-    from pipesight.view.plan_page import PlanTimeline, page
-    from pipesight.view.plan_table import HEADINGS, best_of_each, notes, rows
+    from pipesight.view.plan_page import plan_page
 
-    timelines = []
-    if (known := outcome.measured) is not None:
-        text = f"step {seconds_text(known.step_seconds)}, bubble {known.bubble:.1%}; a typical mini-batch"
-        what = f"Recorded: {known.schedule_name}, {known.schedule.chunks} chunks, checkpoint {known.checkpoint}"
-        timelines.append(PlanTimeline(what, text, known.schedule, known.begin, known.end))
-    drawn = {id(plan): plan for plan in (outcome.fastest_to_run(), outcome.plans[0]) if plan is not None}
-    for plan in drawn.values():
-        setting, found = plan.setting, simulated(outcome.costs, plan)
-        what = f"Planned: {setting.schedule}, {setting.chunks} chunks, checkpoint {setting.checkpoint}"
-        text = f"step {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, balance {list(plan.balance)}"
-        timelines.append(PlanTimeline(what, text, found.schedule, found.begin, found.end))
-    shown = best_of_each(outcome.plans)
-    table = rows(outcome, shown, seconds=seconds_text, size=bytes_text)
-    name = options.run_path.resolve().name if options.run_path is not None else options.model
-    return page(f"Plans for {name}", timelines, HEADINGS, table, notes(outcome, shown))
+    return plan_page(options.run_path.resolve().name if options.run_path is not None else options.model, outcome)
 
 
 # Options.

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from pipesight.analysis.analyse import NoTasksError, measure
     from pipesight.analysis.measured_costs import Measured
     from pipesight.pipeline.profiled_costs import profile, with_sizes
-    from pipesight.plan.plans import DoesNotFitError, Plan, best_plans, predict, settings, simulated
+    from pipesight.plan.plans import DoesNotFitError, Plan, best_plans, predict, simulated
+    from pipesight.plan.possible_settings import settings
     from pipesight.schedule.argument_checks import SCHEDULES
     from pipesight.schedule.costs import Costs, Layer, Link
     from pipesight.schedule.memory import peak_bytes
@@ -80,7 +81,7 @@ _HOMES = {
     "profile": "pipesight.pipeline.profiled_costs",
     "recomputed": "pipesight.schedule.task_orders",
     "recorded": "pipesight.schedule.task_orders",
-    "settings": "pipesight.plan.plans",
+    "settings": "pipesight.plan.possible_settings",
     "simulate": "pipesight.schedule.simulation",
     "simulated": "pipesight.plan.plans",
     "with_sizes": "pipesight.pipeline.profiled_costs",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from pipesight._formatting import size
 from pipesight.plan.balance_search import find_balance
-from pipesight.schedule.argument_checks import CHECKPOINT_MODES, SCHEDULES
-from pipesight.schedule.balancing import check_partitions
 from pipesight.schedule.costs import Costs
 from pipesight.schedule.rank_schedules import by_name
 from pipesight.schedule.setting import Setting
@@ -20,7 +19,6 @@ from pipesight.schedule.stage_costs import StageCosts
 
 __all__ = [
     "DISTRIBUTED_NAMES",
-    "UNPIPELINED",
     "WORTH",
     "DoesNotFitError",
     "Plan",
@@ -28,14 +26,11 @@ __all__ = [
     "distributed_call",
     "fastest_first",
     "predict",
-    "settings",
     "simulated",
 ]
 
 WORTH = 0.01
 """The least share of a step that a change must save to be recommended: less is within the error of predictions."""
-UNPIPELINED = "without pipelining: one micro-batch"
-"""The remark on a plan with a single chunk."""
 DISTRIBUTED_NAMES = {
     "gpipe": "gpipe",
     "1f1b": "1f1b",
@@ -157,7 +152,7 @@ def best_plans(
             plans.append(predict(costs, setting, found.balance, parameter_scale=parameter_scale, bound=found.bound))
     if not plans and not math.isinf(least):
         raise DoesNotFitError(
-            f"no plan fits into {_size(memory)} per device: the smallest needs {_size(least)}; "
+            f"no plan fits into {size(memory)} per device: the smallest needs {size(least, round_up=True)}; "
             "use more partitions, more chunks or checkpoint 'always'"
         )
     return fastest_first(plans)
@@ -166,63 +161,3 @@ def best_plans(
 def fastest_first(plans: Iterable[Plan]) -> list[Plan]:
     """Return plans sorted by step time, then by memory."""
     return sorted(plans, key=lambda plan: (round(plan.step_seconds, 9), max(plan.memory_bytes)))
-
-
-def _size(count: float) -> str:
-    """Format bytes as ``--memory`` takes them, rounded up.
-
-    >>> _size(840704), _size(16 * 2**30), _size(100)
-    ('821KiB', '16GiB', '100B')
-    """
-    power = min(4, int(math.log(max(count, 1), 1024)))
-    return f"{math.ceil(round(count / 1024**power * 100, 6)) / 100:.8g}{('', 'Ki', 'Mi', 'Gi', 'Ti')[power]}B"
-
-
-def _near(chunks: int) -> list[int]:
-    """Return the numbers of micro-batches to try around one: a quarter, half, twice and four times as many.
-
-    >>> _near(3)
-    [1, 3, 6, 12]
-    """
-    return [count for count in (chunks // 4, chunks // 2, chunks, 2 * chunks, 4 * chunks) if count]
-
-
-def settings(
-    costs: Costs,
-    *,
-    partitions: int,
-    schedules: Sequence[str] = SCHEDULES,
-    checkpoints: Sequence[str] = CHECKPOINT_MODES,
-    chunks: Sequence[int] = (),
-    recorded: int | None = None,
-    rounds: int = 2,
-) -> Iterator[Setting]:
-    """Yield the requested settings that are possible and that an engine can run.
-
-    Args:
-        costs: The costs of the model.
-        partitions: The number of devices.
-        schedules: Names from `SCHEDULES`.
-        checkpoints: Checkpoint modes.
-        chunks: Numbers of micro-batches; by default powers of two, up to eight per partition and to the samples.
-        recorded: The number of micro-batches of a run; numbers around it are tried, too, unless ``chunks`` is given.
-        rounds: Stages per device in interleaved schedules.
-
-    Raises:
-        ValueError: There are more partitions than layers, or more chunks than samples.
-    """
-    check_partitions(len(costs.layers), partitions)
-    most = math.inf if costs.samples is None else costs.samples
-    for count in chunks:
-        if not 1 <= count <= most:
-            raise ValueError(f"chunks must be between 1 and the number of samples (chunks: {count}, samples: {most})")
-    counts = chunks or [count for count in (2**k for k in range(11)) if count <= min(8 * partitions, most)]
-    if not chunks and recorded is not None:
-        counts = sorted({*counts, *(count for count in _near(recorded) if count <= most)})
-    for schedule in schedules:
-        for checkpoint in checkpoints:
-            for count in counts:
-                again = rounds if schedule == "interleaved" else 1
-                setting = Setting(schedule, partitions, count, checkpoint, again)
-                if setting.runs and setting.stages <= len(costs.layers):
-                    yield setting

@@ -106,6 +106,11 @@ class Costs:
     notes: tuple[str, ...] = ()
     """Caveats for the reader of a plan."""
 
+    @property
+    def sizes_known(self) -> bool:
+        """Whether the size of any layer is known."""
+        return any(layer.parameter_bytes or layer.kept_bytes for layer in self.layers)
+
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("costs must have at least one layer (layers: 0)")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pipesight._formatting import percent, rate, signed_time, time
 from pipesight._plurals import plural
 from pipesight.analysis.compared_layers import CHANGED, LayerChange
 from pipesight.analysis.comparison import Comparison, Difference
-from pipesight.analysis.formatting import percent, rate, signed_time, time
 from pipesight.analysis.verdict import TITLES
 from pipesight.view.report_json import as_json
 from pipesight.view.text_layout import Style, columns, shown_width

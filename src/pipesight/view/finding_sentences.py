@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipesight._formatting import percent, size, time
 from pipesight._plurals import count_of, plural
 from pipesight.analysis.collectives import Collective
-from pipesight.analysis.formatting import percent, size, time
 from pipesight.analysis.rank_links import LinkReport
 from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.remarks import Remark

@@ -6,17 +6,20 @@ of tasks differ by their letter, by their shape and by hatching, not by colour a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
 import numpy as np
 
+from pipesight._formatting import time
+from pipesight.analysis.plan_outcome import Outcome, best_of_each
+from pipesight.plan.plans import simulated
 from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import KINDS, Schedule
 from pipesight.view.page_assets import fill_page
+from pipesight.view.plan_table import HEADINGS, notes_on, table_rows
 
-__all__ = ["PlanTimeline", "page"]
+__all__ = ["plan_page"]
 
 LANE, GAP, LABEL, WIDTH = 30, 6, 62, 1160
 NARROWEST = 13
@@ -41,23 +44,36 @@ class PlanTimeline:
         return float(np.nanmax(self.end))
 
 
-def page(
-    title: str,
-    timelines: Sequence[PlanTimeline],
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    notes: Sequence[str] = (),
-) -> str:
-    """Return the page as HTML. All text in it is escaped."""
+def plan_page(name: str, outcome: Outcome) -> str:
+    """Return a page with the plans for a run or a model, and the timelines of the recorded and the best ones."""
+    shown = best_of_each(outcome.plans)
+    timelines = _timelines(outcome)
     longest = max(timeline.length for timeline in timelines)
-    head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
+    head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in HEADINGS)
+    rows = table_rows(outcome, shown)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     values = {
         "timelines": "\n".join(_section(timeline, longest) for timeline in timelines),
         "table": f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
-        "notes": "".join(f'<p class="soft">Note: {escape(note)}.</p>' for note in notes),
+        "notes": "".join(f'<p class="soft">Note: {escape(note)}.</p>' for note in notes_on(outcome, shown)),
     }
-    return fill_page("plan_page", title=title, values=values)
+    return fill_page("plan_page", title=f"Plans for {name}", values=values)
+
+
+def _timelines(outcome: Outcome) -> list[PlanTimeline]:
+    """Return what was recorded, the fastest plan that the run's engine can run, and the fastest of all."""
+    found = []
+    if (known := outcome.measured) is not None:
+        text = f"step {time(known.step_seconds * 1e6)}, bubble {known.bubble:.1%}; a typical mini-batch"
+        what = f"Recorded: {known.schedule_name}, {known.schedule.chunks} chunks, checkpoint {known.checkpoint}"
+        found.append(PlanTimeline(what, text, known.schedule, known.begin, known.end))
+    drawn = {id(plan): plan for plan in (outcome.fastest_to_run(), outcome.plans[0]) if plan is not None}
+    for plan in drawn.values():
+        setting, times = plan.setting, simulated(outcome.costs, plan)
+        what = f"Planned: {setting.schedule}, {setting.chunks} chunks, checkpoint {setting.checkpoint}"
+        text = f"step {time(plan.step_seconds * 1e6)}, bubble {plan.bubble:.1%}, balance {list(plan.balance)}"
+        found.append(PlanTimeline(what, text, times.schedule, times.begin, times.end))
+    return found
 
 
 def _section(timeline: PlanTimeline, longest: float) -> str:
@@ -107,7 +123,7 @@ def _drawing(timeline: PlanTimeline, longest: float) -> str:
     parts.append(f'<text class="axis" x="{LABEL}" y="{bottom}">0</text>')
     end_at = LABEL + timeline.length * scale
     parts.append(
-        f'<text class="axis" x="{end_at:.2f}" y="{bottom}" text-anchor="end">{timeline.length * 1e3:.2f} ms</text>'
+        f'<text class="axis" x="{end_at:.2f}" y="{bottom}" text-anchor="end">{time(timeline.length * 1e6)}</text>'
     )
     return "".join([*parts, "</svg>"])
 

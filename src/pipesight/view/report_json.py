@@ -9,8 +9,9 @@ from typing import Any
 
 from pipesight._version import __version__
 from pipesight.analysis.layer_times import LayerReport
+from pipesight.analysis.overall import Overall
 from pipesight.analysis.pipeline_report import PipelineReport
-from pipesight.analysis.report import Overall, Report
+from pipesight.analysis.report import Report
 from pipesight.analysis.step_breakdown import PARTS, StepTimes, Summary
 from pipesight.runs.reading.event_tables import Column
 

@@ -10,15 +10,20 @@ Where partitions have other numbers than their ranks, rows are by rank, and name
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesight._formatting import percent, time
+from pipesight._plurals import count_of
+from pipesight.analysis.lanes import Lane, lane_bubbles
 from pipesight.analysis.report import Report
+from pipesight.analysis.step_breakdown import PARTS
 from pipesight.analysis.step_grouping import EVALUATION
-from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, Column, Tasks
+from pipesight.analysis.verdict import TITLES
+from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Column, Tasks
 from pipesight.view.text_layout import Style
 
 __all__ = ["DRAWN", "DrawnStep", "Glyphs", "coloured", "draw_step"]
@@ -74,20 +79,24 @@ def draw_step(
         there = np.unique(minibatches.step)
         known = f"{there[0]} to {there[-1]}" if len(there) else "none"
         raise ValueError(f"no tasks of step {step} were recorded (recorded: {known})")
-    first, count = int(minibatches.first[rows[0]]), int(minibatches.count[rows[0]])
-    tasks = report.tasks.where(np.arange(first, first + count))
+    minibatch = minibatches.where(rows[:1])
+    tasks = report.tasks.where(minibatch.task_rows())
     begin, end = int(tasks.begin.min()), int(tasks.end.max())
-    lanes = _lanes(tasks, int(minibatches.partitions[rows[0]]))
-    same = all(rank == j for rank, j in lanes) or len({rank for rank, _ in lanes}) == 1
-    labels = [str(j) if same else f"r{rank} p{j}" for rank, j in lanes]
+    lanes = _lanes(tasks, int(minibatch.partitions[0]), replica)
+    same = all(lane.rank == lane.partition for lane in lanes) or len({lane.rank for lane in lanes}) == 1
+    labels = [str(lane.partition) if same else f"r{lane.rank} p{lane.partition}" for lane in lanes]
     room = max(width - max(map(len, labels)), 10)
-    drawn = [_lane(tasks.where(tasks.partition == j), begin, end, room, glyphs) for _, j in lanes]
+    drawn = [_drawn(tasks.where(tasks.partition == lane.partition), begin, end, room, glyphs) for lane in lanes]
+    bubbles = lane_bubbles(minibatch, report.tasks, lanes, taking_turns=report.taking_turns)
+    for k in range(len(lanes) - 1, 0, -1):  # the bubble of a rank is shown once
+        if lanes[k].rank == lanes[k - 1].rank and lanes[k].rank in report.taking_turns:
+            bubbles[k] = None
     return DrawnStep(
-        partitions=tuple(j for _, j in lanes),
+        partitions=tuple(lane.partition for lane in lanes),
         labels=tuple(labels),
         lines=tuple(text for text, _ in drawn),
         phases=tuple(tuple(phases.tolist()) for _, phases in drawn),
-        bubbles=tuple(_bubbles(tasks, lanes, report.taking_turns, begin, end)),
+        bubbles=tuple(bubbles),
         begin=begin,
         end=end,
     )
@@ -103,31 +112,51 @@ def coloured(text: str, phases: Sequence[int], style: Style) -> str:
     return "".join(drawn)
 
 
-def _lanes(tasks: Tasks, partitions: int) -> list[tuple[int, int]]:
-    """Return the rank and the number of each partition, by rank; one without tasks goes with the first."""
+def timeline_block(report: Report, step: int, style: Style, *, most: int) -> list[str]:
+    """Draw a step with a heading, a legend, at most so many rows, and where its time went."""
+    glyphs = Glyphs.ascii() if style.ascii else Glyphs()
+    timeline = draw_step(report, step, width=style.width - 12, glyphs=glyphs)
+    label = max(len(text) for text in timeline.labels)
+    there = {phase for phases in timeline.phases for phase in phases}
+    recompute = "R recompute, " if RECOMPUTE in there else ""
+    backward = "B and W backward" if WEIGHT in there else "B backward"
+    whose = " of the rank" if report.taking_turns else ""
+    legend = f"F forward, {recompute}{backward}; right: bubble{whose}"
+    which = f" of replica {DRAWN}" if len({*report.replicas.values()}) > 1 else ""
+    title = f"Step {step}{which}, window {time(timeline.end - timeline.begin)}"
+    head = [style.paint(title, "bold"), style.paint(legend, "dim")]
+    lines = ["   ".join(head)] if len(title) + len(legend) + 3 <= style.width else head
+    shown = list(zip(timeline.labels, timeline.lines, timeline.phases, timeline.bubbles, strict=True))[:most]
+    for name, text, phases, bubble in shown:
+        left, right = glyphs.edges
+        share = percent(bubble) if bubble is not None else ""
+        lines.append(f"  {name:>{label}} {left}{coloured(text, phases, style)}{right} {share:>6}".rstrip())
+    if len(timeline.labels) > len(shown):
+        more = count_of(len(timeline.labels) - len(shown), "more partition")
+        lines.append(style.paint(f"  and {more}", "dim"))
+    return [*lines, *(style.paint(line, "dim") for line in _parts_of(report, step, style))]
+
+
+def _parts_of(report: Report, step: int, style: Style) -> list[str]:
+    """Say where the time of one step went."""
+    rows = np.flatnonzero(report.steps.step == step)
+    if not len(rows):
+        return []
+    parts, period = report.steps.parts[:, rows[0]], max(float(report.steps.period[rows[0]]), 1e-9)
+    named = [
+        f"{TITLES[name]} {percent(p / period)}" for name, p in zip(PARTS, parts, strict=True) if p >= period * 0.005
+    ]
+    text = f"The whole step takes {time(period)}: {', '.join(named)}."
+    return style.wrapped(text, indent="  ")
+
+
+def _lanes(tasks: Tasks, partitions: int, replica: int) -> list[Lane]:
+    """Return the lanes, by rank; a partition without tasks goes with the first."""
     ranks = dict(zip(tasks.partition.tolist(), tasks.rank.tolist(), strict=True))
-    return sorted((ranks.get(j, int(tasks.rank.min())), j) for j in range(partitions))
+    return sorted(Lane(ranks.get(j, int(tasks.rank.min())), j, replica) for j in range(partitions))
 
 
-def _bubbles(
-    tasks: Tasks, lanes: Sequence[tuple[int, int]], taking_turns: Collection[int], begin: int, end: int
-) -> Iterator[float | None]:
-    before = None
-    for rank, j in lanes:
-        own = tasks.rank == rank if rank in taking_turns else tasks.partition == j
-        yield None if rank == before and rank in taking_turns else _bubble(tasks.where(own), begin, end)
-        before = rank
-
-
-def _bubble(tasks: Tasks, begin: int, end: int) -> float:
-    order = np.argsort(tasks.begin, kind="stable")
-    reached = np.maximum.accumulate(tasks.end[order]) if len(tasks) else tasks.end
-    before = np.concatenate([[begin], reached[:-1]]) if len(tasks) else tasks.begin
-    busy = int((reached - np.maximum(tasks.begin[order], before)).clip(0).sum())
-    return 1 - busy / max(end - begin, 1)
-
-
-def _lane(tasks: Tasks, begin: int, end: int, width: int, glyphs: Glyphs) -> tuple[str, NDArray[np.int64]]:
+def _drawn(tasks: Tasks, begin: int, end: int, width: int, glyphs: Glyphs) -> tuple[str, NDArray[np.int64]]:
     """Draw the tasks of one partition; return the text, and the phase in each cell."""
     cells = [glyphs.idle] * width
     phases = np.full(width, -1)

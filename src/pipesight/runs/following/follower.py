@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pipesight._formatting import size
 from pipesight.runs.following.growing_file import GrowingFile
 from pipesight.runs.following.recent_events import TraceLines
 from pipesight.runs.following.recent_run import RecentRun
@@ -200,8 +201,7 @@ class Follower:
             except OSError:  # gone, or unreadable
                 continue
             if file.left_out > left_out:
-                size = f"{file.left_out / 2**20:,.1f} MiB"
-                self.run.remark(path, f"skipped {size} to keep up; `pipesight report` reads all of it")
+                self.run.remark(path, f"skipped {size(file.left_out)} to keep up; `pipesight report` reads all of it")
             if lines:
                 self._note_growth(changed_at)
                 yield path, lines

@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipesight._formatting import percent, rate, time
 from pipesight._plurals import count_of
 from pipesight.analysis.bubble_losses import LOSSES
-from pipesight.analysis.formatting import percent, rate, time
 from pipesight.analysis.latest_step import LatestStep, StepNumbers
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_breakdown import PARTS

@@ -11,7 +11,7 @@ from pipesight.analysis.verdict import TITLES
 from pipesight.view.comparison_text import layer_rows, part_rows, quantity_rows, settings_text
 from pipesight.view.finding_sentences import nonfinite_in
 from pipesight.view.payload.lost_time import MEANINGS
-from pipesight.view.payload.run_payload import facts_of, findings_of, title_of
+from pipesight.view.payload.run_summary import facts_of, findings_of, title_of
 
 __all__ = ["comparison_payload"]
 

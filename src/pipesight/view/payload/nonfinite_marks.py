@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipesight.analysis.lanes import Lane
 from pipesight.runs.reading.event_tables import BACKWARD, FORWARD
 from pipesight.view.payload.statistic_tables import Marks
-from pipesight.view.payload.step_timelines import Lane
 
 __all__ = ["lanes_of_tensor", "marks_of_step"]
 

@@ -10,27 +10,20 @@ import numpy as np
 
 from pipesight.analysis.described_pipelines import hosts_of
 from pipesight.analysis.report import Report
-from pipesight.runs.reading.event_tables import PHASES, LayerRuns
+from pipesight.runs.reading.event_tables import LayerRuns
 from pipesight.runs.reading.run import Run
 from pipesight.runs.reading.trace_reader import find_traces
-from pipesight.view.finding_sentences import (
-    finding_groups,
-    nonfinite_in,
-    remarks_in,
-    warm_up_in,
-)
 from pipesight.view.payload.log_lines import logs_of
 from pipesight.view.payload.lost_time import losses_of, losses_of_step
-from pipesight.view.payload.nonfinite_marks import lanes_of_tensor, marks_of_step
+from pipesight.view.payload.nonfinite_marks import marks_of_step
+from pipesight.view.payload.run_summary import alarm_of, facts_of, figures_of, findings_of, title_of, verdict_of
 from pipesight.view.payload.size_limits import LIMITS, Limits
 from pipesight.view.payload.statistic_tables import Marks, statistics_of
 from pipesight.view.payload.step_timelines import StepTimelines
 
-__all__ = ["facts_of", "findings_of", "page_payload", "title_of"]
+__all__ = ["page_payload"]
 
 VERSION = 1
-FINDINGS = 100
-"""How many there are of a kind."""
 
 
 def page_payload(
@@ -72,10 +65,10 @@ def page_payload(
         "title": title_of(run.path),
         "scope": None if steps is None else _scope(steps, timelines.numbers),
         "facts": facts_of(report),
-        "alarm": _alarm(report, timelines, numbers),
-        "verdict": _verdict(report),
+        "alarm": alarm_of(report, timelines.lanes, numbers),
+        "verdict": verdict_of(report),
         "findings": findings_of(report),
-        "figures": _figures(report),
+        "figures": figures_of(report),
         "losses": losses_of(report),
         "ranks": len({lane.rank for lane in timelines.all_lanes}),
         "replicas": len({lane.replica for lane in timelines.all_lanes}),
@@ -100,7 +93,7 @@ def _shown(
     """Return the steps, in order, and how many of them have their layers."""
     layers = {(layer.partition, layer.name): k for k, layer in enumerate(report.layers)}
     partitions = {layer.name: layer.partition for layer in reversed(report.layers)}
-    bubbles = _bubbles(report)
+    bubbles = report.bubbles()
     runs = _layer_runs(run, report, timelines.chosen, limits.layer_runs) if layers else {}
     room = limits.layer_runs
     found, layered = [], 0
@@ -135,20 +128,13 @@ def _layer_runs(run: Run, report: Report, steps: Sequence[int], most: int) -> di
 
 def _steps(report: Report, timelines: StepTimelines, marks: Marks) -> dict[str, Any]:
     """Return a line for every step, also of those that are not shown."""
-    bubbles = _bubbles(report)
+    bubbles = report.bubbles()
     return {
         "number": timelines.numbers,
         "time": timelines.times.tolist(),
         "bubble": [round(bubbles[n], 4) if n in bubbles else None for n in timelines.numbers],
         "nonfinite": sorted(marks.of_step),
     }
-
-
-def _bubbles(report: Report) -> dict[int, float]:
-    """Return the bubble of each step, the mean over its replicas."""
-    numbers, which = np.unique(report.steps.step, return_inverse=True)
-    means = np.bincount(which, report.steps.bubble) / np.bincount(which)
-    return dict(zip(numbers.tolist(), means.tolist(), strict=True))
 
 
 def _lanes(report: Report, timelines: StepTimelines) -> list[dict[str, Any]]:
@@ -194,57 +180,6 @@ def _layers(report: Report) -> list[dict[str, Any]]:
     ]
 
 
-def _verdict(report: Report) -> dict[str, Any]:
-    changes = [
-        {"what": change.what, "why": change.why, "gain": round(change.gain, 4), "promise": change.promise}
-        for change in report.verdict.changes
-    ]
-    return {"text": report.verdict.text, "changes": changes}
-
-
-def _figures(report: Report) -> dict[str, Any] | None:
-    overall = report.overall
-    if overall is None:
-        return None
-    return {
-        "bubble": overall.bubble,
-        "bound": overall.bound,
-        "steps": overall.steps,
-        "median_step": overall.time.median,
-        "mean_step": overall.time.mean,
-        "elapsed": overall.elapsed,
-        "samples_per_second": overall.samples_per_second,
-        "steps_per_second": overall.steps_per_second,
-        "recompute": overall.recompute,
-    }
-
-
-def facts_of(report: Report) -> list[list[str]]:
-    """Return what the run was, in pairs of words."""
-    known = report.description
-    facts: list[list[str]] = []
-
-    def add(name: str, value: object) -> None:
-        if value not in (None, "", [], ()):
-            facts.append([name, ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)])
-
-    command = known.get("command")
-    add("command", " ".join(map(str, command)) if isinstance(command, list) else command)
-    add("ranks", len(report.ranks) if len(report.ranks) > 1 else None)
-    for pipeline in report.pipelines:
-        add("schedule", pipeline.facts.schedule)
-        add("partitions", pipeline.partitions)
-        add("replicas", pipeline.replicas if pipeline.replicas > 1 else None)
-        add("chunks", pipeline.chunks)
-        add("balance", pipeline.facts.balance)
-        add("checkpoint", pipeline.facts.checkpoint)
-        add("batch", pipeline.facts.batch_size)
-    for name in ("host", "started", "ended", "outcome", "python", "torch", "cuda", "pipesight"):
-        add(name, known.get(name))
-    add("events", f"{report.events:,}")
-    return facts
-
-
 def _notes(timelines: StepTimelines, shown: Sequence[Mapping[str, Any]], layered: int) -> list[str]:
     """Return what there was no room for."""
     notes = []
@@ -264,46 +199,6 @@ def _scope(steps: range, numbers: Sequence[int]) -> str:
     """Say which steps the page is of, as far as they are there."""
     first, last = (numbers[0], numbers[-1]) if numbers else (steps.start, steps.stop - 1)
     return f"step {first} only" if first == last else f"steps {first} to {last}"
-
-
-def _alarm(report: Report, timelines: StepTimelines, shown: Sequence[int]) -> dict[str, Any] | None:
-    """Return what comes before all else: the first tensor that was not finite, and where it is in the page."""
-    said, found = nonfinite_in(report), report.nonfinite
-    if said is None or found is None:
-        return None
-    partitions = {layer.name: layer.partition for layer in reversed(report.layers)}
-    if found.partition is not None:
-        partitions[found.layer] = found.partition
-    lanes, phase = lanes_of_tensor(found.layer, found.tensor, found.rank, lanes=timelines.lanes, partitions=partitions)
-    return {
-        "text": said.text,
-        "step": found.iteration if found.iteration in shown else None,
-        "layer": found.layer,
-        "tensor": found.tensor,
-        "lane": lanes[0] if lanes else None,
-        "phase": PHASES.index(found.phase) if found.phase in PHASES else phase,
-        "microbatch": found.microbatch,
-    }
-
-
-def findings_of(report: Report) -> list[dict[str, Any]]:
-    """Return what stands out, under the terminal's headings."""
-    left_out = [*filter(None, [warm_up_in(report)]), *remarks_in(report)]
-    groups = [*finding_groups(report), ("Exclusions and remarks", left_out)]
-    return [
-        {
-            "title": title,
-            "entries": [[finding.text, list(finding.steps)] for finding in findings[:FINDINGS]],
-            "more": max(len(findings) - FINDINGS, 0),
-        }
-        for title, findings in groups
-        if findings
-    ]
-
-
-def title_of(path: Path) -> str:
-    """Return what to call a run."""
-    return path.name or path.absolute().name
 
 
 def _traces(path: Path) -> list[str]:

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pipesight.analysis.step_grouping import EVALUATION, INCOMPLETE, MiniBatchTable, StepTable, find_steps, replicas_of
+from pipesight.analysis.lanes import lane_bubbles, lanes_of
+from pipesight.analysis.step_grouping import EVALUATION, MiniBatchTable, StepTable, find_steps, replicas_of
 from pipesight.runs.reading.event_tables import Column, LayerRuns, Spans, Tasks, Transfers
 from pipesight.view.payload.size_limits import Limits
 from pipesight.view.payload.step_choice import choose_steps
 
-__all__ = ["Lane", "StepTimelines"]
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """A partition of a rank, and the replica that the rank belongs to."""
-
-    rank: int
-    partition: int
-    replica: int
+__all__ = ["StepTimelines"]
 
 
 class StepTimelines:
@@ -66,14 +57,14 @@ class StepTimelines:
         self._spans, self._transfers = spans, transfers
         replicas = replicas_of(tasks, replicas)
         self._steps, self._own = find_steps(self._minibatches, spans, replicas)
-        self.all_lanes = _lanes(tasks, replicas)
+        self.all_lanes = lanes_of(tasks, replicas)
         self.lanes = self.all_lanes[: limits.lanes]
         self._place = {(lane.rank, lane.partition): k for k, lane in enumerate(self.lanes)}
         self.numbers, self._rows = _by_number(self._steps, only)
         self._begin = np.array([self._steps.begin[rows].min() for rows in self._rows], np.int64)
         self._end = np.array([self._steps.end[rows].max() for rows in self._rows], np.int64)
         self.times = self._end - self._begin
-        sizes = [int(self._own.count[self._members(rows)].sum()) for rows in self._rows]
+        sizes = [int(self._own.count[self._steps.where(rows).members()].sum()) for rows in self._rows]
         places = [self.numbers.index(number) if number in self.numbers else None for number in (typical, first)]
         chosen = choose_steps(self.times, sizes, most=limits.blocks, typical=places[0], first=places[1])
         self.chosen = [self.numbers[k] for k in chosen]
@@ -94,7 +85,8 @@ class StepTimelines:
         k = self.numbers.index(number)
         begin, end = int(self._begin[k]), int(self._end[k])
         rows = self._minibatch_rows(k)
-        tasks = self._tasks_of(rows)
+        tasks = self._tasks.where(rows.task_rows())
+        bubbles = lane_bubbles(rows, self._tasks, self.lanes, taking_turns=self._taking_turns)
         return {
             "number": number,
             "end": end - begin,
@@ -102,7 +94,7 @@ class StepTimelines:
                 [int(rows.replica[r]), int(rows.begin[r]) - begin, int(rows.end[r]) - begin]
                 for r in np.argsort(rows.begin, kind="stable")
             ],
-            "lane_bubbles": self._lane_bubbles(rows),
+            "lane_bubbles": [None if bubble is None else round(bubble, 6) for bubble in bubbles],
             "tasks": self._columns(tasks, begin),
             "transfers": self._arrivals(number, begin),
             "spans": self._program(begin, end),
@@ -116,7 +108,7 @@ class StepTimelines:
             runs: Its layers.
             numbers: The number of each layer, by partition and name.
         """
-        tasks = self._sorted(self._tasks_of(self._minibatch_rows(self.numbers.index(number))))
+        tasks = self._sorted(self._tasks.where(self._minibatch_rows(self.numbers.index(number)).task_rows()))
         keys = {key: block for block, key in enumerate(_keys(tasks))}
         layer = list(zip(runs.partition.tolist(), runs.layer.tolist(), strict=True))
         known = zip(_keys(runs), layer, strict=True)
@@ -137,22 +129,14 @@ class StepTimelines:
 
     # Rows of a step.
 
-    def _members(self, steps: Column) -> Column:
-        first, count = self._steps.first[steps], self._steps.count[steps]
-        return np.concatenate([np.arange(f, f + c) for f, c in zip(first.tolist(), count.tolist(), strict=True)])
-
     def _minibatch_rows(self, k: int) -> MiniBatchTable:
         """Return the mini-batches of a step, and evaluations that ran meanwhile."""
-        own = self._own.where(self._members(self._rows[k]))
+        own = self._own.where(self._steps.where(self._rows[k]).members())
         if (self._own.kind == EVALUATION).any():  # there is nothing else
             return own
         apart = self._minibatches.where(self._minibatches.kind == EVALUATION)
         meanwhile = (apart.begin >= self._begin[k]) & (apart.end <= self._end[k])
         return MiniBatchTable.joined(own, apart.where(meanwhile))
-
-    def _tasks_of(self, rows: MiniBatchTable) -> Tasks:
-        places = [np.arange(f, f + c) for f, c in zip(rows.first.tolist(), rows.count.tolist(), strict=True)]
-        return self._tasks.where(np.concatenate([np.zeros(0, np.int64), *places]))
 
     def _sorted(self, tasks: Tasks) -> Tasks:
         """Return the tasks of lanes that are shown, by begin; the earliest, where there are too many."""
@@ -201,25 +185,6 @@ class StepTimelines:
             "time": (own.end - own.begin).tolist(),
         }
 
-    def _lane_bubbles(self, rows: MiniBatchTable) -> list[float | None]:
-        """Return the share of its windows in which each lane does not compute, or its rank where lanes take turns."""
-        counted = rows.where(rows.kind != EVALUATION) if (rows.kind != EVALUATION).any() else rows
-        if (counted.kind == INCOMPLETE).any():
-            return [None] * len(self.lanes)
-        own = self._tasks_of(counted)
-        window = {int(r): int((counted.end - counted.begin)[counted.replica == r].sum()) for r in counted.replica}
-        busy = _busy(own, self._taking_turns)
-        workers = [_worker(lane.rank, lane.partition, self._taking_turns) for lane in self.lanes]
-        return [
-            round(1 - busy.get(worker, 0) / max(window[lane.replica], 1), 6) if lane.replica in window else None
-            for lane, worker in zip(self.lanes, workers, strict=True)
-        ]
-
-
-def _lanes(tasks: Tasks, replicas: Mapping[int, int]) -> list[Lane]:
-    pairs = np.unique(np.stack([tasks.rank, tasks.partition], axis=1).astype(np.int64), axis=0)
-    return [Lane(rank, partition, replicas[rank]) for rank, partition in pairs.tolist()]
-
 
 def _by_number(steps: StepTable, only: range | None) -> tuple[list[int], list[Column]]:
     """Return the numbers of steps, all or some, and for each the rows of its replicas."""
@@ -234,22 +199,3 @@ def _by_number(steps: StepTable, only: range | None) -> tuple[list[int], list[Co
 def _keys(table: Tasks | LayerRuns) -> list[tuple[int, ...]]:
     columns = (table.rank, table.minibatch, table.partition, table.microbatch, table.phase)
     return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def _worker(rank: int, partition: int, taking_turns: Collection[int]) -> tuple[int, int]:
-    """Return who computes for a partition: itself, or all that its rank has."""
-    return rank, -1 if rank in taking_turns else partition
-
-
-def _busy(tasks: Tasks, taking_turns: Collection[int]) -> dict[tuple[int, int], int]:
-    """Return how long each worker computes; where its tasks overlap, the time counts once."""
-    busy: dict[tuple[int, int], int] = {}
-    reached: dict[tuple[int, int], int] = {}
-    order = np.argsort(tasks.begin, kind="stable")
-    columns = (tasks.rank, tasks.partition, tasks.begin, tasks.end)
-    for rank, partition, begin, end in zip(*(column[order].tolist() for column in columns), strict=True):
-        worker = _worker(rank, partition, taking_turns)
-        since = max(begin, reached.get(worker, begin))
-        busy[worker] = busy.get(worker, 0) + max(end - since, 0)
-        reached[worker] = max(reached.get(worker, end), end)
-    return busy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 __all__ = ["percent", "rate", "rough_percent", "signed_time", "size", "time"]
 
 
@@ -17,22 +19,23 @@ def time(microseconds: float) -> str:
     return f"{_three(microseconds)} µs"
 
 
-def size(count: float) -> str:
-    """Write bytes with three digits or so.
+def size(count: float, *, round_up: bool = False) -> str:
+    """Write bytes with three digits or so; rounded up, it is a limit that is large enough.
 
-    >>> size(65536), size(100)
-    ('64.0 KiB', '100 B')
+    >>> size(65536), size(100), size(840705, round_up=True)
+    ('64.0 KiB', '100 B', '822 KiB')
     """
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if count >= 1024**power * 0.9995:
-            return f"{_three(count / 1024**power)} {unit}"
-    return f"{count:.0f} B"
+            return f"{_three(count / 1024**power, round_up=round_up)} {unit}"
+    return f"{math.ceil(round(count, 6)) if round_up else count:.0f} B"
 
 
-def _three(value: float) -> str:
-    if abs(value) >= 99.95:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+def _three(value: float, *, round_up: bool = False) -> str:
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    if round_up:
+        value = math.ceil(round(value * 10**digits, 6)) / 10**digits
+    return f"{value:,.{digits}f}"
 
 
 def percent(share: float) -> str:

@@ -1,0 +1,125 @@
+"""Plans for a recorded run or a profiled model, compared with what was recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipesight.analysis.measured_costs import Measured
+from pipesight.plan.plans import WORTH, Plan, best_plans, distributed_call
+from pipesight.plan.possible_settings import settings_for_each
+from pipesight.schedule.argument_checks import CHECKPOINT_MODES, SCHEDULES
+from pipesight.schedule.costs import Costs
+from pipesight.schedule.memory import device_bytes
+
+__all__ = ["Outcome", "best_of_each", "make_plans"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """Plans, the fastest first, with the costs and the run they are made from."""
+
+    costs: Costs
+    plans: Sequence[Plan]
+    measured: Measured | None = None
+    recorded_bytes: tuple[float, ...] | None = None
+    """What the recorded schedule needs on each device."""
+    devices: str | None = None
+    """Their kind, such as ``cpu`` or ``cuda``."""
+    memory: float = math.inf
+    """Bytes that a device may hold at most."""
+
+    @property
+    def baseline(self) -> float | None:
+        """The predicted step of the recorded schedule, which plans are compared with: both are simulated."""
+        return None if self.measured is None else self.measured.predicted_seconds
+
+    def fastest_to_run(self) -> Plan | None:
+        """Return the fastest plan that the engine of the run can run: `pipesight.GPipe`, or `DistributedPipeline`."""
+        return next((plan for plan in self.plans if self.call(plan) is not None), None)
+
+    def keep(self) -> str | None:
+        """Return the advice to keep the recorded settings, or nothing if a plan that can run saves more than 1%.
+
+        Settings with other devices than the plans have, or that need more memory, cannot be kept.
+        """
+        known, best = self.measured, self.fastest_to_run()
+        same = known is not None and any(plan.setting.partitions == known.devices for plan in self.plans)
+        if self.baseline is None or not same or max(self.recorded_bytes or (0.0,)) > self.memory:
+            return None
+        least = self.baseline * (1 - WORTH)
+        if best is not None and best.step_seconds < least:
+            return None
+        which = " that the run's engine can run" if self.plans[0].step_seconds < least else ""
+        return f"no plan{which} saves more than {WORTH:.0%}: keep the current settings"
+
+    def call(self, plan: Plan) -> str | None:
+        """Return the code that runs a plan, where the engine of the run can."""
+        n = plan.setting.partitions
+        if self.measured is not None and self.measured.facts.ranks is not None:
+            return distributed_call(plan)
+        if self.devices is None:
+            return plan.call()
+        return plan.call([self.devices if self.devices == "cpu" else f"{self.devices}:{j}" for j in range(n)])
+
+
+def make_plans(
+    costs: Costs,
+    measured: Measured | None,
+    *,
+    partitions: Sequence[int] = (),
+    schedules: Sequence[str] = SCHEDULES,
+    checkpoints: Sequence[str] = CHECKPOINT_MODES,
+    chunks: Sequence[int] = (),
+    rounds: int | None = None,
+    memory: float = math.inf,
+    parameter_scale: float = 2.0,
+) -> Outcome:
+    """Find the best balance for every possible setting.
+
+    Args:
+        costs: Of the layers.
+        measured: The run that they are from, if any.
+        partitions: Numbers of devices; by default that of the run, and the number of its processors if that is smaller.
+        schedules: Names from `SCHEDULES`.
+        checkpoints: Checkpoint modes.
+        chunks: Numbers of micro-batches; by default powers of two, and numbers around that of the run.
+        rounds: Stages per device in interleaved schedules; by default as in the run.
+        memory: Bytes that a device may hold.
+        parameter_scale: Bytes held per byte of parameters.
+
+    Raises:
+        DoesNotFitError: No plan keeps within the memory limit.
+        ValueError: No setting is possible, or neither a run nor ``partitions`` is given.
+    """
+    if not partitions and measured is None:
+        raise ValueError("without a run, the number of partitions must be given")
+    counts = [*partitions]
+    if measured is not None and not counts:
+        counts = [measured.devices]
+        if measured.crowded and measured.processors is not None:
+            counts.append(min(measured.processors, len(costs.layers)))
+    possible = settings_for_each(
+        costs,
+        counts,
+        schedules=schedules,
+        checkpoints=checkpoints,
+        chunks=chunks,
+        recorded=None if measured is None else measured.schedule.chunks,
+        rounds=rounds or (2 if measured is None else measured.rounds),
+    )
+    plans = best_plans(costs, possible, memory=memory, parameter_scale=parameter_scale)
+    if measured is None:
+        return Outcome(costs, plans, memory=memory)
+    recorded = device_bytes(measured.schedule, costs, measured.balance, parameter_scale=parameter_scale)
+    kinds = {name.partition(":")[0] for name in measured.facts.devices or ()}
+    return Outcome(costs, plans, measured, recorded, kinds.pop() if len(kinds) == 1 else None, memory)
+
+
+def best_of_each(plans: Iterable[Plan]) -> list[Plan]:
+    """Return the fastest plan of each schedule, checkpoint mode and number of partitions."""
+    best: dict[tuple[str, str, int], Plan] = {}
+    for plan in plans:
+        best.setdefault((plan.setting.schedule, plan.setting.checkpoint, plan.setting.partitions), plan)
+    return list(best.values())

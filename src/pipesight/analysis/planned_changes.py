@@ -1,0 +1,192 @@
+"""Changes of a pipeline's settings, and the share of the step that the planner says each would save.
+
+A plan differs from the recorded settings in one thing, and is compared with the planner's prediction for the recorded
+settings, as `pipesight plan` does. So both promise the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pipesight._formatting import time
+from pipesight._plurals import count_of
+from pipesight.analysis.measured_costs import Measured
+from pipesight.plan.balance_search import find_balance
+from pipesight.plan.plans import DISTRIBUTED_NAMES, WORTH, Plan, best_plans, fastest_first, predict
+from pipesight.plan.possible_settings import settings
+from pipesight.schedule.setting import Setting
+from pipesight.schedule.stage_costs import StageCosts
+
+__all__ = ["AT_LEAST", "AT_MOST", "SIMULATED", "Change", "fewer_partitions", "gain_of", "mean_task", "planned_changes"]
+
+DOUBT = 0.5
+"""How much an upper limit weighs against a simulated gain."""
+
+SIMULATED, AT_MOST, AT_LEAST = "simulated", "at most", "at least"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something to do, and the share of the step that it would save."""
+
+    what: str
+    """What to do."""
+    why: str
+    """The finding behind it."""
+    gain: float
+    """Of the step, from 0 to 1."""
+    promise: str
+    """How sure that is: `SIMULATED`; `AT_MOST`, what there is to gain; or `AT_LEAST`, as tasks may take less."""
+
+    @property
+    def weight(self) -> float:
+        """The gain as changes are sorted by it."""
+        return self.gain * (DOUBT if self.promise == AT_MOST else 1)
+
+
+def planned_changes(measured: Measured) -> list[Change]:
+    """Return the single changes that gain more than 1% of the step or, if none does, several together."""
+    found = []
+    if measured.setting is not None:
+        ways = (_balance(measured), _chunks(measured), _checkpoint(measured), _schedule(measured))
+        found = [change for change in ways if change is not None and change.gain > WORTH]
+    elif measured.schedule.devices < measured.devices:  # which share devices; plans give each one of its own
+        return []
+    return found or [change for change in (_together(measured),) if change is not None]
+
+
+def gain_of(plan: Plan, measured: Measured) -> float:
+    """Return the share of the step that a plan saves."""
+    return 1 - plan.step_seconds / max(measured.predicted_seconds, 1e-12)
+
+
+def fewer_partitions(measured: Measured, *, lost: float) -> Change | None:
+    """Let no more partitions compute than there are processors.
+
+    Args:
+        measured: What plans are made of.
+        lost: The share of the step that partitions lose to sharing processors. It is the limit where the planner sees
+            no gain: it assumes that they share evenly, which costs less.
+    """
+    enough, setting = measured.processors, measured.setting
+    if not measured.crowded or enough is None or setting is None or setting.rounds > 1 or not measured.layers_known:
+        return None
+    plan = _best(measured, replace(setting, partitions=enough))
+    what = "ranks" if measured.facts.ranks is not None else "partitions"
+    few = f"{enough} {what if enough > 1 else what[:-1]}"
+    why = f"{setting.partitions} {what} share {count_of(enough, 'processor')}, and slow each other down"
+    text = f"{few} instead of {setting.partitions}: balance={list(plan.balance)}"
+    gain = gain_of(plan, measured)
+    if gain <= WORTH:
+        return Change(text, why, lost, AT_MOST)
+    return Change(text, why, gain, SIMULATED)
+
+
+def _best(measured: Measured, setting: Setting) -> Plan:
+    """Return a setting with its best balance."""
+    return predict(measured.costs, setting, find_balance(StageCosts(measured.costs, setting)).balance)
+
+
+def _balance(measured: Measured) -> Change | None:
+    """Move layers between partitions."""
+    setting = measured.setting
+    assert setting is not None
+    if setting.stages < 2 or not measured.layers_known:
+        return None
+    plan, now = _best(measured, setting), measured.balance
+    if plan.balance == now:
+        return None
+    ends = [sum(now[: j + 1]) for j in range(len(now))]
+    blocks = [measured.costs.layers[end - count : end] for end, count in zip(ends, now, strict=True)]
+    times = [sum(layer.forward + layer.backward for layer in block) for block in blocks]
+    worst = max(range(len(times)), key=times.__getitem__)
+    why = f"partition {worst} takes {times[worst] * len(times) / max(sum(times), 1e-12):.2f} times the mean"
+    what = f"balance={list(plan.balance)} instead of {list(now)}"
+    return Change(what, why, gain_of(plan, measured), SIMULATED)
+
+
+def _chunks(measured: Measured) -> Change | None:
+    """Cut mini-batches into more micro-batches, or fewer: less to fill and drain against fewer gaps."""
+    setting = measured.setting
+    assert setting is not None
+    m = setting.chunks
+    possible = settings(
+        measured.costs,
+        partitions=setting.partitions,
+        schedules=(setting.schedule,),
+        checkpoints=(setting.checkpoint,),
+        recorded=m,
+        rounds=setting.rounds,
+    )
+    plans = [predict(measured.costs, other, measured.balance) for other in possible if other.chunks != m]
+    if not plans:
+        return None
+    best = fastest_first(plans)[0]
+    chunks, gain = best.setting.chunks, gain_of(best, measured)
+    what = f"chunks={chunks} instead of {m}"
+    if chunks > m:
+        return Change(what, "fill and drain shrink, provided that smaller tasks take less time", gain, AT_MOST)
+    why = f"tasks of {time(mean_task(measured) * 1e6)} on average have a fixed cost, however few samples they get"
+    if chunks == 1 and setting.partitions > 1:
+        why = f"the layers are too small for splitting to pay: {why}"
+    return Change(f"larger micro-batches: {what}", why, gain, AT_LEAST)
+
+
+def _checkpoint(measured: Measured) -> Change | None:
+    """Keep activations instead of recomputing them."""
+    setting = measured.setting
+    assert setting is not None
+    if setting.checkpoint == "never" or (setting.checkpoint == "except_last" and setting.chunks == 1):
+        return None
+    plan = predict(measured.costs, replace(setting, checkpoint="never"), measured.balance)
+    why = "nothing is recomputed; activations of all micro-batches must fit in memory"
+    what = f'checkpoint="never" instead of "{setting.checkpoint}"'
+    return Change(what, why, gain_of(plan, measured), SIMULATED)
+
+
+def _schedule(measured: Measured) -> Change | None:
+    """Run tasks in another order, where the engine can: over ranks."""
+    setting = measured.setting
+    assert setting is not None
+    if measured.facts.ranks is None or setting.rounds > 1:
+        return None
+    found = []
+    for name in ("gpipe", "1f1b", "zero-bubble"):
+        if name == setting.schedule or not (other := replace(setting, schedule=name)).runs:
+            continue
+        gain = gain_of(predict(measured.costs, other, measured.balance), measured)
+        what = f'schedule="{DISTRIBUTED_NAMES[name]}" instead of "{measured.schedule_name}"'
+        if name == "zero-bubble":  # what it costs to compute gradients in two parts is not known
+            found.append(Change(what, "weight gradients fill the time that ranks would wait", gain, AT_MOST))
+        else:
+            found.append(Change(what, "ranks wait less for each other", gain, SIMULATED))
+    return max(found, key=lambda change: change.weight, default=None)
+
+
+def _together(measured: Measured) -> Change | None:
+    """Take the plan that `pipesight plan` would, if one change alone gains too little."""
+    over_ranks = measured.facts.ranks is not None
+    possible = settings(
+        measured.costs,
+        partitions=measured.devices,
+        schedules=(*DISTRIBUTED_NAMES,) if over_ranks else ("gpipe",),
+        recorded=measured.schedule.chunks,
+        rounds=measured.rounds,
+    )
+    plans = best_plans(measured.costs, possible)
+    gain = gain_of(plans[0], measured)
+    if gain <= WORTH:
+        return None
+    best = plans[0].setting
+    what = f'balance={list(plans[0].balance)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
+    what += f', schedule="{DISTRIBUTED_NAMES[best.schedule]}"' if over_ranks else ""
+    why = "all of these together; each alone saves less"
+    if best.chunks == 1 and best.partitions > 1:
+        why = f"{why}; with one micro-batch, partitions take turns"
+    return Change(what, why, gain, AT_MOST)
+
+
+def mean_task(measured: Measured) -> float:
+    """Return how long a task of a usual mini-batch takes, in seconds."""
+    lengths = (measured.end - measured.begin)[measured.begin == measured.begin]
+    return float(lengths.mean())
