@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
 from pipesight.stats.config import GEMM_KEYS, STEP_KEYS, TENSOR_KEYS, StatisticRequest
+from pipesight.stats.config.steps import is_integer
+from pipesight.stats.config_errors import shown
+from pipesight.stats.current_session import running
+from pipesight.stats.extensions.config_mapper import GenericConfigAPIMapper
 from pipesight.stats.extensions.measuring_feature import MeasuringFeature
+from pipesight.stats.log_settings import process_rank
 from pipesight.stats.moments.cast_statistics import CAST_STATISTICS, NVFP4
 from pipesight.stats.moments.statistic_formulas import STATISTICS
-from pipesight.stats.registry import register_feature
+from pipesight.stats.registry import api_method, register_feature
 
-__all__ = ["LogFp8TensorStats", "LogNvfp4TensorStats", "LogTensorStats", "TransformerEngineLogTensorStats"]
+if TYPE_CHECKING:  # reading a configuration needs no torch
+    from torch import Tensor
+
+    from pipesight.stats.tensor_dumps import TensorDumps
+
+__all__ = [
+    "DumpTensors",
+    "LogFp8TensorStats",
+    "LogNvfp4TensorStats",
+    "LogTensorStats",
+    "TransformerEngineLogTensorStats",
+]
 
 TRANSFORMER_ENGINE = "transformer_engine"
 BLOCKWISE = "max_blockwise_dynamic_range"
+MAX_BYTES = 10_000_000_000  # that a rank dumps
 
 KEYS = TENSOR_KEYS | GEMM_KEYS | STEP_KEYS | {"stats", "on_nonfinite"}
 
@@ -96,3 +117,58 @@ class LogNvfp4TensorStats(MeasuringFeature):
     def requests(self, stats: tuple[StatisticRequest, ...], tensor_name: str) -> tuple[StatisticRequest, ...]:
         """Return the statistics of the recipe."""
         return tuple(StatisticRequest(f"{NVFP4}_{request.name}", request.options) for request in stats)
+
+
+@register_feature(TRANSFORMER_ENGINE, stand_in=True)
+class DumpTensors(GenericConfigAPIMapper):
+    """Write the selected tensors to files, for torch.load: tensor_dumps/rank_0/iter_000100/fc1_activation.pt.
+
+    A file holds a dict with the tensor under "high_precision", and where it is from. The files of a rank take max_bytes
+    at most, 10 GB by default; then a warning says so, and no more are written. Transformer Engine itself writes
+    quantized tensors, too; here there are none. ::
+
+        transformer_engine:
+          DumpTensors:
+            enabled: true
+            tensors: [activation, gradient]
+            high_precision_tensor: true
+            freq: 1000
+            max_bytes: 1_000_000_000
+    """
+
+    keys = TENSOR_KEYS | GEMM_KEYS | STEP_KEYS | {"high_precision_tensor", "quantized_tensor", "max_bytes"}
+
+    def __init__(self) -> None:
+        self._dumps: TensorDumps | None = None
+        self._warned = False
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def setting_mistakes(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with settings: the key, and the rule it breaks."""
+        for key in ("high_precision_tensor", "quantized_tensor"):
+            if not isinstance(settings.get(key, True), bool):
+                yield key, f"must be true or false ({key}: {shown(settings[key])})"
+        most = settings.get("max_bytes", MAX_BYTES)
+        if not is_integer(most) or most < 0:
+            yield "max_bytes", f"must be an integer of 0 or more (max_bytes: {shown(most)})"
+
+    @api_method
+    def log_tensor_stats(
+        self, config: Mapping[str, Any], layer_name: str, *, tensor: Tensor, tensor_name: str, iteration: int, **_: Any
+    ) -> None:
+        """Write a tensor to a file."""
+        session = running()
+        with self._lock:
+            if self._dumps is None:
+                from pipesight.stats.tensor_dumps import TensorDumps
+
+                self._dumps = TensorDumps(session.messages.root_log_dir, process_rank(), session.messages.warning)
+            if config.get("quantized_tensor") and not self._warned:
+                self._warned = True
+                session.messages.warning(
+                    "DumpTensors writes no quantized tensors: there are none without Transformer Engine's own layers"
+                )
+        if config.get("high_precision_tensor", True):
+            most = config.get("max_bytes", MAX_BYTES)
+            self._dumps.save(layer_name, tensor_name, iteration, tensor, max_bytes=most)

@@ -31,7 +31,8 @@ class FeatureCheck:
     """Checks the settings of one feature.
 
     Args:
-        feature: The class or object; its ``keys``, ``statistics`` and ``tensors`` say what it knows.
+        feature: The class or object; its ``keys``, ``statistics`` and ``tensors`` say what it knows, its
+            ``setting_mistakes`` what is wrong with settings of its own.
         namespace: Its namespace.
         mistakes: Where to put what is wrong.
     """
@@ -40,6 +41,8 @@ class FeatureCheck:
         self._keys = _words(feature, "keys")
         self._statistics = _words(feature, "statistics")
         self._tensors = _words(feature, "tensors")
+        self._own_mistakes: Callable[[Mapping[str, Any]], Iterable[tuple[str, str]]]
+        self._own_mistakes = getattr(feature, "setting_mistakes", lambda _: ())
         self._inclusive = namespace == "transformer_engine"
         self._mistakes = mistakes
 
@@ -145,7 +148,7 @@ class FeatureCheck:
 
     def _check_level(self, settings: Mapping[str, Any], path: Path) -> None:
         """Check what one level says by itself, even where an inner level overrides it."""
-        for key, text in step_mistakes(settings, inclusive=self._inclusive):
+        for key, text in (*step_mistakes(settings, inclusive=self._inclusive), *self._own_mistakes(settings)):
             self._mistakes.add((*path, key), text)
         if "stats" in settings:
             self._stats(settings["stats"], (*path, "stats"))
