@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -12,15 +13,21 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._nested import tensors_in
-from pipesight.pipeline.gpipe import GPipe
 
 if TYPE_CHECKING:
     from pipesight.distributed import DistributedPipeline
+    from pipesight.pipeline.gpipe import GPipe
 
-__all__ = ["Pipeline", "PipelineDescription"]
+__all__ = ["Pipeline", "PipelineDescription", "is_gpipe"]
 
-Pipeline: TypeAlias = Union[GPipe, "DistributedPipeline"]
-"""A pipeline of either engine."""
+Pipeline: TypeAlias = Union["GPipe", "DistributedPipeline"]
+"""A pipeline of either engine. Only a `GPipe` is a module."""
+
+
+def is_gpipe(module: nn.Module) -> bool:
+    """Tell whether a module is a `GPipe`. Programs that have none never import it, and recording does not either."""
+    imported = sys.modules.get("pipesight.pipeline.gpipe")
+    return imported is not None and isinstance(module, imported.GPipe)
 
 
 class PipelineDescription:
@@ -37,7 +44,7 @@ class PipelineDescription:
         self._adding = threading.Lock()
         self._handles: list[RemovableHandle] = [
             layer.register_forward_hook(partial(self._add, name))
-            for part in (pipeline.partitions if isinstance(pipeline, GPipe) else pipeline.partitions.values())
+            for part in (pipeline.partitions if isinstance(pipeline, nn.Module) else pipeline.partitions.values())
             for name, layer in part.named_children()
         ]
 
@@ -59,7 +66,7 @@ class PipelineDescription:
         pipeline = self._pipeline
         everything: Sequence[nn.Module]
         placed: dict[str, Any]
-        if isinstance(pipeline, GPipe):
+        if isinstance(pipeline, nn.Module):
             everything, placed = list(pipeline.partitions), {"schedule": "gpipe"}
         else:
             everything, placed = pipeline.outlines, {"schedule": pipeline.schedule, "ranks": pipeline.ranks}
