@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipesight.stats.builtin_features  # noqa: F401 (registers them)
-from pipesight._torch.module_internals import not_compiled
 from pipesight.stats import current_session
 from pipesight.stats.config import load
 from pipesight.stats.config_errors import nearest
@@ -222,7 +221,7 @@ def _log(*args: Any) -> Mapping[str, Any]:
     return running().log_tensor_stats(*args)
 
 
-_log_uncompiled: Callable[..., Mapping[str, Any]] = not_compiled(_log)
+_log_uncompiled: Callable[..., Mapping[str, Any]] = torch.compiler.disable(_log)
 
 
 def step() -> None:
