@@ -112,7 +112,7 @@ def selects(chosen, name):
     if "exact_layer_names" in chosen:
         return name in chosen["exact_layer_names"]
     if "layer_name_regex_pattern" in chosen:
-        return re.compile(chosen["layer_name_regex_pattern"]).fullmatch(name) is not None
+        return re.search(chosen["layer_name_regex_pattern"], name) is not None
     types, numbers = chosen.get("layer_types", "all"), chosen.get("layer_numbers", "all")
     if types != "all" and not any(word in name for word in types):
         return False

@@ -488,17 +488,6 @@ def test_errors_of_features_reach_the_caller(error, features, tmp_path):
         debug_api.log_tensor_stats("fc1", tensor=torch.ones(5), tensor_name="activation")
 
 
-def test_calls_of_the_users_own(features, tmp_path):
-    """A feature may serve a call by a name of its own."""
-    from pipesight.stats import api
-
-    debug_api.initialize(with_feature("Mine", factor=3), features, log_dir=tmp_path)
-    name, factor, arguments = api.count_calls("fc1", tensor_name="activation")
-    assert (name, factor, arguments["tensor_name"]) == ("fc1", 3, "activation")
-    with pytest.raises(AttributeError, match="count_cals"):
-        _ = api.count_cals
-
-
 def test_a_feature_that_derives_from_ours(features, tmp_path):
     """A derived feature that logs in its own way is asked, and does not count twice beside the built-in one."""
     chosen = config(stats=["numel", "max"])

@@ -143,6 +143,21 @@ def test_no_configuration_is_no_features():
     assert load("", REGISTRY).section_for("fc1") is None
 
 
+def test_one_tensor_needs_no_brackets():
+    """``tensors: activation`` is that tensor alone."""
+    feature = feature_of(section(tensors="activation", stats=["min"]))
+    assert feature.rule("activation") is not None
+    assert feature.rule("gradient") is None
+    assert feature.rule("activ") is None
+
+
+def test_a_section_that_is_off_needs_no_layers():
+    """What is missing in a section that is off does not matter; what is there is checked."""
+    assert load({"a": {"enabled": False}}, REGISTRY).sections[0].enabled is False
+    (mistake,) = mistakes_of({"a": {"enabled": False, "Log": {}}})
+    assert mistake.startswith("a.Log: is not a feature")
+
+
 def test_features_of_the_base_namespace_may_be_written_under_it():
     """``base:`` is a namespace like others."""
     config = {"main": {"enabled": True, "layers": {"layer_types": "all"}, "base": {"Anything": {"enabled": True}}}}
@@ -391,7 +406,7 @@ def test_the_error_is_a_value_error_with_a_list():
     ("settings", "mistake"),
     [
         ({}, "must name its tensors; add tensors: [...] or tensors: all"),
-        ({"tensors": "x"}, ".tensors: must be a list of names (tensors: 'x'); write tensors: [x]"),
+        ({"tensors": ""}, ".tensors[0]: must be a name (tensors[0]: ''); write it in quotes"),
         ({"tensors": []}, ".tensors: must be a list of names or the word all (tensors: [])"),
         ({"tensors": [1]}, ".tensors[0]: must be a name (tensors[0]: 1); write it in quotes"),
         ({"tensors": ["x", "x"]}, ".tensors[1]: is given twice (tensors: 'x'); remove one"),

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import textwrap
-from collections import Counter
 
 import pytest
 
@@ -89,7 +88,6 @@ def test_two_features_may_serve_one_call():
         pass
 
     assert list(registry.features_for("call")) == ["First", "Second"]
-    assert registry.data["base"].feat_api_to_features["call"] == ["First", "Second"]
 
 
 def test_names_must_be_unique(folder):
@@ -127,7 +125,7 @@ def test_the_same_class_again_is_harmless():
     second = define()  # as in a notebook, or in a file that is imported as well as loaded
     registry.add(second)
     assert type(registry.feature("base", "Count")) is second
-    assert registry.data["base"].feat_api_to_features["call"] == ["Count"]
+    assert list(registry.features_for("call")) == ["Count"]
 
 
 def test_a_stand_in_gives_way():
@@ -295,43 +293,49 @@ def test_explanations_are_docstrings():
         registry.explain_features("base.Cont")
 
 
-def test_the_api_of_a_namespace():
-    """An extension's API object is told its name and features; one that cannot route calls is an error."""
+def test_log_tensor_stats_calls_what_is_not_routed():
+    """A feature of a namespace that others route is not called by ``log_tensor_stats``; a stand-in there still is."""
     registry = Registry()
-    told = Counter()
 
-    @registry.register_feature(namespace="engine")
     class Log:
         @api_method
-        def inspect(self):
+        def log_tensor_stats(self):
             """Serve."""
 
-    @registry.register_namespace_api(namespace="engine")
-    class API:
-        def route_api(self, layer_name, api_name, **kwargs):
-            """Route."""
+    registry.add(Log)
+    registry.add(Log, "engine", "Theirs")
+    registry.add(Log, "engine", "Ours", stand_in=True)
+    names = [("base", "Log"), ("engine", "Theirs"), ("engine", "Ours")]
+    assert [type(registry.logs(*name)) for name in names] == [Log] * 3
+    registry.routed.add("engine")
+    assert [type(registry.logs(*name)) for name in names] == [Log, type(None), Log]
 
-        def set_default_api_impl(self):
-            told["default"] += 1
 
-        def set_api_map(self, calls):
-            self.calls = calls
+def test_reset_keeps_the_built_in_features():
+    """What was registered is forgotten, and a feature that took the place of a built-in one gives it back."""
+    import pipesight.stats.builtin_features  # noqa: F401 (registers them)
 
-        def set_features(self, features):
-            self.features = features
-
-    registry.validate_and_init()
-    api = registry.data["engine"].api
-    assert isinstance(api, API)
-    assert (api.name, api.calls["inspect"], list(api.features), told["default"]) == ("engine", ["Log"], ["Log"], 1)
-    assert registry.data["engine"].deferred_features == []
-    assert registry.copy().data["engine"].api is not api
-    registry.register_namespace_api(namespace="odd")(type("Odd", (), {}))
-    with pytest.raises(TypeError, match="the API of a namespace must have a method route_api"):
-        registry.validate_and_init()
+    registry = default_registry().copy()
+    built_in = registry.list_features()
+    assert "transformer_engine.LogTensorStats" in built_in
+    registry.add(type("Mine", (), {}))
+    theirs = type("LogTensorStats", (), {"__module__": "transformer_engine.features"})
+    registry.add(theirs, "transformer_engine")
+    assert type(registry.feature("transformer_engine", "LogTensorStats")) is theirs
     registry.reset()
-    assert registry.data == {}
-    assert registry.namespaces == ("base",)
+    assert registry.list_features() == built_in
+    assert type(registry.feature("transformer_engine", "LogTensorStats")) is not theirs
+
+
+def test_files_of_a_folder_import_each_other(folder):
+    """A file imports its neighbours by name, those of its own folder even if another has the same name."""
+    text = "from pipesight.stats.registry import register_feature\nfrom shared_words import NAME\n"
+    text += "register_feature(name=NAME)(type('Any', (), {}))"
+    for name in ("One", "Two"):
+        registry = Registry()
+        registry.load_feature_dirs(folder(name, feature_of_it=text, shared_words=f"NAME = {name!r}"))
+        assert registry.list_features() == [f"base.{name}"]
+    assert not any(path.endswith(("One", "Two")) for path in sys.path)
 
 
 ENTRY_POINTS = """\

@@ -12,6 +12,7 @@ import pipesight.stats as debug_api
 from pipesight.stats import BaseLogger, watch
 from pipesight.stats import stats_session as session_module
 from pipesight.stats.api import open_session
+from pipesight.stats.measuring_feature import MeasuringFeature
 from pipesight.stats.moments.measuring import measure
 from support.logged import assert_six, config, lines, values
 
@@ -122,7 +123,12 @@ def test_settings_of_a_feature(opened, tmp_path):
     for _ in range(2):
         session.log_tensor_stats("fc1", x, "activation")
         result = session.collect_by(
-            {"stats": ["kurtosis", ranged]}, "fc1", tensor=x, tensor_name="activation", layer="ignored"
+            MeasuringFeature(),
+            {"stats": ["kurtosis", ranged]},
+            "fc1",
+            tensor=x,
+            tensor_name="activation",
+            layer="ignored",
         )
     assert list(result) == ["kurtosis", "max_blockwise_dynamic_range_block_size_4_dims_1"]
     session.close()
@@ -261,18 +267,17 @@ def test_the_whole_api_is_one_session(tmp_path):
         debug_api.end_debug()
 
 
-def test_metric_logger_in_a_watched_model(tmp_path):
+def test_scalars_of_a_feature_in_a_watched_model(tmp_path):
     """What a feature logs by itself goes to the session that calls it."""
     folder = tmp_path / "features"
     folder.mkdir()
     (folder / "own.py").write_text(
-        "from pipesight.stats import api_method, register_feature\n"
-        "from pipesight.stats.extensions import MetricLogger\n"
+        "from pipesight.stats import api_method, log_scalar, register_feature\n"
         "@register_feature()\n"
         "class Own:\n"
         "    @api_method\n"
         "    def log_tensor_stats(self, config, layer_name, tensor, tensor_name, iteration, **kwargs):\n"
-        "        MetricLogger.log_scalar('own', tensor.sum().item(), iteration)\n"
+        "        log_scalar('own', tensor.sum().item(), iteration)\n"
     )
     section = {"enabled": True, "layers": {"layer_types": "all"}, "Own": {"enabled": True, "tensors": ["input"]}}
     model = torch.nn.Sequential(torch.nn.Identity())

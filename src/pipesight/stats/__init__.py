@@ -16,9 +16,9 @@ Or log tensors yourself::
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pipesight._lazy import lazily
 
 if TYPE_CHECKING:
     from pipesight.stats.api import (
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         initialize_training_step,
         list_features,
         log_message,
+        log_scalar,
         log_tensor_stats,
         set_tensor_reduction_group,
         step,
@@ -81,6 +82,7 @@ __all__ = [
     "initialize_training_step",
     "list_features",
     "log_message",
+    "log_scalar",
     "log_tensor_stats",
     "measure",
     "register_feature",
@@ -89,17 +91,5 @@ __all__ = [
     "watch",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        home = importlib.import_module(f"{__name__}.{_HOMES.get(name, 'api')}")
-        value = globals()[name] = getattr(home, name)
-        return value
-    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is not None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Namespaces, and calls that features of the user serve.
-    return importlib.import_module("pipesight.stats.extensions.namespaces").attribute(name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+_MODULES = {name: f"{__name__}.{_HOMES.get(name, 'api')}" for name in __all__}
+__getattr__, __dir__ = lazily(__name__, _MODULES)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +64,8 @@ def execute(file: Path, registry: Registry) -> None:
     sys.modules[name] = module  # dataclasses and pickle look it up
     token = _loading.set((registry, name))
     try:
-        spec.loader.exec_module(module)
+        with _importable(file.parent):
+            spec.loader.exec_module(module)
     except Exception as error:
         if before is None:
             del sys.modules[name]
@@ -74,3 +76,29 @@ def execute(file: Path, registry: Registry) -> None:
         ) from error
     finally:
         _loading.reset(token)
+
+
+# The folder that a module was imported from while a file of it was run, by the name of the module.
+_imported: dict[str, Path] = {}
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let the files of a folder import each other, as scripts do.
+
+    A module of another such folder is not taken for one of this folder that has the same name.
+    """
+    for name in [name for name, home in _imported.items() if home != folder and (folder / f"{name}.py").is_file()]:
+        sys.modules.pop(name, None)
+        del _imported[name]
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and Path(file) == folder / f"{name}.py":
+                _imported[name] = folder

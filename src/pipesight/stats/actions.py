@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from pipesight.stats.config import Config, TensorRule
-from pipesight.stats.extensions.measuring_feature import MeasuringFeature
+from pipesight.stats.measuring_feature import MeasuringFeature
 from pipesight.stats.moments.quantity import Quantity, Source, combine, quantity
 from pipesight.stats.registry import Registry
 
@@ -85,9 +85,7 @@ def action_for(rules: Iterable[tuple[TensorRule, Serve | None]], tensor: str) ->
     )
 
 
-def actions_for(
-    config: Config, registry: Registry, api: str, layer: str, tensor: str, gemm: str | None
-) -> TensorActions | None:
+def actions_for(config: Config, registry: Registry, layer: str, tensor: str, gemm: str | None) -> TensorActions | None:
     """Return what the configuration says of a tensor; ``None`` for nothing.
 
     Raises:
@@ -98,16 +96,16 @@ def actions_for(
         return None
     rules: list[tuple[TensorRule, Serve | None]] = []
     for chosen in section.features:
-        feature = registry.features_for(api, chosen.namespace).get(chosen.name)
-        if not chosen.enabled or feature is None or registry.data[chosen.namespace].api is not None:
-            continue  # a namespace with an API of its own is called through that
+        feature = registry.logs(chosen.namespace, chosen.name)
+        if not chosen.enabled or feature is None:
+            continue
         rule = chosen.rule(tensor, gemm)
         if rule is None:
             continue
         if _measures(feature):
             rules.append((replace(rule, stats=feature.requests(rule.stats, tensor)), None))
         else:
-            rules.append((rule, _tolerant(getattr(feature, api))))
+            rules.append((rule, _tolerant(feature.log_tensor_stats)))
     return TensorActions(rules, tensor) if rules else None
 
 

@@ -32,12 +32,11 @@ from pipesight.stats import current_session
 from pipesight.stats.config import load
 from pipesight.stats.config_errors import nearest
 from pipesight.stats.current_session import running, running_or_none
-from pipesight.stats.extensions.namespaces import attribute
 from pipesight.stats.layer_names import named_layers
 from pipesight.stats.log_settings import LogSettings, process_rank
 from pipesight.stats.message_log import MessageLog
 from pipesight.stats.registry import Registry, default_registry
-from pipesight.stats.sinks import BaseLogger, FileSink, JsonlSink, LoggerSink, Sink, Sinks, TensorBoardSink
+from pipesight.stats.sinks import BaseLogger, FileSink, JsonlSink, LoggerSink, Record, Sink, Sinks, TensorBoardSink
 from pipesight.stats.stats_session import StatsSession
 
 __all__ = [
@@ -49,6 +48,7 @@ __all__ = [
     "initialize_training_step",
     "list_features",
     "log_message",
+    "log_scalar",
     "log_tensor_stats",
     "open_session",
     "refuse_unknown",
@@ -131,7 +131,6 @@ def open_session(
     registry = default_registry().copy()
     registry.load_entry_points()
     registry.load_feature_dirs(feature_dirs)
-    registry.validate_and_init()
     checked = load(os.fspath(config) if isinstance(config, os.PathLike) else config, registry)
     folder = Path("." if log_dir is None else log_dir)
     settings, rank = LogSettings.from_environment(), process_rank()
@@ -224,6 +223,12 @@ def _log(*args: Any) -> Mapping[str, Any]:
 _log_uncompiled: Callable[..., Mapping[str, Any]] = torch.compiler.disable(_log)
 
 
+def log_scalar(name: str, value: Tensor | float, iteration: int) -> None:
+    """Log a value of your own, such as one that a feature computed, at once and on this rank."""
+    plain = float(value.detach() if isinstance(value, Tensor) else value)
+    running().sinks.write([Record.named(name, plain, operator.index(iteration))])
+
+
 def step() -> None:
     """End a training step: merge over ranks and log what was measured in it. Does nothing without a session."""
     session = running_or_none()
@@ -253,8 +258,8 @@ def get_tensor_reduction_group() -> dist.ProcessGroup | None:
 
 
 def log_message(message: str, layer_name: str | None = None, level: int = logging.INFO, **_: Any) -> None:
-    """Write a line to the message log; ``layer_name`` is accepted for compatibility and ignored."""
-    running().messages.log_message(message, level)
+    """Write a line to the message log, after ``LAYER=layer_name: `` if it is about a layer."""
+    running().messages.log_message(message if layer_name is None else f"LAYER={layer_name}: {message}", level)
 
 
 def list_features() -> list[str]:
@@ -273,10 +278,13 @@ def _registry() -> Registry:
 
 
 def infer_and_assign_layer_names(model: nn.Module | Iterable[nn.Module]) -> None:
-    """Set the attribute ``name`` of a model, or several, and of its layers: ``model``, ``model.fc1`` and so on."""
+    """Set the attribute ``name`` of a model, or several, and of its layers: ``model``, ``model.fc1`` and so on.
+
+    In an ``nn.ModuleList``, the number of a layer is its ``layer_number``, if it has one.
+    """
     for one in [model] if isinstance(model, nn.Module) else model:
         one.name = "model"  # type: ignore[assignment]
-        for name, layer in named_layers(one):
+        for name, layer in named_layers(one, numbered=True):
             layer.name = f"model.{name}"  # type: ignore[assignment]
 
 
@@ -285,8 +293,3 @@ def end_debug() -> None:
     session, current_session.of_process = current_session.of_process, None
     if session is not None:
         session.close()
-
-
-def __getattr__(name: str) -> Any:
-    """Return the API of a namespace, or a call that features of the user's serve."""
-    return attribute(name)

@@ -10,9 +10,8 @@ from pipesight.stats.config import GEMM_KEYS, STEP_KEYS, TENSOR_KEYS, StatisticR
 from pipesight.stats.config.steps import is_integer
 from pipesight.stats.config_errors import shown
 from pipesight.stats.current_session import running
-from pipesight.stats.extensions.config_mapper import GenericConfigAPIMapper
-from pipesight.stats.extensions.measuring_feature import MeasuringFeature
 from pipesight.stats.log_settings import process_rank
+from pipesight.stats.measuring_feature import MeasuringFeature
 from pipesight.stats.moments.cast_statistics import CAST_STATISTICS, NVFP4
 from pipesight.stats.moments.statistic_formulas import STATISTICS
 from pipesight.stats.registry import api_method, register_feature
@@ -64,6 +63,8 @@ class TransformerEngineLogTensorStats(LogTensorStats):
     and of those along all others, since training casts them both ways.
     """
 
+    inclusive = True
+
     def requests(self, stats: tuple[StatisticRequest, ...], tensor_name: str) -> tuple[StatisticRequest, ...]:
         """Return the statistics, with blocks both ways for some tensors."""
         if tensor_name not in ("activation", "weight"):
@@ -91,6 +92,7 @@ class LogFp8TensorStats(MeasuringFeature):
             stats: [underflows%, mxfp8_mse, mxfp8_scale_inv_min_columnwise]
     """
 
+    inclusive = True
     keys = KEYS
     statistics = frozenset(name for name, statistic in CAST_STATISTICS.items() if statistic.recipe != NVFP4)
 
@@ -109,6 +111,7 @@ class LogNvfp4TensorStats(MeasuringFeature):
             stats: [underflows%, mse]
     """
 
+    inclusive = True
     keys = KEYS
     statistics = frozenset(
         name.removeprefix(f"{NVFP4}_") for name, statistic in CAST_STATISTICS.items() if statistic.recipe == NVFP4
@@ -120,7 +123,7 @@ class LogNvfp4TensorStats(MeasuringFeature):
 
 
 @register_feature(TRANSFORMER_ENGINE, stand_in=True)
-class DumpTensors(GenericConfigAPIMapper):
+class DumpTensors:
     """Write the selected tensors to files, for torch.load: tensor_dumps/rank_0/iter_000100/fc1_activation.pt.
 
     A file holds a dict with the tensor under "high_precision", and where it is from. The files of a rank take max_bytes
@@ -136,6 +139,7 @@ class DumpTensors(GenericConfigAPIMapper):
             max_bytes: 1_000_000_000
     """
 
+    inclusive = True
     keys = TENSOR_KEYS | GEMM_KEYS | STEP_KEYS | {"high_precision_tensor", "quantized_tensor", "max_bytes"}
 
     def __init__(self) -> None:

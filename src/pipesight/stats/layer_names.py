@@ -12,13 +12,18 @@ from pipesight.pipeline.partition import Partition
 __all__ = ["named_layers", "partitions_of"]
 
 
-def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_layers(model: nn.Module, *, numbered: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """Yield the names and layers of a model, as ``named_modules()`` does, without the model itself.
 
     Layers of a `GPipe` have the names they had before the model was partitioned.
+
+    Args:
+        model: The model.
+        numbered: Take the ``layer_number`` of layers in a list that have one: there, layers of one rank of a pipeline
+            have numbers that count those of the ranks before it.
     """
     seen: set[nn.Module] = {model}
-    yield from _named(model, "", seen)
+    yield from _named(model, "", seen, numbered)
 
 
 def partitions_of(model: Any) -> dict[nn.Module, int]:
@@ -30,13 +35,15 @@ def partitions_of(model: Any) -> dict[nn.Module, int]:
     return {layer: j for j, partition in numbered for layer in partition.modules()}
 
 
-def _named(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _named(module: nn.Module, prefix: str, seen: set[nn.Module], numbered: bool) -> Iterator[tuple[str, nn.Module]]:
     for owner in _partitions(module) or [module]:
         for name, child in owner.named_children():
             if child not in seen:
                 seen.add(child)
+                if numbered and isinstance(module, nn.ModuleList):
+                    name = getattr(child, "layer_number", name)
                 yield f"{prefix}{name}", child
-                yield from _named(child, f"{prefix}{name}.", seen)
+                yield from _named(child, f"{prefix}{name}.", seen, numbered)
 
 
 def _partitions(module: nn.Module) -> list[nn.Module]:

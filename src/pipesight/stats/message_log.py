@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
@@ -19,6 +19,8 @@ __all__ = ["MessageLog", "with_prefix"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+MOST_REMEMBERED = 100_000
 
 _prefix: ContextVar[str] = ContextVar("prefix", default="pipesight")
 
@@ -64,6 +66,7 @@ class MessageLog:
         self.root_log_dir = os.fspath(log_dir)  # extensions put files of their own there
         self.path = log_file(log_dir, "nvdlfw_inspect_logs", rank=rank, settings=self.settings)
         self.lost = 0
+        self._said: set[Hashable] = set()
         self._complained = False
         self._prefix = _prefix.get()
         self._log = log
@@ -97,6 +100,16 @@ class MessageLog:
             except OSError as error:
                 self.lost += 1
                 self._complain(error)
+
+    def is_first(self, message: Hashable) -> bool:
+        """Return whether this was not asked about the message before, for what is to be logged once."""
+        with self._lock:
+            if message in self._said:
+                return False
+            if len(self._said) >= MOST_REMEMBERED:
+                self._said.clear()
+            self._said.add(message)
+        return True
 
     def debug(self, message: object) -> None:
         """Log a message for debugging."""

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,12 +33,11 @@ from pipesight.stats.config_errors import nearest
 __all__ = [
     "BASE",
     "ENTRY_POINTS",
-    "Namespace",
     "Registry",
     "api_method",
+    "api_names",
     "default_registry",
     "register_feature",
-    "register_namespace_api",
 ]
 
 C = TypeVar("C", bound=type)
@@ -47,24 +45,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 BASE = "base"
 ENTRY_POINTS = "pipesight.stats.features"
-
-
-@dataclass(slots=True)
-class Namespace:
-    """The features of one namespace.
-
-    Attributes:
-        api: The object of the extension that routes calls of this namespace, if an extension brought one.
-        features: A feature object by name.
-        feat_api_to_features: The names of the features that serve an API call, by the name of the call.
-        deferred_features: Always empty. Features here need not wait for the API of their namespace.
-    """
-
-    name: str
-    api: Any = None
-    features: dict[str, Any] = field(default_factory=dict)
-    feat_api_to_features: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    deferred_features: list[type] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +66,29 @@ class Registry:
         ['base.CountCalls', 'base.LogTensorStats']
 
     Attributes:
-        data: A `Namespace` by name.
+        routed: Namespaces whose features are called in another way than by `log_tensor_stats`.
     """
 
     def __init__(self) -> None:
-        self.data: dict[str, Namespace] = {}
+        self.routed: set[str] = set()
+        self._features: dict[str, dict[str, Any]] = {}
         self._entries: dict[tuple[str, str], _Entry] = {}
-        self._apis: dict[str, type] = {}
+        self._own: dict[tuple[str, str], _Entry] = {}
         self._loaded: set[Path] = set()
 
     def copy(self) -> Registry:
         """Return a registry of the same classes, each with an object of its own."""
         new = Registry()
-        for namespace, api in self._apis.items():
-            new.add_namespace_api(api, namespace)
         for (namespace, name), entry in self._entries.items():
             new.add(entry.cls, namespace, name, stand_in=entry.stand_in)
         return new
 
     def reset(self) -> None:
-        """Forget everything."""
-        for contents in (self.data, self._entries, self._apis, self._loaded):
+        """Forget all features but those that pipesight brings."""
+        for contents in (self.routed, self._features, self._entries, self._loaded):
             contents.clear()
+        for (namespace, name), entry in self._own.items():
+            self.add(entry.cls, namespace, name, stand_in=entry.stand_in)
 
     def add(self, cls: type, namespace: str = BASE, name: str | None = None, *, stand_in: bool = False) -> None:
         """Add a feature class. The same class again changes nothing.
@@ -134,20 +115,10 @@ class Registry:
                     f"two features are called {namespace}.{name} ({_place(known.cls)} and {_place(cls)}); "
                     f"rename one: register_feature(namespace={namespace!r}, name=...)"
                 )
-        feature = _object(cls)
-        space = self._namespace(namespace)
-        space.features[name] = feature
-        self._entries[namespace, name] = _Entry(cls, stand_in)
-        for names in space.feat_api_to_features.values():
-            if name in names:
-                names.remove(name)
-        for method in _api_names(cls):
-            space.feat_api_to_features[method].append(name)
-
-    def add_namespace_api(self, cls: type, namespace: str) -> None:
-        """Add the class that routes the API calls of a namespace; the last one counts."""
-        self._namespace(namespace).api = _object(cls)
-        self._apis[namespace] = cls
+        self._features.setdefault(namespace, {})[name] = _object(cls)
+        self._entries[namespace, name] = entry = _Entry(cls, stand_in)
+        if cls.__module__.startswith("pipesight."):
+            self._own[namespace, name] = entry
 
     def register_feature(
         self, namespace: str = BASE, name: str | None = None, *, stand_in: bool = False
@@ -155,23 +126,13 @@ class Registry:
         """Return a decorator that makes a class a feature. See `add`."""
 
         def register(cls: C) -> C:
-            for registry in self._targets(cls):
+            for registry in self.targets(cls):
                 registry.add(cls, namespace, name, stand_in=stand_in)
             return cls
 
         return register
 
-    def register_namespace_api(self, namespace: str) -> Callable[[C], C]:
-        """Return a decorator that makes a class the API of a namespace. See `add_namespace_api`."""
-
-        def register(cls: C) -> C:
-            for registry in self._targets(cls):
-                registry.add_namespace_api(cls, namespace)
-            return cls
-
-        return register
-
-    def _targets(self, cls: type) -> list[Registry]:
+    def targets(self, cls: type) -> list[Registry]:
         """Return where a class belongs when a file that some registry is loading registers it here.
 
         Ordinary modules are run once a process, so what they register must outlive the session that imported them
@@ -182,25 +143,6 @@ class Registry:
             return [self]
         registry, module = loading
         return [registry] if cls.__module__ == module else [self, registry]
-
-    def validate_and_init(self) -> None:
-        """Tell the API object of each namespace its name and features.
-
-        Raises:
-            TypeError: One of them cannot route calls.
-        """
-        for namespace, space in self.data.items():
-            if space.api is None:
-                continue
-            if not callable(getattr(type(space.api), "route_api", None)):
-                raise TypeError(
-                    f"the API of a namespace must have a method route_api (namespace: {namespace}, "
-                    f"API: {_place(type(space.api))}); derive it from BaseNamespaceAPI"
-                )
-            space.api.name = namespace
-            space.api.set_default_api_impl()
-            space.api.set_api_map(space.feat_api_to_features)
-            space.api.set_features(space.features)
 
     def load_feature_dirs(self, dirs: str | Path | Iterable[str | Path] | None) -> None:
         """Run every Python file of some folders and of the folders in them, for the features they register.
@@ -242,11 +184,11 @@ class Registry:
     @property
     def namespaces(self) -> tuple[str, ...]:
         """The names of the namespaces, the base namespace first."""
-        return (BASE, *sorted(name for name in self.data if name != BASE))
+        return (BASE, *sorted(name for name in self._features if name != BASE))
 
     def feature_names(self, namespace: str = BASE) -> tuple[str, ...]:
         """Return the names of the features of a namespace."""
-        return tuple(self.data[namespace].features) if namespace in self.data else ()
+        return tuple(self._features.get(namespace, ()))
 
     def feature(self, namespace: str, name: str) -> Any:
         """Return a feature object.
@@ -254,14 +196,18 @@ class Registry:
         Raises:
             KeyError: There is none of that name.
         """
-        return self.data[namespace].features[name]
+        return self._features[namespace][name]
 
     def features_for(self, api_name: str, namespace: str = BASE) -> Mapping[str, Any]:
         """Return the features that serve an API call, by name, in the order they were registered."""
-        if namespace not in self.data:
-            return {}
-        space = self.data[namespace]
-        return {name: space.features[name] for name in space.feat_api_to_features.get(api_name, ())}
+        features = self._features.get(namespace, {})
+        return {name: feature for name, feature in features.items() if api_name in api_names(type(feature))}
+
+    def logs(self, namespace: str, name: str) -> Any:
+        """Return the feature if `log_tensor_stats` is to call it, or else ``None``."""
+        if namespace in self.routed and not self._entries[namespace, name].stand_in:
+            return None
+        return self.features_for("log_tensor_stats", namespace).get(name)
 
     def list_features(self) -> list[str]:
         """Return the features as ``namespace.name``."""
@@ -285,9 +231,6 @@ class Registry:
             chapters += [_chapter(full, self.feature(*full.split(".", 1))) for full in found]
         return "\n\n".join(dict.fromkeys(chapters))
 
-    def _namespace(self, name: str) -> Namespace:
-        return self.data.setdefault(name, Namespace(name))
-
 
 _DEFAULT = Registry()
 
@@ -308,18 +251,14 @@ def register_feature(namespace: str = BASE, name: str | None = None, *, stand_in
     return default_registry().register_feature(namespace, name, stand_in=stand_in)
 
 
-def register_namespace_api(namespace: str) -> Callable[[C], C]:
-    """Return a decorator that makes a class the API of a namespace."""
-    return default_registry().register_namespace_api(namespace)
-
-
 def api_method(method: F) -> F:
     """Mark a method of a feature: it serves the API call of the same name, such as ``log_tensor_stats``."""
     method.is_api = True  # type: ignore[attr-defined]
     return method
 
 
-def _api_names(cls: type) -> list[str]:
+def api_names(cls: type) -> list[str]:
+    """Return the API calls that a class serves."""
     return [name for name in dir(cls) if not name.startswith("_") and getattr(getattr(cls, name), "is_api", False)]
 
 

@@ -18,10 +18,11 @@ from pipesight._torch.tensors import in_transform
 from pipesight.stats.actions import Action, TensorActions, action_for, actions_for
 from pipesight.stats.config import Config
 from pipesight.stats.config.rules import StatisticRequest, TensorRule
+from pipesight.stats.config.steps import steps_of
 from pipesight.stats.current_session import serving
-from pipesight.stats.extensions.namespaces import end_namespaces, step_namespaces
 from pipesight.stats.iteration_buffer import IterationBuffer
 from pipesight.stats.measurements import Statistics
+from pipesight.stats.measuring_feature import MeasuringFeature
 from pipesight.stats.message_log import MessageLog
 from pipesight.stats.moments._tensor_kinds import ORDINARY
 from pipesight.stats.moments.cuda_moments import has_kernels, is_capturing
@@ -74,6 +75,8 @@ class StatsSession:
         self.merging = RankMerging(config, timeout=timeout)
         self.before_step: list[Callable[[], None]] = []
         """Called before the values of a step are logged."""
+        self.after_step: list[Callable[[], None]] = []
+        """Called when a step has ended and the next one is counted."""
         self.before_close: list[Callable[[], None]] = []
         """Called before the session ends."""
         self.met = False
@@ -95,7 +98,7 @@ class StatsSession:
         except KeyError:
             if len(self._actions_of) >= MOST_TENSORS:  # names that are made up anew in each step
                 self._actions_of.clear()
-            actions = self._actions_of[key] = actions_for(self.config, self.registry, "log_tensor_stats", *key)
+            actions = self._actions_of[key] = actions_for(self.config, self.registry, *key)
             return actions
 
     def log_tensor_stats(
@@ -199,6 +202,7 @@ class StatsSession:
 
     def collect_by(
         self,
+        feature: MeasuringFeature,
         config: Mapping[str, Any],
         layer_name: str,
         *,
@@ -207,21 +211,19 @@ class StatsSession:
         iteration: int | None = None,
         skip_reduction: bool = False,
         reduction_group: dist.ProcessGroup | None = None,
-        requests: Callable[[tuple[StatisticRequest, ...], str], tuple[StatisticRequest, ...]] | None = None,
         **_: Any,
     ) -> Mapping[str, Any]:
-        """Measure a tensor by the settings of a feature, whatever the step; ``requests`` says what its names mean."""
-        if self._captured():
+        """Measure a tensor by the settings of a feature, if they select the step."""
+        step = self.step_count if iteration is None else self._turn_to(iteration)
+        if not steps_of(config, inclusive=feature.inclusive).includes(step) or is_recomputing() or self._captured():
             return {}
-        wanted = tuple(_request(entry) for entry in config.get("stats", ()))
-        if requests is not None:
-            wanted = requests(wanted, tensor_name)
-        key = (wanted, config.get("on_nonfinite"), tensor_name == "weight")
+        self.met = True
+        stats = feature.requests(tuple(_request(entry) for entry in config.get("stats", ())), tensor_name)
+        key = (stats, config.get("on_nonfinite"), tensor_name == "weight")
         action = self._actions.get(key)
         if action is None:
-            action = action_for([(TensorRule(wanted, on_nonfinite=config.get("on_nonfinite")), None)], tensor_name)
-            self._actions[key] = action
-        step = self.step_count if iteration is None else self._turn_to(iteration)
+            rule = TensorRule(stats, on_nonfinite=config.get("on_nonfinite"))
+            action = self._actions[key] = action_for([(rule, None)], tensor_name)
         records = self._collect(layer_name, tensor_name, tensor, step, action, skip_reduction, reduction_group)
         return Statistics(action, records)
 
@@ -283,7 +285,13 @@ class StatsSession:
             self._pending.end(self.step_count)
         finally:
             self.step_count += 1
-        step_namespaces(self.registry)
+        for after in list(self.after_step):
+            after()
+
+    def forget_config(self) -> None:
+        """Select nothing from now on."""
+        self.config = Config()
+        self._actions_of.clear()
 
     def flush(self) -> None:
         """Log what was measured so far, and wait for it."""
@@ -309,13 +317,12 @@ class StatsSession:
         if self.closed:
             return
         atexit.unregister(self._close_at_exit)
-        for before in list(self.before_close):
-            before()
-        self._actions_of = _NoActions()
         try:
             try:
-                end_namespaces(self.registry)
+                for before in list(self.before_close):
+                    before()
             finally:
+                self._actions_of = _NoActions()
                 (self._pending.flush_alone if alone else self._pending.flush)()
                 self._reporter.close()
         finally:

@@ -11,6 +11,7 @@ from pipesight.stats.config.sections import (
     StatisticRequest,
     TensorRule,
     load,
+    selection_of,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "StatisticRequest",
     "TensorRule",
     "load",
+    "selection_of",
 ]

@@ -75,7 +75,9 @@ class FeatureCheck:
                 rules = self._entries(levels, "tensors_struct", "tensor", self._rule, at=(settings, path))
                 return RuleTable({name: rule for name, rule in rules.items() if name != ALL}, rules.get(ALL))
             if "tensors" in settings:
-                names = check_names(settings["tensors"], (*path, "tensors"), self._mistakes) or ()
+                given = settings["tensors"]
+                given = [given] if isinstance(given, str) else given
+                names = check_names(given, (*path, "tensors"), self._mistakes) or ()
                 if ALL in names:
                     return RuleTable({}, self._rule(levels, gemm=gemm))
                 for i, name in enumerate(names):

@@ -3,7 +3,7 @@ r"""Regular expressions of a configuration, matched in bounded time.
 Python's ``re`` tries all ways to match, which may be exponentially many, and cannot be interrupted. So a pattern is
 looked at first::
 
-    .*\.(fc1|fc2)      repeats one after the other: at most len(name) ** repeats steps, matched here
+    .*\.(fc1|fc2)      repeats one after the other: at most len(name) ** (repeats + 1) steps, matched here
     (a+)+              a choice inside of a repeat: matched in a process of its own, which ends when its time is over
 """
 
@@ -39,7 +39,7 @@ pattern = re.compile(pattern)
 for name in names:
     if setitimer:
         setitimer(ITIMER_PROF, limit)
-    found = pattern.fullmatch(name) is not None
+    found = pattern.search(name) is not None
     print(int(found), flush=True)
 """
 
@@ -67,7 +67,7 @@ class Pattern:
         object.__setattr__(self, "_compiled", _compile(self.pattern))
 
     def match(self, names: Iterable[str]) -> dict[str, bool]:
-        """Return of each name whether all of it matches.
+        """Return of each name whether the pattern is found in it.
 
         Raises:
             ConfigError: That would take too long.
@@ -75,8 +75,8 @@ class Pattern:
         found: dict[str, bool] = {}
         hard = []
         for name in dict.fromkeys(names):
-            if self.repeats is not None and (len(name) + 1) ** self.repeats <= STEPS:
-                found[name] = self._compiled.fullmatch(name) is not None
+            if self.repeats is not None and (len(name) + 1) ** (self.repeats + 1) <= STEPS:  # from each character on
+                found[name] = self._compiled.search(name) is not None
             else:
                 hard.append(name)
         return {**found, **self._match_apart(hard)} if hard else found

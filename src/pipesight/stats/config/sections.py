@@ -45,6 +45,7 @@ __all__ = [
     "StatisticRequest",
     "TensorRule",
     "load",
+    "selection_of",
 ]
 
 
@@ -179,6 +180,19 @@ def load(config: str | Path | Mapping[str, Any], registry: Registry | None = Non
     return _build(document, default_registry() if registry is None else registry)
 
 
+def selection_of(layers: Mapping[str, Any]) -> Selection:
+    """Return what the ``layers`` of a section select.
+
+    Raises:
+        ConfigError: They have mistakes; the error lists them all.
+    """
+    mistakes = Mistakes(read_dict({"layers": layers}))
+    selection = check_layers(layers, ("layers",), mistakes)
+    if mistakes:
+        raise mistakes.error()
+    return selection
+
+
 def _build(document: Document, registry: Registry) -> Config:
     mistakes = Mistakes(document)
     for line, flaw in document.flaws:
@@ -203,12 +217,13 @@ def _section(name: str, value: Any, document: Document, registry: Registry, mist
     if section is None:
         return None
     enabled = check_enabled(section, path, mistakes)
+    off = section.get("enabled") is False
     selection = Selection()
     if "layers" in section:
         selection = check_layers(section["layers"], (name, "layers"), mistakes)
-    else:
+    elif not off:
         mistakes.add(path, "must say which layers it selects; add layers: {layer_types: all}")
-    if section.keys() <= {"enabled", "layers"}:
+    if not off and section.keys() <= {"enabled", "layers"}:
         mistakes.add(path, "must have a feature, such as LogTensorStats")
     features = []
     for namespace, feature, where, settings in find_features(section, path, registry, mistakes):

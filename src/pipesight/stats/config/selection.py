@@ -31,7 +31,7 @@ class Selection:
 
     Args:
         exact: Whole names.
-        pattern: A regular expression that the whole name matches.
+        pattern: A regular expression that is found in the name.
         types: A name that contains one of them is selected; ``None`` for any name.
         numbers: A name of which one part between dots is one of these numbers is selected; ``None`` for any name.
         ignored: Selectors that were given, but do not count.
@@ -80,7 +80,7 @@ class Selection:
         if self.exact is not None:
             return f"the names {', '.join(sorted(self.exact))}"
         if self.pattern is not None:
-            return f"names that match {self.pattern.pattern}"
+            return f"names with a match of {self.pattern.pattern}"
         words = [] if self.types is None else [f"names with {' or '.join(self.types)}"]
         if self.numbers is not None:
             words.append(f"numbers {', '.join(spans(self.numbers))}")

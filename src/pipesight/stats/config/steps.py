@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from pipesight.stats.config_errors import shown
 
-__all__ = ["STEP_KEYS", "Steps", "is_integer", "step_mistakes"]
+__all__ = ["STEP_KEYS", "Steps", "is_integer", "step_mistakes", "steps_of"]
 
 STEP_KEYS = frozenset({"freq", "start_step", "end_step", "start_end_list"})
 
@@ -96,6 +96,16 @@ class Steps:
         )
         every = "every step" if self.freq == 1 else f"every {self.freq} steps"
         return every if ranges == "0 on" else f"{every}, {ranges}"
+
+
+def steps_of(settings: Mapping[str, Any], *, inclusive: bool = False) -> Steps:
+    """Return the steps of settings that a feature was called with, where ``None`` stands for the default.
+
+    Raises:
+        ValueError: They make no sense.
+    """
+    given = {key: settings[key] for key in STEP_KEYS if settings.get(key) is not None}
+    return Steps.from_settings(given, inclusive=inclusive)
 
 
 def step_mistakes(settings: Mapping[str, Any], *, inclusive: bool = False) -> Iterator[tuple[str, str]]:

@@ -40,10 +40,10 @@ class Sinks:
         """How many records did not reach a sink, over all sinks."""
         return sum(self._lost.values())
 
-    def add(self, sink: Sink) -> None:
-        """Hand the records to one more sink from now on."""
+    def only(self, kind: type[Sink]) -> Sinks:
+        """Return the sinks of one kind."""
         with self._lock:
-            self._sinks.append(sink)
+            return Sinks([sink for sink in self._sinks if isinstance(sink, kind)], warn=self._warn)
 
     def write(self, records: Sequence[Record]) -> None:
         """Hand the records to each sink."""

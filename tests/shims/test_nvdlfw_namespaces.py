@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import textwrap
 
+import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
-
-from pipesight.stats import api as debug_api
-from pipesight.stats.config import ConfigError
-from pipesight.stats.extensions import (
-    APICacheIdentifier,
-    BaseConfigAPIMapper,
-    BaseNamespaceAPI,
-    ConfigManager,
-    ConfigSpec,
-    GenericConfigAPIMapper,
-    GenericFrameworkAPI,
+from nvdlfw_inspect.base import BaseConfigAPIMapper, BaseNamespaceAPI
+from nvdlfw_inspect.config_manager import ConfigManager, ConfigSpec, is_layer_in_cfg
+from nvdlfw_inspect.debug_features.generic_feature_api import GenericConfigAPIMapper, GenericFrameworkAPI
+from nvdlfw_inspect.logging import (
+    BaseLogger,
     MetricLogger,
-    Registry,
-    append_parent_docstring,
-    gather_along_first_dim,
+    custom_assert,
     get_logger,
-    import_and_exec_module,
-    is_layer_in_cfg,
     print_rank_0,
     wrap_tensorboard_writer,
 )
-from pipesight.stats.extensions.namespaces import attribute
-from pipesight.stats.sinks import BaseLogger
+from nvdlfw_inspect.registry import Registry
+from nvdlfw_inspect.utils import (
+    APICacheIdentifier,
+    append_parent_docstring,
+    gather_along_first_dim,
+    import_and_exec_module,
+)
+
+from pipesight.stats.config import ConfigError
 from support import warm
 
 FEATURES = """
-    from pipesight.stats.extensions import BaseNamespaceAPI, GenericConfigAPIMapper, Registry
-    from pipesight.stats.registry import api_method
+    from nvdlfw_inspect.base import BaseNamespaceAPI
+    from nvdlfw_inspect.debug_features.generic_feature_api import GenericConfigAPIMapper
+    from nvdlfw_inspect.registry import Registry, api_method
 
     class Defaults:
         def scale(self, config, layer_name, **kwargs):
@@ -120,6 +120,27 @@ def no_session_is_left():
     """End the session of a test."""
     yield
     debug_api.end_debug()
+    MetricLogger.enabled_loggers.clear()
+
+
+CONFIG_OF_MAX = {
+    "s": {
+        "enabled": True,
+        "layers": {"layer_types": ["fc"]},
+        "LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["max"]},
+    }
+}
+
+
+def log_max(step):
+    """Log a tensor, and end the step."""
+    debug_api.log_tensor_stats("fc1", tensor=torch.tensor([float(step)]), tensor_name="activation")
+    debug_api.step()
+
+
+def messages(log_dir):
+    """Return what is in the message log."""
+    return (log_dir / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log").read_text()
 
 
 @pytest.fixture
@@ -129,7 +150,7 @@ def mine(tmp_path):
     folder.mkdir()
     (folder / "mine.py").write_text(textwrap.dedent(FEATURES))
     debug_api.initialize(CONFIG, feature_dirs=str(folder), log_dir=str(tmp_path / "logs"))
-    return attribute("mine")
+    return debug_api.mine
 
 
 # The API of a namespace.
@@ -280,11 +301,21 @@ def test_settings_without_tensors():
 
 
 def test_configuration_by_layer(mine):
-    """The settings for a layer are dictionaries by namespace and feature, None where no section selects it."""
+    """The settings for a layer are dictionaries by namespace and feature, none where no section selects it."""
     assert ConfigManager.get_config_for_layer("fc1") == {
         "mine": {"One": {"enabled": True, "tensors": ["a"], "factor": 3}, "Two": {"enabled": False, "tensors": ["a"]}}
     }
-    assert ConfigManager.get_config_for_layer("conv") is None
+    assert ConfigManager.get_config_for_layer("conv") == {}
+
+
+def test_configuration_is_forgotten(mine):
+    """After a reset, no layer is selected, and a layer can be asked for again."""
+    assert mine.scale("fc1", tensor_name="a")[0] == "One"
+    ConfigManager.reset()
+    assert ConfigManager.get_config_for_layer("fc1") == {}
+    assert mine.scale("fc2", tensor_name="a")[0] == "default"
+    debug_api.end_debug()
+    ConfigManager.reset()
 
 
 def test_layer_of_two_sections(tmp_path):
@@ -307,6 +338,30 @@ def test_section_of_the_configuration(mine):
     assert (spec.enabled, spec.extension_config) == (True, {"base": {"LogTensorStats": settings}})
     assert is_layer_in_cfg("fc1", spec)
     assert not is_layer_in_cfg("conv", spec)
+    spec.reset()
+    assert (spec.enabled, spec.extension_config, is_layer_in_cfg("fc1", spec)) == (False, {}, False)
+
+
+def test_section_without_a_session():
+    """A section can be made empty, told its layers, and reset to be told others."""
+    spec = ConfigSpec()
+    every = ["decoder.1.mlp.fc1", "decoder.1.attn.proj", "decoder.12.qkv"]
+    assert not is_layer_in_cfg("decoder.1.mlp.fc1", spec)
+    for layers, names in (
+        ({"layer_numbers": [1, 2], "layer_types": ["mlp", "qkv"]}, ["decoder.1.mlp.fc1"]),
+        (
+            {"layer_numbers": ["all"], "layer_types": ["all"]},
+            ["decoder.1.mlp.fc1", "decoder.1.attn.proj", "decoder.12.qkv"],
+        ),
+        ({"layer_name_regex_pattern": r"1\..*(proj|fc)"}, ["decoder.1.mlp.fc1", "decoder.1.attn.proj"]),
+    ):
+        spec.initialize({"enabled": True, "layers": layers})
+        assert [name for name in every if is_layer_in_cfg(name, spec)] == names
+        spec.reset()
+    spec.add_extension("base", {"LogTensorStats": {"enabled": True}})
+    assert spec.extension_config == {"base": {"LogTensorStats": {"enabled": True}}}
+    with pytest.raises(ConfigError, match="unknown layer selector"):
+        spec.initialize({"enabled": True, "layers": {"layer_type": ["fc"]}})
 
 
 # Loggers.
@@ -334,18 +389,115 @@ def test_metric_logger(tmp_path):
     assert second.calls == [("mine", 2.0, float, 4)]
 
 
+def test_loggers_before_a_session(tmp_path):
+    """Loggers can be enabled before a session, which then writes no file, and get scalars at once."""
+    logger = Recorder()
+    MetricLogger.log_scalar("nobody listens", 1.0, 0)
+    MetricLogger.add_logger(logger)
+    MetricLogger.log_scalar("early", torch.tensor(1.0), 0)
+    debug_api.initialize(CONFIG_OF_MAX, log_dir=tmp_path)
+    assert MetricLogger.enabled_loggers == [logger]
+    log_max(0)
+    MetricLogger.log_scalar("late", 3.0, 1)
+    debug_api.end_debug()
+    assert [call[0] for call in logger.calls] == ["early", "fc1_activation_max", "late"]
+    assert MetricLogger.enabled_loggers == []
+    assert not (tmp_path / "nvdlfw_inspect_statistics_logs").exists()
+
+
+def test_enabled_loggers(tmp_path):
+    """The list holds every logger of a session, its file too; one that is taken out gets nothing more."""
+    writer, logger, added = [], Recorder(), Recorder()
+
+    class Writer:
+        def add_scalar(self, *args):
+            writer.append(args)
+
+    debug_api.initialize(
+        CONFIG_OF_MAX,
+        statistics_logger=logger,
+        tb_writer=Writer(),
+        default_logging_enabled=True,
+        log_dir=tmp_path,
+    )
+    assert MetricLogger.enabled_loggers[0] is logger
+    assert MetricLogger.enabled_loggers[2] == get_logger()
+    MetricLogger.enabled_loggers.append(added)
+    log_max(0)
+    MetricLogger.enabled_loggers.remove(logger)
+    log_max(1)
+    for one in MetricLogger.enabled_loggers:
+        one.log_scalar("direct", 5.0, 2)
+    debug_api.end_debug()
+    names = ["fc1_activation_max", "fc1_activation_max", "direct"]
+    assert [call[0] for call in logger.calls] == names[:1]
+    assert [call[0] for call in added.calls] == [call[0] for call in writer] == names
+    (file,) = (tmp_path / "nvdlfw_inspect_statistics_logs").iterdir()
+    assert [line.split(" - INFO - ")[1].split(" ")[0] for line in file.read_text().splitlines()] == names
+
+
+def test_loggers_of_a_session_that_fails(tmp_path):
+    """A session that cannot be opened leaves the enabled loggers as they were."""
+    before = Recorder()
+    MetricLogger.add_logger(before)
+    try:
+        with pytest.raises(ConfigError):
+            debug_api.initialize({"s": {"enabled": 1}}, statistics_logger=Recorder(), log_dir=tmp_path)
+        assert MetricLogger.enabled_loggers == [before]
+    finally:
+        MetricLogger.enabled_loggers.clear()
+    with pytest.raises(TypeError, match="log_scalar"):
+        MetricLogger.add_logger(object())
+    with pytest.raises(TypeError, match="log_scalar"):
+        debug_api.initialize("", statistics_logger=[Recorder(), object()], log_dir=tmp_path)
+    assert MetricLogger.enabled_loggers == []
+
+
 def test_get_logger(mine, tmp_path):
-    """The general log can be written to."""
+    """The general log can be written to, each time, while ``log_message`` writes a message once."""
     assert get_logger().root_log_dir == str(tmp_path / "logs")
-    get_logger().log_message("from an extension")
-    assert "INFO - from an extension\n" in get_logger().path.read_text()
+    for _ in range(2):
+        get_logger().log_message("from an extension")
+    assert messages(tmp_path / "logs").count("INFO - from an extension\n") == 2
+
+
+def test_messages_are_logged_once(tmp_path):
+    """A message is logged once for its layer and the arguments that tell calls apart, and anew in another session."""
+    for _ in range(2):
+        debug_api.initialize("", log_dir=tmp_path)
+        for k in range(3):
+            debug_api.log_message("called")
+            debug_api.log_message("called", "fc1")
+            debug_api.log_message("called", layer_name="fc2", level=logging.WARNING)
+            debug_api.log_message("called", "fc1", extra_cachable_args=("fprop", "weight"))
+            debug_api.log_message(f"step {k}")
+            debug_api.step()
+        debug_api.end_debug()
+        assert [line.split(",", 1)[1][6:] for line in messages(tmp_path).splitlines()] == [
+            "INFO - called",
+            "INFO - LAYER=fc1: called",
+            "WARNING - LAYER=fc2: called",
+            "INFO - LAYER=fc1: called",
+            "INFO - step 0",
+            "INFO - step 1",
+            "INFO - step 2",
+        ]
+
+
+def test_custom_assert(tmp_path):
+    """A condition that does not hold is an AssertionError, and a line in the log of a session."""
+    custom_assert(True, "fine")
+    with pytest.raises(AssertionError, match="no session"):
+        custom_assert([], "no session")
+    debug_api.initialize("", log_dir=tmp_path)
+    with pytest.raises(AssertionError, match="one tensor"):
+        custom_assert(False, "one tensor")
+    assert messages(tmp_path).endswith(" - ERROR - one tensor\n")
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: MetricLogger.log_scalar("a", 1.0, 0),
-        lambda: MetricLogger.add_logger(Recorder()),
         get_logger,
         lambda: ConfigManager.get_config_for_layer("fc1"),
     ],
@@ -380,9 +532,44 @@ def test_wrapped_writer():
 
 # A feature that logs statistics.
 
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ({"freq": 10}, range(0, 100, 10)),
+        ({"freq": 5, "start_step": 12, "end_step": 30}, [15, 20, 25, 30]),
+        ({"start_end_list": [[0, 2], [50, 51]]}, [0, 1, 50]),
+    ],
+)
+def test_steps_of_calls_through_a_namespace(steps, expected, tmp_path):
+    """A call through a namespace, or from a derived feature, logs at the steps of the settings alone."""
+    folder = tmp_path / "features"
+    folder.mkdir()
+    (folder / "own.py").write_text(textwrap.dedent(OWN))
+    settings = {"enabled": True, "tensors": ["activation"], "stats": ["max"], **steps}
+    section = {"enabled": True, "layers": {"layer_types": ["fc"]}, "LogTensorStats": settings}
+    section["own"] = {"LogOwnStats": {**settings, "every": 1}}
+    logger = Recorder()
+    debug_api.initialize({"s": section}, feature_dirs=folder, statistics_logger=logger, log_dir=tmp_path)
+    for k in range(100):
+        arguments = {"tensor": torch.tensor([k, -1.0]), "tensor_name": "activation"}
+        found = [
+            debug_api.base.log_tensor_stats("fc1", **arguments),
+            debug_api.own.log_tensor_stats("fc2", **arguments),
+            debug_api.own.look_at("fc3", iteration=k, **arguments),
+        ]
+        assert [dict(one) for one in found] == [{"max": k} if k in expected else {}] * 3
+        debug_api.step()
+    debug_api.end_debug()
+    for layer in ("fc1", "fc2", "fc3"):
+        assert [(v, i) for name, v, _, i in logger.calls if name == f"{layer}_activation_max"] == [
+            (k, k) for k in expected
+        ]
+
+
 OWN = """
-    from pipesight.stats.extensions import LogTensorStats, Registry
-    from pipesight.stats.registry import api_method
+    from nvdlfw_inspect.debug_features.log_tensor_stats import LogTensorStats
+    from nvdlfw_inspect.registry import Registry, api_method
 
     @Registry.register_feature(namespace="own")
     class LogOwnStats(LogTensorStats):
@@ -405,7 +592,7 @@ def test_feature_derived_from_ours(tmp_path):
     config = {"s": {"enabled": True, "layers": {"layer_types": ["fc"]}, "own": own}}
     logger = Recorder()
     debug_api.initialize(config, feature_dirs=str(folder), statistics_logger=logger, log_dir=str(tmp_path))
-    look_at = attribute("own").look_at
+    look_at = debug_api.own.look_at
     for k in range(3):
         for tensor_name in ("a", "c"):
             look_at("fc1", tensor=torch.tensor([3.0, 4.0]) + k, tensor_name=tensor_name, iteration=k)
@@ -481,7 +668,7 @@ def test_gather_alone():
 
 GATHER = """
     import sys, torch, torch.distributed as dist
-    from pipesight.stats.extensions import gather_along_first_dim
+    from nvdlfw_inspect.utils import gather_along_first_dim
     rank = int(sys.argv[1])
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + sys.argv[2])
     part = torch.full((2, 3), float(rank), requires_grad=True)
