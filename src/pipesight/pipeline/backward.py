@@ -98,14 +98,16 @@ class BackwardPass(Pass):
         """Run all backward tasks of the partitions of one worker."""
         # Autograd would run the nodes of a GPU in its own thread. In the worker, it saves the switch between threads,
         # and hooks see the context.
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), CaughtGradients() as caught:
             for i, j in backward_tasks(self.m, share):
                 graph = self._graphs.get((i, j)) if self._keep else self._graphs.pop((i, j), None)
                 if graph is not None:
-                    self._step(self.partitions[j], i, graph, where)
+                    self._step(self.partitions[j], i, graph, where, caught)
                 del graph  # hold nothing while waiting
 
-    def _step(self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where) -> None:
+    def _step(
+        self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where, caught: CaughtGradients
+    ) -> None:
         """Recompute if necessary, while the gradients may still be on their way; wait for them, and run backward."""
         if graph.checkpoint is not None:
             self._recompute(partition, i, graph, where)
@@ -113,7 +115,7 @@ class BackwardPass(Pass):
         self.begin(where, partition, i, "backward", marks=graph.marks)
         begin_task(self.minibatch.randomness, (i, partition.j, "backward"))
         try:
-            self.minibatch.caller.run(self._run_task, partition, i, graph, gradients, where)
+            self.minibatch.caller.run(self._run_task, partition, i, graph, gradients, where, caught)
         finally:
             end_task()
             self.end(where)
@@ -152,17 +154,24 @@ class BackwardPass(Pass):
         return gradients
 
     def _run_task(
-        self, partition: PlacedPartition, i: int, graph: LocalGraph, gradients: list[Tensor | None], where: Where
+        self,
+        partition: PlacedPartition,
+        i: int,
+        graph: LocalGraph,
+        gradients: list[Tensor | None],
+        where: Where,
+        caught: CaughtGradients,
     ) -> None:
         """Run the local graph; send the gradients of its inputs back, and sum those of its parameters."""
         j, first = partition.j, graph.first
         # A graph that is built again need not be retained. All micro-batches share what outside leaves come from.
         retain = (self._keep and graph.checkpoint is None) or partition.uses_outside_leaves
-        with CaughtGradients(self.partitions[k].layers for k in range(first, j + 1)) as caught:
-            of_ins, of_skips, of_parameters = graph.backward(gradients, retain=retain)
+        caught.watch(self.partitions[first : j + 1])
+        of_ins, of_skips, of_parameters = graph.backward(gradients, retain=retain)
+        of_reentrant = caught.take()
         where.end_layer()  # the rest, mainly summing gradients, belongs to no layer
         shared = first != j  # then the gradients may come from another device's stream
-        if any(edge is not None for edge in graph.ins):
+        if any(graph.ins):
             source, target = self.partitions[first].device, self.partitions[max(0, first - 1)].device
             packet = Packet(of_ins, source, ready=ready(source, target, always=shared))
             self.mailboxes.put((i, first), packet, j)
@@ -172,8 +181,8 @@ class BackwardPass(Pass):
             packet = Packet([gradient], source, ready=ready(source, target, always=shared))
             self.mailboxes.put((i, key), packet, j)
         self._sums[j].add(graph.parameters, of_parameters)
-        if caught.parameters:
-            self._sums[j].add(caught.parameters, caught.gradients)
+        if of_reentrant is not None:
+            self._sums[j].add(*of_reentrant)
 
     def input_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of the inputs, concatenated over micro-batches, after `run`."""

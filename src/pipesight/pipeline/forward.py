@@ -74,7 +74,9 @@ class ForwardPass(Pass):
         """Wait for what a task needs, run it, and send its outputs on."""
         mailboxes, j = self.mailboxes, partition.j
         packet = mailboxes.get((i, j), j)
-        regions = [region_of(t) for t in packet.tensors] if self._grad and packet.graph is None else []
+        # Memory is shared with another input, or with a skip on its way.
+        shared = self._grad and packet.graph is None and (len(packet.tensors) > 1 or bool(self.routes.target))
+        regions = [region_of(t) for t in packet.tensors] if shared else []
         tensors = self.receive(packet, partition, i, where)
         graph: LocalGraph | None = packet.graph
         # What arrives as part of a graph is not a root of it.
@@ -142,14 +144,15 @@ class ForwardPass(Pass):
         if graph is not None:
             # Micro-batches are views of one tensor: a change to one of them would count as a change to all.
             given = inputs.safe_from(partition, self._input_storages)
-        versions = versions_of(given.tensors)
+        watched = graph is not None and (given is not inputs or bool(inputs.regions))
+        versions = versions_of(given.tensors) if watched else []
         outputs, form = self.call(partition, i, given, graph)
-        if graph is not None and inputs.regions:
+        if watched:
             self._note_changes(partition, i, inputs, given, versions)
         if graph is not None and graph.first == partition.j and True not in inputs.needed and not any(graph.outs):
             graph = None  # nothing here gets a gradient
         if graph is not None and self.minibatch.tokens[i].asked and partition.j < self.n - 1:
-            return self._pack(partition, outputs, [_wants(t) for t in outputs], form, graph)
+            return self._pack(partition, outputs, graph.wanted(), form, graph)
         return self._hand_on(partition, i, outputs, form, graph)
 
     def _note_changes(
@@ -158,10 +161,10 @@ class ForwardPass(Pass):
         """Note what a task changed in place of ``inputs``, or of copies of them, which it was ``given``."""
         pairs = zip(versions_of(given.tensors), versions, strict=True)
         changed = [k for k, (now, before) in enumerate(pairs) if now != before]
-        if changed:
+        if not changed:
+            partition.leaves_input |= given is not inputs
+        elif inputs.regions:
             self._changes[i].note(partition.j, inputs.regions, changed)
-        elif given is not inputs:
-            partition.leaves_input = True
 
     def _hand_on(
         self,
@@ -174,7 +177,7 @@ class ForwardPass(Pass):
         checkpoint: Checkpoint | None = None,
     ) -> list[Packet]:
         """Keep the graph of a task, or what it takes to build it again; pack the outputs."""
-        wanted = [graph is not None and _wants(t) for t in outputs]
+        wanted = [False] * len(outputs) if graph is None else graph.wanted()
         if graph is not None:
             self.tape.parameters[partition.j] += self.tape.dependencies.note(i, partition, graph)
             if checkpoint is not None and True in wanted:
@@ -200,7 +203,3 @@ class ForwardPass(Pass):
             event = ready(partition.device, self.partitions[self.routes.target[key]].device)
             packets.append(Packet([tensor], partition.device, [want], lone, event, graph))
         return packets
-
-
-def _wants(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad

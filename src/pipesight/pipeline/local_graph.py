@@ -39,7 +39,7 @@ class Inputs:
     needed: list[bool]  # which of them want a gradient
     count: int  # how many come from the partition before
     form: Form  # makes of those what the first layer takes
-    regions: list[Region | None]  # where they came from, unless they are part of a graph
+    regions: list[Region | None]  # their memory where they came from, if others may share it
 
     def safe_from(self, partition: PlacedPartition, storages: set[int] | None = None) -> Inputs:
         """Return inputs that the partition may change: copies, if a layer would.
@@ -64,15 +64,18 @@ class LocalGraph:
     """
 
     first: int  # the partition whose inputs `ins` are
-    ins: Edges = field(default_factory=list)
-    arriving: list[tuple[SkipKey, GradientEdge]] = field(default_factory=list)
-    anchors: list[Tensor | None] = field(default_factory=list)  # they keep `ins` and `arriving` valid
-    parameters: list[Tensor] = field(default_factory=list)
-    outs: Edges = field(default_factory=list)  # of the outputs, then of the skips that leave
-    promised: list[bool] = field(default_factory=list)  # which of these others will send gradients for
     marks: list[tuple[int, str]] = field(default_factory=list)  # where each layer begins
     checkpoint: Checkpoint | None = None
     inputs: Inputs | None = None  # of the checkpoint
+    # Set by `begin`:
+    ins: Edges = field(init=False)
+    arriving: list[tuple[SkipKey, GradientEdge]] = field(init=False)
+    anchors: list[Tensor | None] = field(init=False)  # they keep `ins` and `arriving` valid
+    parameters: list[Tensor] = field(init=False)
+    # Set by `end`:
+    outs: Edges = field(init=False)  # of the outputs, then of the skips that leave
+    # Set by the forward pass:
+    promised: list[bool] = field(init=False)  # which of these others will send gradients for
 
     def begin(self, partition: PlacedPartition, inputs: Inputs, parameters: list[Tensor]) -> list[Tensor | None]:
         """Extend the graph by a partition; return the inputs as its roots."""
@@ -90,25 +93,26 @@ class LocalGraph:
         """Note where the outputs of the last partition are in the graph."""
         self.outs = [edge_of(t, self.anchors[-1]) for t in outputs]
 
+    def wanted(self) -> list[bool]:
+        """Return which of the outputs want a gradient."""
+        return [edge is not None for edge in self.outs]
+
     def backward(
         self, gradients: list[Tensor | None], *, retain: bool
     ) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
         """Return the gradients of the inputs, of the skips that arrived, and of the parameters."""
         ends = [(e, g) for e, g in zip(self.outs, gradients, strict=True) if e is not None and g is not None]
         gradients.clear()
-        if not ends:
-            return [None] * len(self.ins), [None] * len(self.arriving), [None] * len(self.parameters)
-        roots = [edge for edge in self.ins if edge is not None] + [edge for _, edge in self.arriving]
-        # The caller may have frozen some since.
-        parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
-        found: list[Tensor | None] = []
-        if roots or parameters:
-            found = run_graph(ends, [*roots, *parameters], retain=retain)
-        of_roots = iter(found)
-        of_ins = [None if edge is None else next(of_roots) for edge in self.ins]
-        of_arriving = [next(of_roots) for _ in self.arriving]
-        of_parameters = [next(of_roots) if parameter.requires_grad else None for parameter in self.parameters]
-        return of_ins, of_arriving, of_parameters
+        skips = [edge for _, edge in self.arriving]
+        # The caller may have frozen parameters since.
+        all_inputs = (*self.ins, *skips, *[p if p.requires_grad else None for p in self.parameters])
+        inputs = [one for one in all_inputs if one is not None]
+        if not ends or not inputs:
+            return [None] * len(self.ins), [None] * len(skips), [None] * len(self.parameters)
+        found = iter(run_graph(ends, inputs, retain=retain))
+        of_all = [None if one is None else next(found) for one in all_inputs]
+        first_skip, first_parameter = len(self.ins), len(self.ins) + len(skips)
+        return of_all[:first_skip], of_all[first_skip:first_parameter], of_all[first_parameter:]
 
 
 class _Enter(torch.autograd.Function):

@@ -130,7 +130,7 @@ class Streams:
 
 def ready(source: torch.device, target: torch.device, *, always: bool = False) -> torch.cuda.Event | None:
     """Return an event for what this thread has enqueued on ``source``, if ``target`` has to wait for it."""
-    if source.type != "cuda" or (source == target and not always):
+    if (source == target and not always) or source.type != "cuda":
         return None
     event: torch.cuda.Event = torch.cuda.current_stream(source).record_event()
     return event

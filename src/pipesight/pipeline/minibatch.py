@@ -20,7 +20,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,8 +115,7 @@ class Pass(abc.ABC):
         engine = tape.minibatch.engine
         self.partitions, self.routes = engine.partitions, engine.routes
         self.m, self.n = len(tape.minibatch.sizes), len(engine.partitions)
-        boxes: list[Hashable] = [(i, j) for i in range(self.m) for j in range(self.n + 1)]
-        boxes += [(i, key) for i in range(self.m) for key in self.routes.target]
+        boxes = itertools.product(range(self.m), [*range(self.n + 1), *self.routes.target])
         self.mailboxes = Mailboxes(boxes, self.n)
         self.observers = context.observers()
         self._tasks, self._pace, self._busiest = tasks, pace, 0.0
@@ -210,8 +209,11 @@ class Pass(abc.ABC):
 
     def receive(self, packet: Packet, partition: PlacedPartition, i: int, where: Where) -> list[Tensor | None]:
         """Return the tensors of a packet on the partition's device."""
+        here = packet.device == partition.device
+        if here and packet.ready is None:
+            return packet.tensors
         streams = self.minibatch.streams
-        if packet.device == partition.device or not self.observers.members:
+        if here or not self.observers.members:
             return receive(packet, partition.device, streams, partition.j, i)
         where.partition, where.microbatch = partition.j, i
         moved = [t for t in packet.tensors if t is not None and t.device == packet.device]

@@ -168,7 +168,9 @@ def begin_task(source: PassRandomness, task: Task, replay: SavedGenerators | Non
 
 def end_task() -> SavedGenerators:
     """Make this thread draw from the default generators again; return the states of the user's own that it used."""
-    _here.pending = None
+    if _here.pending is not None:
+        _here.pending = None
+        return {}
     task, _here.begun = _here.begun, None
     if task is None:
         return {}

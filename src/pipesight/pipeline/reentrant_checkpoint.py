@@ -12,46 +12,62 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from types import TracebackType
 
 from torch import Tensor, nn
 
 from pipesight._torch.autograd import override_checkpoint_check
+from pipesight.pipeline.partition import PlacedPartition
 
 __all__ = ["CaughtGradients"]
 
 
 class CaughtGradients:
-    """Catches, within a backward of some partitions, the gradients that another backward in it leaves in parameters.
+    """Catches, in the backwards of one worker, the gradients that another backward in them leaves in parameters.
 
     ::
 
-        with CaughtGradients(partitions) as caught:
+        with CaughtGradients() as caught:
+            caught.watch(partitions)
             run_graph(...)
-        sums.add(caught.parameters, caught.gradients)
+            gradients = caught.take()
     """
 
-    def __init__(self, partitions: Iterable[nn.Module]) -> None:
-        self.parameters: list[Tensor] = []
-        self.gradients: list[Tensor | None] = []
-        self._partitions = partitions
+    def __init__(self) -> None:
+        self._partitions: Sequence[PlacedPartition] = ()
         self._stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
 
-    def replace(self) -> None:
-        """Replace the parameters by stand-ins, unless they are already."""
-        if self._replaced:
-            return
-        modules = {module: None for partition in self._partitions for module in partition.modules()}
-        for module in modules:
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.requires_grad:
-                    _, stand_in = self._stand_ins.setdefault(
-                        id(parameter), (parameter, nn.Parameter(parameter.detach()))
-                    )
-                    self._replaced.append((module, name, parameter))
-                    module._parameters[name] = stand_in
+    def watch(self, partitions: Sequence[PlacedPartition]) -> None:
+        """Expect a backward of some partitions."""
+        self._partitions = partitions
+
+    def replace(self) -> bool:
+        """Replace the parameters by stand-ins, unless they are already; return whether there is a backward to watch."""
+        if not self._replaced:
+            modules = {module: None for partition in self._partitions for module in partition.layers.modules()}
+            for module in modules:
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and parameter.requires_grad:
+                        _, stand_in = self._stand_ins.setdefault(
+                            id(parameter), (parameter, nn.Parameter(parameter.detach()))
+                        )
+                        self._replaced.append((module, name, parameter))
+                        module._parameters[name] = stand_in
+        return bool(self._partitions)
+
+    def take(self) -> tuple[list[Tensor], list[Tensor | None]] | None:
+        """Put the parameters back after a backward; return those that another one left gradients in, and these."""
+        self._partitions = ()
+        if not self._replaced:
+            return None
+        for module, name, parameter in self._replaced:
+            module._parameters[name] = parameter
+        caught = [(parameter, s.grad) for parameter, s in self._stand_ins.values() if s.grad is not None]
+        self._stand_ins.clear()
+        self._replaced.clear()
+        return [parameter for parameter, _ in caught], [gradient for _, gradient in caught]
 
     def __enter__(self) -> CaughtGradients:
         _install()
@@ -60,14 +76,7 @@ class CaughtGradients:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         _here.catching = None
-        for module, name, parameter in self._replaced:
-            module._parameters[name] = parameter
-        for parameter, stand_in in self._stand_ins.values():
-            if stand_in.grad is not None:
-                self.parameters.append(parameter)
-                self.gradients.append(stand_in.grad)
-        self._stand_ins.clear()
-        self._replaced.clear()
+        self.take()
 
 
 class _PerThread(threading.local):
@@ -84,7 +93,4 @@ def _install() -> None:
 
 
 def _allow() -> bool:
-    if _here.catching is None:
-        return False
-    _here.catching.replace()
-    return True
+    return _here.catching is not None and _here.catching.replace()
