@@ -646,12 +646,21 @@ def test_chunks_are_the_best_of_all_that_are_planned(tmp_path):
     report = time_of(tmp_path, "run", [1, 1], 16, lambda phase, k: 40 if phase == "backward" else 20)
     found = change(report, "larger micro-batches")
     assert found.what == "larger micro-batches: chunks=1 instead of 16"
-    assert found.why.startswith("the layers are too small for splitting to pay: ")
+    assert found.why.startswith("the tasks are too small for splitting to pay: ")
     assert found.promise == AT_LEAST
     measured = report.measured
     possible = planned_settings(measured.costs, partitions=2, schedules=["gpipe"], checkpoints=["never"], recorded=16)
     best = best_plans(measured.costs, possible)[0]
     assert found.gain == pytest.approx(1 - best.step_seconds / measured.predicted_seconds)
+
+
+def test_one_micro_batch_is_not_advised_to_save_recomputation(tmp_path):
+    """With `except_last`, a single micro-batch is not recomputed: that is `checkpoint="never"`, not larger tasks."""
+    cost = lambda phase, k: (200_000 if phase == "backward" else 100_000) // (1 + 9 * k)  # nearly all in partition 0
+    report = time_of(tmp_path, "run", [1, 1], 4, cost, checkpointed=3)
+    change(report, 'checkpoint="never"')
+    found = [entry.what for entry in report.verdict.changes if "chunks=" in entry.what]
+    assert all("chunks=1 " not in what for what in found), found
 
 
 def test_gain_without_checkpoints_is_what_it_gives(tmp_path):

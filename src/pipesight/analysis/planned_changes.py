@@ -118,18 +118,39 @@ def _chunks(measured: Measured) -> Change | None:
         recorded=m,
         rounds=setting.rounds,
     )
-    plans = [predict(measured.costs, other, measured.balance) for other in possible if other.chunks != m]
+    plans = fastest_first(
+        predict(measured.costs, other, measured.balance)
+        for other in possible
+        if other.chunks != m and not (other.chunks == 1 and _splitting_pays(measured))
+    )
     if not plans:
         return None
-    best = fastest_first(plans)[0]
-    chunks, gain = best.setting.chunks, gain_of(best, measured)
+    chunks, gain = plans[0].setting.chunks, gain_of(plans[0], measured)
     what = f"chunks={chunks} instead of {m}"
     if chunks > m:
         return Change(what, "fill and drain shrink, provided that smaller tasks take less time", gain, AT_MOST)
-    why = f"tasks of {time(mean_task(measured) * 1e6)} on average have a fixed cost, however few samples they get"
+    why = f"each task, of {time(mean_task(measured) * 1e6)} on average, has a fixed cost, however few samples it gets"
     if chunks == 1 and setting.partitions > 1:
-        why = f"the layers are too small for splitting to pay: {why}"
+        why = f"the tasks are too small for splitting to pay: {why}"
+    elif setting.checkpoint == "except_last":
+        why += f", and {chunks - 1} of {chunks} micro-batches are recomputed instead of {m - 1} of {m}"
     return Change(f"larger micro-batches: {what}", why, gain, AT_LEAST)
+
+
+def _splitting_pays(measured: Measured) -> bool:
+    """Return whether some pipelined plan beats a single micro-batch that is recomputed as the others are.
+
+    With ``except_last``, a single micro-batch is never recomputed. What it gains by that is a matter of checkpointing,
+    not of splitting.
+    """
+    setting = measured.setting
+    assert setting is not None
+    if setting.partitions == 1:
+        return False
+    checkpoint = "always" if setting.checkpoint == "except_last" else setting.checkpoint
+    alone = predict(measured.costs, replace(setting, chunks=1, checkpoint=checkpoint), measured.balance)
+    halves = predict(measured.costs, replace(setting, chunks=2), measured.balance)
+    return min(halves.step_seconds, measured.predicted_seconds) < alone.step_seconds
 
 
 def _checkpoint(measured: Measured) -> Change | None:
