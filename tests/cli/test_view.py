@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from pipesight.runs.trace_download import TraceDownload
 from pipesight.view.live import web_server
 from pipesight.view.live.run_publisher import Publisher
 from support import browser
@@ -285,6 +286,22 @@ def test_trace_of_ranks(tmp_path):
     assert status == 200
     events = json.loads(gzip.decompress(body))["traceEvents"]
     assert events == run.events[0] + run.events[1]
+
+
+def test_trace_of_ranks_has_one_clock(tmp_path):
+    """What is handed over has the times of all ranks by the clock of rank 0, as the report has."""
+    run = GrowingRun(tmp_path / "run", balance=[1, 1], chunks=2, world_size=2).begin()
+    run.step(ranks=2)
+    run.end()
+    since = run.events[1][0]["ts"]
+    clock = {"offset_correction_ns": -3_000_000, "drift": 0.5, "drift_since_ns": since * 1000}
+    (run.folder / "ranks").mkdir(exist_ok=True)
+    (run.folder / "ranks/rank-00001.json").write_text(json.dumps({"rank": 1, "clock": clock}))
+    with TraceDownload(run.folder) as download:
+        events = json.loads(gzip.decompress(b"".join(download)))["traceEvents"]
+    moved = [{**event, "ts": event["ts"] - 3000 + round((event["ts"] - since) / 2)} for event in run.events[1]]
+    assert moved[0]["ts"] == since - 3000
+    assert events == run.events[0] + moved
 
 
 def test_trace_elsewhere(tmp_path):

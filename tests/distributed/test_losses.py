@@ -188,6 +188,18 @@ def test_losses_of_users(tmp_path):
         }.items():
             error = error_of(piped(flat, weight).step, x, y)
             assert words in "".join([str(error), *getattr(error, "__notes__", [])]), repr(error)
+        # It runs on the last rank alone, once the ranks have agreed on the step: no rank is a step behind if it fails.
+        refused = [True]
+        def picky(output, target):
+            assert rank == 1
+            if refused:
+                raise ValueError(f"not yet {refused.pop()}")
+            return count(output, target)
+        pipeline = piped(flat, picky)
+        error = error_of(pipeline.step, x, y)
+        assert "not yet True" in str(error), repr(error)
+        assert "in loss_weight" in "".join([str(error), *getattr(error, "__notes__", [])]), repr(error)
+        compare(pipeline, plain, flat, batch)
         told = str(error_of(piped, flat, [None, count][rank]))
         assert "loss_weight: None on rank 0, a function on rank 1" in told, told
         assert "'samples', 'sum' or a function" in str(error_of(piped, flat, "tokens"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipesight.analysis.analyse import analyse
 from pipesight.cli.command import main
 from pipesight.runs.following.follower import Follower
 from pipesight.runs.reading.run import open_run
@@ -169,3 +170,17 @@ def test_hosts_that_are_none(tmp_path, wrong):
         facts = json.loads(file.read_text())
         file.write_text(json.dumps({**facts, "hosts": wrong, "host_of_rank": wrong, "rank": wrong, "host": wrong}))
     assert called("report", run)[0] == 0
+
+
+@pytest.mark.parametrize("ends", [5, [], {"1": 5}, {"x": {"outcome": "SIGTERM"}, "1": {"outcome": "  "}}])
+@pytest.mark.parametrize("outcome", [None, "SIGTERM", " "])
+def test_how_ranks_ended_is_only_taken_from_them(ends, outcome, tmp_path):
+    """`run.json` cannot say how other ranks ended; whatever is there instead, the report is made."""
+    path = made(tmp_path / "run")
+    description = json.loads((path / "run.json").read_text()) | {"ends": ends, "outcome": "SIGTERM", "ended": None}
+    (path / "run.json").write_text(json.dumps(description))
+    rank = {"rank": 1, "pid": 4001, "host": "there", "outcome": outcome}
+    (path / "ranks/rank-00001.json").write_text(json.dumps(rank))
+    with open_run(path) as run:
+        assert run.description["ends"] == {1: {key: rank.get(key) for key in run.description["ends"][1]}}
+        assert "bubble" in analyse(run).verdict.text

@@ -9,9 +9,11 @@ machine, and as many partitions sleep at once as like to. Where processors matte
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import os
 import queue
+import statistics
 import sys
 import tempfile
 import threading
@@ -32,7 +34,7 @@ from pipesight.analysis.planned_changes import Change
 from pipesight.runs.reading.run import open_run
 from support.torchrun import RANK, torchrun
 
-STEPS, TURNS = 6, 3
+STEPS, ROUNDS = 6, 7
 SAMPLES = 16
 
 
@@ -104,6 +106,11 @@ class Kept:
     change: Change
     before: float
     after: float
+
+    @property
+    def promised(self) -> float:
+        """The share of the step that the report said would be gained."""
+        return self.change.gain
 
     @property
     def measured(self) -> float:
@@ -277,20 +284,23 @@ CASES: tuple[Callable[[Path], Kept], ...] = (
 
 
 def main(names: list[str]) -> None:
-    """Print a row for each kind of advice."""
+    """Print a row for each kind of advice: medians, and the least and the most, over rounds through all of them."""
     torch.set_num_threads(1)
-    print("| kind | advice | promised | measured |\n|---|---|---|---|")
-    for case in [case for case in CASES if case.__name__ in names or not names]:
-        found: Kept | None = None
-        for _ in range(TURNS):
-            with tempfile.TemporaryDirectory() as folder:
-                latest = case(Path(folder))
-            found = latest if found is None else found.again(latest)
-        assert found is not None
-        word = "" if found.change.promise == "simulated" else f"{found.change.promise} "
-        print(
-            f"| {found.kind} | {found.change.what} | {word}{found.change.gain:.0%} | {found.measured:.0%} |", flush=True
-        )
+    found: dict[str, list[Kept]] = {}
+    for _ in range(ROUNDS):
+        for case in [case for case in CASES if case.__name__ in names or not names]:
+            with tempfile.TemporaryDirectory() as folder, contextlib.suppress(LookupError):
+                found.setdefault(case.__name__, []).append(case(Path(folder)))
+    print("| advice | runs | estimated | measured |\n|---|---|---|---|")
+    for rounds in found.values():
+        change = rounds[-1].change
+        word = "" if change.promise == "simulated" else f"{change.promise} "
+        promised, measured = ([getattr(kept, name) for kept in rounds] for name in ("promised", "measured"))
+        print(f"| {change.what} | {len(rounds)} | {word}{_spread(promised)} | {_spread(measured)} |", flush=True)
+
+
+def _spread(shares: list[float]) -> str:
+    return f"{statistics.median(shares):.0%} ({min(shares):.0%} to {max(shares):.0%})"
 
 
 if __name__ == "__main__":

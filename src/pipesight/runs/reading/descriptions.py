@@ -77,7 +77,7 @@ def shifts_of(own: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]]) ->
 
 def merged(own: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Return what ``run.json`` says, completed by what other ranks know."""
-    description = copy.deepcopy(dict(own))
+    description = copy.deepcopy({key: value for key, value in own.items() if key != "ends"})  # only known from others
     for _, other in sorted(ranks.items()):
         _complete(description, other)
     return description
@@ -96,9 +96,7 @@ def _complete(description: dict[str, Any], other: Mapping[str, Any]) -> None:
     if type(rank := other.get("rank")) is int:
         by_rank[rank] = other.get("host")
         if other.get("host") != description.get("host") or all(other.get(k) == description.get(k) for k in _ATTEMPT):
-            if not isinstance(description.get("ends"), dict):
-                description["ends"] = {}
-            description["ends"][rank] = {key: other.get(key) for key in _END}
+            description.setdefault("ends", {})[rank] = {key: other.get(key) for key in _END}
     for ours, theirs in zip(_dicts(description, "pipelines"), _dicts(other, "pipelines"), strict=False):
         if "ranks" not in ours:
             continue  # a pipeline of one rank: the other has one of its own

@@ -32,10 +32,11 @@ def ending_of(facts: Mapping[str, Any]) -> str | None:
     ended = [str(own.get("ended")) for own in ends.values() if own.get("outcome") == _TERMINATED]
     if not ended:
         return None
-    failed = {rank: own for rank, own in ends.items() if own.get("outcome") not in (None, "", "ok", _TERMINATED)}
+    outcomes = {rank: str(own.get("outcome") or "").strip() for rank, own in ends.items()}
+    failed = [rank for rank, outcome in outcomes.items() if outcome not in ("", "ok", _TERMINATED)]
     if failed:
-        rank = min(failed, key=lambda rank: (str(failed[rank].get("ended")), rank))
-        what = str(failed[rank]["outcome"]).strip().splitlines()[0].rstrip(".")
+        rank = min(failed, key=lambda rank: (str(ends[rank].get("ended")), rank))
+        what = outcomes[rank].splitlines()[0].rstrip(".")
         return f"rank {rank} ended with {what}; others were then ended with {_TERMINATED}"
     waited = _seconds_since(max(ended))
     gone = [
