@@ -571,6 +571,21 @@ def test_signal_just_before_a_wait(script, tmp_path, method, number, count):
     assert [len(events) for events in traces(tmp_path).values()] == ([count] if count else [])
 
 
+EVENT_LOOP = """
+import asyncio
+loop = asyncio.new_event_loop()
+loop.add_signal_handler(signal.SIGUSR1, print)
+"""
+
+
+def test_signal_just_before_a_wait_in_a_child_of_an_event_loop(script, tmp_path):
+    """So it is where the parent runs an event loop, whose wakeup descriptor the child inherits."""
+    body = UNHEARD.format(method="fork", number="SIGTERM", count=2)
+    process = script(body.replace("    start('run'", EVENT_LOOP.replace("\n", "\n    ") + "\n    start('run'"))
+    assert process.output == f"{-signal.SIGTERM}\n", process.errors
+    assert [len(events) for events in traces(tmp_path).values()] == [2]
+
+
 def test_signal_right_after_a_fork(script):
     """A forked process ends of a signal that comes before it has done anything."""
     body = """
