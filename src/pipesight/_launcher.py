@@ -1,4 +1,4 @@
-"""What a launcher such as torchrun tells a process in its environment: its rank, its job, how often it restarted."""
+"""What a launcher such as torchrun puts into the environment of a process: rank, job, number of restarts."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def environment_number(variable: str) -> int | None:
 
 
 def launch() -> str | None:
-    """Return what no other start of torchrun has: the folder that it made for the errors of its ranks.
+    """Return a name that is unique to this start of torchrun: the folder it made for the errors of its ranks.
 
-    It begins with ``TORCHELASTIC_RUN_ID``, which alone is the same for all jobs that were not given one::
+    It begins with ``TORCHELASTIC_RUN_ID``, which alone is the same for all jobs without an ID::
 
         /tmp/torchelastic_nu3x1w2a/RUN-ID_5y0k3zlm/attempt_0/0/error.json
     """
@@ -42,7 +42,7 @@ def launch() -> str | None:
 
 
 def with_attempt(name: str, restart: int) -> str:
-    """Return the name that a file of a rank has in an attempt; one that says the attempt already stays.
+    """Return the name of a rank's file with the number of the attempt, unless it has one already.
 
     >>> with_attempt("rank-00001", 2), with_attempt("rank-00001", 0), with_attempt("rank-00001-restart-3", 2)
     ('rank-00001-restart-2', 'rank-00001', 'rank-00001-restart-3')

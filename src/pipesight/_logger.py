@@ -1,7 +1,6 @@
 """Loggers for the library's own lines: a failing handler does not stop the training.
 
-``logging`` lets what a handler's ``emit`` raises reach the line that logged. If that line is ours, in the middle of a
-pass, it would break training.
+An exception in a handler's ``emit`` reaches the line that logged. If that line is ours, it would break training.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class OwnLogger(logging.LoggerAdapter[logging.Logger]):
     _failed = False
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log a line, whatever comes of it."""
+        """Log a line; never raises."""
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # records name the caller, not this line
         try:
             super().log(level, msg, *args, **kwargs)
@@ -38,7 +37,7 @@ class OwnLogger(logging.LoggerAdapter[logging.Logger]):
                     sys.stderr.write(text + traceback.format_exc())
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Leave ``extra`` alone."""
+        """Keep ``extra``, which `LoggerAdapter` would replace."""
         return msg, kwargs
 
 

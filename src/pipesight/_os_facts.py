@@ -1,4 +1,4 @@
-"""What the operating system says: the processors that this process may use, and its current folder."""
+"""Facts from the operating system: how many processors this process may use, and its current folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gather tensors of different lengths from all ranks of a group, in one collective: filled up to one length."""
+"""Gather tensors of different lengths from all ranks of a group in one collective, padded to one length."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class PaddedGather:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
-        self._lent: list[Tensor] = []  # else a thread of gloo's may be the last to free them, at exit
+        self._kept: list[Tensor] = []  # else a thread of gloo may be the one that frees them, at exit
 
     def __call__(self, sent: Tensor, size: int, wait: Callable[[Any], object] | None = None) -> Tensor:
-        """Return what each rank sent, one row a rank, filled up with zeros.
+        """Return what each rank sent, one row per rank, padded with zeros.
 
         Args:
-            sent: That of this rank.
-            size: The length of the longest of all.
-            wait: Waits for the collective, given torch's handle of it; by default torch waits itself.
+            sent: The tensor of this rank.
+            size: The length of the longest tensor of all ranks.
+            wait: Waits for the collective, given torch's handle; by default, torch waits.
         """
         padded = sent.new_zeros(size)
         padded[: sent.numel()] = sent
         rows = sent.new_empty(len(self.ranks), size)
         parts = list(rows)
-        self._lent = [padded, *parts]
+        self._kept = [padded, *parts]
         work = dist.all_gather(parts, padded, group=self.group, async_op=wait is not None)
         if wait is not None:
             wait(work)

@@ -1,14 +1,14 @@
 """Wrap functions of torch for a while, without the program noticing.
 
-A Python function stays the object that it is, under all its names; only its code is replaced. So names that were
-imported before, ``is``, pickle, the tables of TorchScript and ``torch.compile``, and what others put around it
-meanwhile all go on as ever, and nothing but the code has to be put back::
+A Python function stays the same object, under all its names; only its code is replaced. So names imported earlier,
+``is``, pickle, the tables of TorchScript and ``torch.compile``, and wrappers that others add meanwhile all keep
+working, and only the code has to be restored::
 
-    torch.save                ─┐                    ┌ watched:  stand-in ── last layer ── first layer ── a copy of save
+    torch.save                ─┐                    ┌ wrapped:  stand-in ── last wrapper ── first wrapper ── its copy
     torch.serialization.save  ─┼─ function ── code ─┤
     from torch import save    ─┘                    └ else:     its own
 
-A method written in C has no code to replace. There, the attribute of its class is, by an object that is equal to it.
+A method written in C has no code to replace. There, the attribute of its class is replaced by an object equal to it.
 """
 
 from __future__ import annotations
@@ -32,94 +32,94 @@ _changing = threading.RLock()
 
 
 class Patches:
-    """What is watched, and what else there is to undo."""
+    """Wrapped functions and hooks, which `undo` removes together."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any], *, may_raise: bool = False) -> None:
-        """Let ``owner.name(*args)`` call ``around(original, *args)``; nothing, if this torch has no such name.
+        """Let ``owner.name(*args)`` call ``around(original, *args)``. Does nothing if this torch has no such name.
 
         Args:
             owner: A module or a class.
-            name: Of a function, or of a method.
-            around: Must call what it is given, once, with these arguments, and return the result. If it fails itself,
-                that is reported once, and the program continues without it.
+            name: The name of a function or method.
+            around: Must call ``original`` once, with these arguments, and return its result. If ``around`` itself
+                fails, that is logged once, and the program continues without it.
             may_raise: Let errors of ``around`` reach the program.
         """
         with _changing:
             place = _place(owner, name)
             if place is not None:
-                layer = _Layer(around, f"{getattr(owner, '__name__', owner)}.{name}", may_raise)
-                place.add(layer)
-                self._undo.append(functools.partial(place.remove, layer))
+                wrapper = _Wrapper(around, f"{getattr(owner, '__name__', owner)}.{name}", may_raise)
+                place.add(wrapper)
+                self._undo.append(functools.partial(place.remove, wrapper))
 
     def keep(self, handle: Any) -> None:
-        """Remove a hook's handle with the rest."""
+        """Remove a hook with the rest, by its handle."""
         self._undo.append(handle.remove)
 
     def undo(self) -> None:
-        """Put everything back, last first."""
+        """Restore everything, last first."""
         while self._undo:
             self._undo.pop()()
 
 
 def harmless(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook whose own errors are reported once instead of reaching the program."""
-    complain = _Complaint(hook.__qualname__)
+    """Return a hook whose errors are logged once and do not reach the program."""
+    log_error = _LogOnce(hook.__qualname__)
 
     @functools.wraps(hook)
     def careful(*args: Any, **kwargs: Any) -> None:
         try:
             hook(*args, **kwargs)
         except Exception:
-            complain()
+            log_error()
 
     return careful
 
 
-class _Complaint:
-    """Reports the first error, which is the one being handled."""
+class _LogOnce:
+    """Logs the exception being handled, the first time it is called."""
 
     def __init__(self, about: str) -> None:
         self._about = about
-        self.made = False
+        self.done = False
 
     def __call__(self) -> None:
-        if not self.made:
-            self.made = True
+        if not self.done:
+            self.done = True
             logger.exception("%s could not be recorded; the program continues", self._about)
 
 
-class _Layer:
-    """One of those who watch a function."""
+class _Wrapper:
+    """One wrapper of a function."""
 
     def __init__(self, around: Callable[..., Any], about: str, may_raise: bool) -> None:
         self._around, self._may_raise = around, may_raise
-        self._complain = _Complaint(about)
+        self._log_error = _LogOnce(about)
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._may_raise:
             return self._around(inner, *args, **kwargs)
-        if self._complain.made:
+        if self._log_error.done:
             return inner(*args, **kwargs)
         call = _Call(inner)
         try:
             return self._around(call, *args, **kwargs)
         except Exception as error:
-            if error is call.error:  # the program's
+            if error is call.error:  # the original raised it
                 raise
-            self._complain()
+            self._log_error()
             failed = call.error
         finally:
-            call.error = None  # it refers to this frame
+            call.error = None  # else a reference cycle: its traceback refers to this frame
         if failed is not None:
             raise failed
         return call.result if call.returned else inner(*args, **kwargs)
 
 
 class _Call:
-    """Calls a function, and keeps what became of it."""
+    """Calls a function, and keeps its result or error."""
 
     __slots__ = ("_function", "error", "result", "returned")
 
@@ -138,47 +138,47 @@ class _Call:
 
 
 class _Place(abc.ABC):
-    """A function, or the attribute of a class, and those who watch it."""
+    """A function, or an attribute of a class, and its wrappers."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self._original = self._run = original
-        self._layers: list[_Layer] = []
+        self._wrappers: list[_Wrapper] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._original(*args, **kwargs)
         return self._run(*args, **kwargs)
 
-    def add(self, layer: _Layer) -> None:
-        """Let somebody watch."""
-        self._change([*self._layers, layer])
-        if len(self._layers) == 1:
+    def add(self, wrapper: _Wrapper) -> None:
+        """Add a wrapper."""
+        self._change([*self._wrappers, wrapper])
+        if len(self._wrappers) == 1:
             self._install()
 
-    def remove(self, layer: _Layer) -> None:
-        """Let them watch no longer."""
+    def remove(self, wrapper: _Wrapper) -> None:
+        """Remove a wrapper."""
         with _changing:
-            self._change([other for other in self._layers if other is not layer])
-            if not self._layers:
+            self._change([other for other in self._wrappers if other is not wrapper])
+            if not self._wrappers:
                 self._uninstall()
 
-    def _change(self, layers: list[_Layer]) -> None:
+    def _change(self, wrappers: list[_Wrapper]) -> None:
         run = self._original
-        for layer in layers:
-            run = functools.partial(layer, run)
-        self._layers, self._run = layers, run
+        for wrapper in wrappers:
+            run = functools.partial(wrapper, run)
+        self._wrappers, self._run = wrappers, run
 
     @abc.abstractmethod
     def _install(self) -> None:
-        """Let calls go through the layers."""
+        """Let calls go through the wrappers."""
 
     @abc.abstractmethod
     def _uninstall(self) -> None:
-        """Put back what was there."""
+        """Restore what was there."""
 
 
 def _place(owner: Any, name: str) -> _Place | None:
-    """Return the place that a name stands for: the same, whoever asks."""
+    """Return the place of a name: the same object every time while it is wrapped."""
     found: Any = getattr(owner, name, None)
     if isinstance(found, FunctionType):
         known = (found.__kwdefaults__ or {}).get(_KEY)
@@ -189,7 +189,7 @@ def _place(owner: Any, name: str) -> _Place | None:
 
 
 class _Function(_Place):
-    """A Python function, watched by another code."""
+    """A Python function, whose code is replaced."""
 
     def __init__(self, function: FunctionType) -> None:
         copy = FunctionType(
@@ -207,11 +207,11 @@ class _Function(_Place):
         function = self._function
         function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), _KEY: self}
         function.__code__ = self._stand_in
-        vars(function).setdefault("__wrapped__", self._copy)  # for `inspect`: its signature, its source
+        vars(function).setdefault("__wrapped__", self._copy)  # `inspect` finds its signature and source there
 
     def _uninstall(self) -> None:
         function = self._function
-        if function.__code__ is self._stand_in:  # else somebody else has replaced it
+        if function.__code__ is self._stand_in:  # else somebody has replaced it too
             function.__code__ = self._code
             function.__kwdefaults__ = self._copy.__kwdefaults__
             if vars(function).get("__wrapped__") is self._copy:
@@ -219,13 +219,13 @@ class _Function(_Place):
 
 
 def _stand_in(code: CodeType) -> CodeType:
-    """Return code that hands its arguments on, and fits a function with the closure of this one."""
+    """Return code that passes its arguments on, for a function with the same closure variables."""
     names = ", ".join(code.co_freevars)
-    body = f"return {_KEY}(*args, **kwargs); {names}"  # what comes last is never run
+    body = f"return {_KEY}(*args, **kwargs); {names}"  # naming them makes them closure variables; it never runs
     made: dict[str, Any] = {}
     exec(f"def outer({names}):\n def inner(*args, {_KEY}, **kwargs): {body}\n return inner", made)
     function: FunctionType = made["outer"](*code.co_freevars)
-    # By its file, the compiler knows what to do with a function.
+    # The compiler decides by its file how to treat a function.
     return function.__code__.replace(
         co_filename=code.co_filename,
         co_firstlineno=code.co_firstlineno,
@@ -235,7 +235,7 @@ def _stand_in(code: CodeType) -> CodeType:
 
 
 class _Attribute(_Place):
-    """An attribute of a class, or of a module, that is no Python function."""
+    """An attribute of a class or module that is not a Python function."""
 
     def __init__(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
         super().__init__(original)
@@ -248,7 +248,7 @@ class _Attribute(_Place):
 
     def _uninstall(self) -> None:
         if vars(self._owner).get(self._name) is not self._stand_in:
-            return  # somebody has put something around it, or taken it away
+            return  # somebody has wrapped or removed it
         if self._before is not None:
             setattr(self._owner, self._name, self._before)
         else:
@@ -256,7 +256,7 @@ class _Attribute(_Place):
 
 
 class _EqualMethod:
-    """Stands in for a method written in C. ``__torch_function__`` looks methods up in tables, made before perhaps."""
+    """Stands in for a method written in C, and equals it: ``__torch_function__`` looks methods up in tables."""
 
     def __init__(self, original: Callable[..., Any], place: _Attribute) -> None:
         functools.update_wrapper(self, original)

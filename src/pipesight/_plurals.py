@@ -1,4 +1,4 @@
-"""Numbers in sentences."""
+"""Numbers and nouns in messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["count_of", "plural"]
 
 
 def plural(number: int, noun: str, several: str | None = None) -> str:
-    """Return the noun in the form that fits the number; ``several`` is the plural where it is not a mere *s*.
+    """Return the noun, in the plural unless the number is 1; ``several`` is the plural if it is not formed with *s*.
 
     >>> plural(1, "rank"), plural(2, "rank"), plural(0, "micro-batch", "micro-batches")
     ('rank', 'ranks', 'micro-batches')

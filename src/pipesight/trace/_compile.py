@@ -1,7 +1,7 @@
 """Spans in code that ``torch.compile`` compiles: no graph break, and no event.
 
-Torch's compiler, once it is there, is told that a node is a context manager it can look into; what it finds there is
-that nothing is to be done. It is imported by others, at any time or never, so an import hook waits for it.
+The compiler is told to treat nodes as context managers that do nothing. Others import it, at any time or never, so an
+import hook waits for that.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pipesight.trace.use import Use
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
 else:
-    Loader = MetaPathFinder = object  # these abstract classes take long to import, and nobody asks for them
+    Loader = MetaPathFinder = object  # these abstract classes take long to import, and nothing needs them
 
-__all__ = ["know", "prepare_for_compiler"]
+__all__ = ["prepare_for_compiler", "register_with_compiler"]
 
 logger = own_logger(__name__)
 
@@ -32,22 +32,22 @@ _kinds: list[type] = [Node, SilentNode, Use]
 
 
 def prepare_for_compiler() -> None:
-    """Let the compiler know about spans, now or when it is imported."""
+    """Register the classes of spans with the compiler, now or when it is imported."""
     if compiling.is_imported():
         _register()
     else:
-        sys.meta_path.insert(0, _Waiter())
+        sys.meta_path.insert(0, _CompilerFinder())
 
 
-def know(kind: type) -> None:
-    """Let the compiler know of another class of spans."""
+def register_with_compiler(kind: type) -> None:
+    """Register another class of spans."""
     _kinds.append(kind)
     if compiling.is_imported():
         _register()
 
 
-class _Waiter(MetaPathFinder):
-    """Finds the compiler as others would, and is told when it has been imported."""
+class _CompilerFinder(MetaPathFinder):
+    """Finds the compiler as usual, with a loader that notices when it has been imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -57,11 +57,11 @@ class _Waiter(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Announcer(spec.loader)
+            spec.loader = _NoticingLoader(spec.loader)
         return spec
 
 
-class _Announcer(Loader):
+class _NoticingLoader(Loader):
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
@@ -79,5 +79,5 @@ class _Announcer(Loader):
 def _register() -> None:
     try:
         _span.is_compiling = compiling.register_empty_context(_kinds)
-    except Exception:  # these are the compiler's own affairs, and may change
+    except Exception:  # the compiler's internals may change
         logger.warning("code with spans in it may not compile as one graph with this version of torch", exc_info=True)

@@ -1,4 +1,4 @@
-"""Events into lines of JSON. What repeats is made into text once: names, threads, arguments."""
+"""Encode events as lines of JSON. Text that repeats is made once: names, threads, arguments."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ __all__ = ["NAMING", "THREAD", "Encoder"]
 
 _dumps = JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
-_OURS = ("hhash", "p_idx", "level")  # arguments that each event has
+_RESERVED = ("hhash", "p_idx", "level")  # arguments that we give to every event
 _MOST_NAMES = 1000  # of threads, in the header
+_MOST_TEMPLATES = 10_000  # of a thread
 NAMING = b'{"id":0,"name":"thread_name","cat":"dftracer",'
-"""How lines begin that are not events, among those that are."""
+"""How the lines begin that name threads, and are no events."""
 
 
-_Entry: TypeAlias = tuple[Args, bytes]  # the last arguments of a node, and its line, without the numbers
+_Entry: TypeAlias = tuple[Args, bytes]  # the last arguments of a node, and the template of its line
 
 
 class _Thread:
-    """In the place of a node: from here on, the number of a thread means another one.
+    """Takes the place of a node among the events: from here on, this thread number belongs to another thread.
 
-    Python gives the number of a thread that has ended to the next that begins.
+    Python gives the number of a thread that has ended to the next one that starts.
     """
 
     phase = "thread"
@@ -42,38 +43,38 @@ THREAD = _Thread()
 
 
 class Encoder:
-    """Writes the events of one process as its file has them.
+    """Encodes the events of one process.
 
-    The file's clock is the wall clock at the start, and from then on the monotonic one: a clock that is set, or runs
-    ahead, bends no duration. Processes that this one starts keep its clock.
+    Times are those of the wall clock at the start, plus the monotonic clock since then: setting the wall clock does not
+    change durations. Processes that this one starts use the same offset.
     """
 
     def __init__(self, *, include_args: bool = True, offset: int | None = None) -> None:
         self.include_args = include_args
         self.offset = time.time_ns() - time.perf_counter_ns() if offset is None else offset
-        """What to add to the monotonic clock, in nanoseconds."""
+        """Nanoseconds to add to the monotonic clock."""
         self.begun = time.perf_counter_ns()
         self.lost = 0
-        """Events that could not be made into lines."""
+        """Events that did not become lines."""
         self.pid = os.getpid()
         host = os.uname().nodename
         self._host = (host, _hash(host))
         self._arrows = int.from_bytes(os.urandom(7)) >> 3
-        """Keeps arrows apart from those of other processes, where a viewer has both; 53 bits, as viewers do."""
-        self._heads: defaultdict[int, dict[Any, _Entry]] = defaultdict(dict)
+        """Tells arrows from those of other processes in the same viewer, which keeps 53 bits."""
+        self._templates: defaultdict[int, dict[Any, _Entry]] = defaultdict(dict)
         self._places = PlaceLines(self._template, self._arrow)
         self._threads: dict[int, tuple[int, str]] = {}
         self._names: dict[int, str] = {}
 
     def microseconds(self, moment: int) -> int:
-        """Return a moment of the monotonic clock in the file's time."""
+        """Convert a time of the monotonic clock, in nanoseconds, to the microseconds of the file."""
         return (moment + self.offset) // 1000
 
-    # The frame.
+    # Header and footer.
 
     def header(self) -> bytes:
-        """Return what a file begins with: the names behind the hashes, and the event that is around all others."""
-        thread = self.pid  # on Linux, the first thread has the number of its process
+        """Return the first lines of a file: what the hashes stand for, and the event that all others are nested in."""
+        thread = self.pid  # on Linux, the main thread has the number of its process
         command, executable, folder = " ".join(sys.argv), sys.executable, current_folder()
         moment = self.begun
         start = {
@@ -104,7 +105,7 @@ class Encoder:
         return ("[\n" + "".join(f"{line}\n" for line in lines)).encode()
 
     def footer(self, events: int, lost: int) -> bytes:
-        """Return what a file ends with."""
+        """Return the last lines of a file."""
         counts = {"hhash": self._host[1], "num_events": events, "lost_events": lost, "p_idx": 0, "level": 1}
         return self._event(0, "end", self.pid, time.perf_counter_ns(), counts).encode() + b"\n]\n"
 
@@ -125,35 +126,35 @@ class Encoder:
         line = {"id": number, "name": name, "cat": "dftracer", "pid": self.pid, "tid": thread}
         return _dumps({**line, "ts": self.microseconds(moment), "dur": 0, "ph": "X", "args": args})
 
-    # The events.
+    # Events.
 
     def lines(self, events: Sequence[Any]) -> tuple[bytes, int]:
-        """Return the lines of events as `EVENTS` holds them, one after the other, and how many events they are.
+        """Return the lines of events, given as `EVENTS` holds them, and the number of events.
 
         Raises:
-            Exception: one of them is in no state to be written; then it is as if none had been tried.
+            Exception: One of them cannot be encoded. The encoder's state is as before the call.
         """
         names = dict(self._names)
         try:
             return self._lines(events)
         except Exception:
             self._names = names
-            self._heads.clear()
+            self._templates.clear()
             self._places = PlaceLines(self._template, self._arrow)
             raise
 
     def _lines(self, events: Sequence[Any]) -> tuple[bytes, int]:
         lines: list[bytes] = []
         add = lines.append
-        micro, rest = divmod(self.offset, 1000)  # apart, for small numbers are faster
+        micro, rest = divmod(self.offset, 1000)  # separately: arithmetic with small integers is faster
         count = len(events) // FIELDS
-        thread, heads = 0, self._heads[0]
+        thread, templates = 0, self._templates[0]
         places, include_args = self._places, self.include_args
         fields = iter(events)
         for node, number, parent, start, stop, level, where, args in zip(*[fields] * FIELDS, strict=True):
             if where != thread:
-                thread, heads = where, self._heads[where]
-            entry = heads.get(node)
+                thread, templates = where, self._templates[where]
+            entry = templates.get(node)
             if entry is None or entry[0] is not args:
                 if type(args) is tuple:
                     line = places.line(node, thread, args)
@@ -171,8 +172,8 @@ class Encoder:
                     continue
                 if node is THREAD:
                     count -= 1
-                    self._meet(thread, number, parent)
-                    heads = self._heads[thread]
+                    self._rename_thread(thread, number, parent)
+                    templates = self._templates[thread]
                     continue
                 add(self._naming(thread).encode())
                 if node.phase != "X":
@@ -184,16 +185,16 @@ class Encoder:
         return b"".join(lines), count
 
     def _remember(self, node: Any, thread: int, args: Args) -> _Entry:
-        """Make a line of what is likely to come again, a node with its arguments, and leave out the numbers."""
+        """Keep the template of a line: the same node is likely to come again with the same arguments."""
         template = self._template(node, thread, args)
-        heads = self._heads[thread]
-        if len(heads) > 10_000:  # uses with arguments of their own come and go
-            heads.clear()
-        entry = heads[node] = (args, template.encode())  # bytes are formatted faster
+        templates = self._templates[thread]
+        if len(templates) > _MOST_TEMPLATES:  # each `Use` is another node
+            templates.clear()
+        entry = templates[node] = (args, template.encode())  # formatting bytes is faster
         return entry
 
     def _template(self, node: Any, thread: int, args: Args) -> str:
-        """Return the text of a line, with a ``%d`` for id, begin, duration, parent and level."""
+        """Return a line with a ``%d`` for each of: ID, start, duration, parent and level."""
         line = {"name": node.name, "cat": node.category, "pid": self.pid, "tid": self._thread(thread)[0]}
         constant = (_dumps(line)[1:-1], self._host[1], self._text(args))
         names, host, text = (part.replace("%", "%%") for part in constant)
@@ -202,19 +203,19 @@ class Encoder:
         )
 
     def _arrow(self, end: str, thread: int) -> str:
-        """Return the text of an end of an arrow, with a ``%d`` for id and time."""
-        binding = '"bp":"e",' if end == "f" else ""  # it ends in the span around, not in the next
+        """Return the line of one end of an arrow, with a ``%d`` for ID and time."""
+        binding = '"bp":"e",' if end == "f" else ""  # it ends at the enclosing span, not at the next one
         return (
             f'{{"id":%d,"name":"micro-batch","cat":"pipeline","pid":{self.pid},"tid":{self._thread(thread)[0]},"ts":%d,'
             f'"ph":"{end}",{binding}"args":{{"hhash":"{self._host[1]}"}}}}\n'
         )
 
     def _text(self, args: Args) -> str:
-        """Return arguments as the inside of a JSON object, with a comma behind."""
-        return _dumps(_apart(args))[1:-1] + "," if args and self.include_args else ""
+        """Return arguments as the inside of a JSON object, followed by a comma."""
+        return _dumps(_without_reserved(args))[1:-1] + "," if args and self.include_args else ""
 
-    def _meet(self, thread: int, number: int, name: str) -> None:
-        self._heads.pop(thread, None)
+    def _rename_thread(self, thread: int, number: int, name: str) -> None:
+        self._templates.pop(thread, None)
         self._places.forget(thread)
         self._threads[thread] = (number, name)
 
@@ -223,14 +224,14 @@ class Encoder:
         return self._threads.get(thread) or thread_ids.get(thread) or (thread, f"thread {thread}")
 
     def _naming(self, thread: int) -> str:
-        """Return the line that names a thread, unless there was one."""
+        """Return the line that names a thread, or nothing if there was one."""
         number, name = self._thread(thread)
         if self._names.get(number) == name:
             return ""
         self._names[number] = name
         if len(self._names) > _MOST_NAMES:
             del self._names[next(iter(self._names))]
-        if number == self.pid:  # the header has it
+        if number == self.pid:  # the main thread, which the header names
             return ""
         return f"{self._metadata(0, 'thread_name', number, name, str(number))}\n"
 
@@ -242,22 +243,22 @@ class Encoder:
             known = {key: str(when) if value is WHEN else value for key, value in args.items()}
             return _dumps({**line, "ph": "M", "args": {"hhash": self._host[1], **known}}) + "\n"
         line |= {"ts": when, "ph": mark.phase}
-        if mark.phase == "C":  # viewers draw one diagram for each name and id, with a curve for each argument
+        if mark.phase == "C":  # viewers draw one chart for each name and ID, with a curve for each argument
             return _dumps({**line, "id": 0, "args": args}) + "\n"
         if mark.phase == "i":
-            line["s"] = "t"  # of this thread
+            line["s"] = "t"  # drawn on this thread's track only
         else:
             line["id"] = mark.key ^ self._arrows
             if mark.phase == "f":
-                line["bp"] = "e"  # it ends in the span around, not in the next
-        args = {"hhash": self._host[1], **(_apart(args) if self.include_args else {})}
+                line["bp"] = "e"  # it ends at the enclosing span, not at the next one
+        args = {"hhash": self._host[1], **(_without_reserved(args) if self.include_args else {})}
         return _dumps({**line, "args": args}) + "\n"
 
 
-def _apart(args: Args) -> Args:
-    """Return arguments under names that are not those of our own."""
-    if any(name in args for name in _OURS):
-        return {f"{name}_" if name in _OURS else name: value for name, value in args.items()}
+def _without_reserved(args: Args) -> Args:
+    """Return arguments with an underscore after names that are reserved."""
+    if any(name in args for name in _RESERVED):
+        return {f"{name}_" if name in _RESERVED else name: value for name, value in args.items()}
     return args
 
 
@@ -271,6 +272,6 @@ def _process_name(pid: int) -> str:
 
 
 def _hash(text: str) -> str:
-    import hashlib  # takes longer to import than this whole package should
+    import hashlib  # here, since it takes long to import
 
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

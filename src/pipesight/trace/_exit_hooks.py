@@ -190,7 +190,7 @@ class ExitHooks:
     # Signals that arrive where Python does not call the handler.
 
     def _start_resending(self) -> None:
-        """Start the thread that sends signals again: once, from the main thread, if a traced process started this one."""
+        """Start the thread that sends signals again, once, if a traced process started this one."""
         if not self._may_resend or threading.current_thread() is not threading.main_thread():
             return
         if os.environ.get("PIPESIGHT_PARENT", str(os.getpid())) == str(os.getpid()):

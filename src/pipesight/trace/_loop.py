@@ -21,7 +21,7 @@ class Loop:
         next(iterable)   body           next(iterable)   body
         |--- X.iter ---| |-- X.block --||--- X.iter ---| |-- X.block --|   ...
 
-    The body's span also ends where the loop is left by ``break`` or an exception: then Python drops the iterator.
+    The body's span also ends when ``break`` or an exception leaves the loop, since Python then drops the iterator.
     """
 
     def __init__(self, iterable: Any, wait: Recordable | None, block: Recordable | None) -> None:
@@ -30,7 +30,7 @@ class Loop:
         if not self._is_sync and not self._is_async:
             raise TypeError(f"{type(iterable).__name__!r} object is not iterable")
         self._iterable = iterable
-        self._iterator: Any = None  # made in the first wait: a DataLoader starts its workers then
+        self._iterator: Any = None  # made in the first wait, in which a DataLoader starts its workers
         self._wait, self._block = wait, block
         self._count = 0
         self._body: Span | None = None
@@ -41,13 +41,13 @@ class Loop:
         return self
 
     def __next__(self) -> Any:
-        waiting = self._begin_item()
+        waiting = self._begin_wait()
         try:
             if self._iterator is None:
                 self._iterator = iter(self._iterable)
             item = next(self._iterator)
         except BaseException as error:
-            self._miss_item(waiting, error)
+            self._end_failed_wait(waiting, error)
             raise
         self._end_wait(waiting)
         return item
@@ -58,23 +58,23 @@ class Loop:
         return self
 
     async def __anext__(self) -> Any:
-        waiting = self._begin_item()
+        waiting = self._begin_wait()
         try:
             if self._iterator is None:
                 self._iterator = aiter(self._iterable)
             item = await anext(self._iterator)
         except BaseException as error:
-            self._miss_item(waiting, error)
+            self._end_failed_wait(waiting, error)
             raise
         self._end_wait(waiting)
         return item
 
-    def _begin_item(self) -> Span | None:
+    def _begin_wait(self) -> Span | None:
         self.close()
         self._count += 1
         return begin(self._wait) if self._wait is not None and self._wait.recording else None
 
-    def _miss_item(self, waiting: Span | None, error: BaseException) -> None:
+    def _end_failed_wait(self, waiting: Span | None, error: BaseException) -> None:
         if waiting is not None and isinstance(error, (StopIteration, StopAsyncIteration)):
             remove(waiting)  # there was no item to wait for
         elif waiting is not None and self._wait is not None:
@@ -87,13 +87,13 @@ class Loop:
             self._body = begin(self._block)
 
     def close(self) -> None:
-        """End the span of the loop's body, if it is in one."""
+        """End the span of the loop's body, if one is open."""
         if self._body is not None and self._block is not None:
             body, self._body = self._body, None
             end(body, self._args_of(self._block))
 
     def _args_of(self, node: Recordable) -> dict[str, Any]:
-        return {**node.args, "count": str(self._count)}  # a string: that is what readers of DFTracer's files know
+        return {**node.args, "count": str(self._count)}  # a string, as readers of DFTracer's files expect
 
     def __len__(self) -> int:
         return len(self._iterable)

@@ -1,6 +1,6 @@
-"""The lines of pipeline spans. The text that is the same in each step is made once and kept as a template.
+"""Encode the spans of pipelines. Text that is the same in each step is made once and kept as a template.
 
-A task's line is followed by the ends of its arrows, which show a micro-batch's way into and out of it.
+The line of a task is followed by the ends of its arrows, which show where a micro-batch comes from and goes to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipesight.trace._span import Args, Place
 __all__ = ["PlaceLines", "carried"]
 
 _Template: TypeAlias = Callable[[Any, int, Args], str]
-"""Makes a line of a node, a thread and arguments, with a ``%d`` for each of: id, begin, duration, parent, level."""
+"""Makes the line of a node, a thread and arguments, with a ``%d`` for each of: ID, start, duration, parent, level."""
 
 _NUMBERS = ("step", "minibatch", "microbatch")
 _MANY = 10_000
@@ -24,7 +24,7 @@ _carried: dict[tuple[Any, ...], tuple[Args, Args]] = {}
 
 
 def carried(node: Any, known: Args) -> Args:
-    """Return what the node carries and what else is known: the same object each time, for which a line is made once."""
+    """Return the arguments of a node and further ones: the same object every time, so that its line is made once."""
     key = (node, *known.items())
     entry = _carried.get(key)
     if entry is None or entry[0] is not node.args:
@@ -35,11 +35,11 @@ def carried(node: Any, known: Args) -> Args:
 
 
 class PlaceLines:
-    """Makes lines.
+    """Makes the lines of spans with a `Place`, and keeps their templates.
 
     Args:
         template: Makes the text of a line.
-        arrow: Makes the text of one end of an arrow, in a thread, with a ``%d`` for id and time.
+        arrow: Makes the line of one end of an arrow in a thread, with a ``%d`` for ID and time.
     """
 
     def __init__(self, template: _Template, arrow: Callable[[str, int], str]) -> None:
@@ -48,26 +48,26 @@ class PlaceLines:
         self._arrows: dict[tuple[str, int], bytes] = {}
 
     def forget(self, thread: int) -> None:
-        """Make lines anew: the number of a thread is another's from now on."""
+        """Drop what was kept for a thread: its number belongs to another one from now on."""
         self._lines.pop(thread, None)
         self._arrows.pop(("s", thread), None)
         self._arrows.pop(("f", thread), None)
 
     def line(self, node: Any, thread: int, place: Place) -> bytes | None:
-        """Return the line, with a ``%d`` for id, begin, duration, parent, step, mini-batch, micro-batch and level.
+        """Return the line, with a ``%d`` for ID, start, duration, parent, step, mini-batch, micro-batch and level.
 
-        ``None`` if it was not made yet: then call `make`.
+        ``None`` if there is none yet: then call `make`.
         """
         entry = self._lines[thread].get((node, place[4], place[6]))
         return None if entry is None or entry[0] is not place[0] else entry[1]
 
     def make(self, node: Any, thread: int, place: Place) -> bytes:
-        """Make it, once."""
+        """Make and keep the line."""
         carried, _, _, _, partition, _, layer, _, _ = place
         known = {**carried, "step": 0, "minibatch": 0, "partition": partition, "microbatch": 0}
         if layer is not None:
             known["layer"] = layer
-        # The three numbers go last but for level, in this order, whatever else the node carries.
+        # The three numbers come first, in this order, whatever other arguments there are.
         others = {name: value for name, value in known.items() if name not in _NUMBERS}
         marked = {**{name: f"\0{name}" for name in _NUMBERS}, **others}
         text = self._template(node, thread, marked)
@@ -83,7 +83,8 @@ class PlaceLines:
     def arrows(self, thread: int, place: Place, begin: int, salt: int) -> list[bytes]:
         """Return the ends of the arrows into and out of a task: a micro-batch's way through the partitions and back.
 
-        Those of a pipeline over several processes meet arrows of other files; others must not, which ``salt`` sees to.
+        In a pipeline over several processes, the other end is in another file. Otherwise ``salt`` makes sure that
+        arrows of different files do not match.
         """
         _, way, _, minibatch, partition, microbatch, _, partitions, pipe = place
         salt = pipe or salt
@@ -98,6 +99,6 @@ class PlaceLines:
 
 
 def _arrow(way: int, minibatch: int, microbatch: int, source: int) -> int:
-    """Return a number for the way of a micro-batch out of a partition; viewers keep 53 bits of it."""
+    """Return a number for a micro-batch's way out of a partition; viewers keep 53 bits of it."""
     direction = minibatch % 2**24 * 2 + (way < 0)
     return (direction * 2**16 + microbatch % 2**16) * 2**12 + source % 2**12

@@ -1,4 +1,4 @@
-"""Decorators: a span around the run of a function's body, whatever kind of function it is."""
+"""Decorators: a span around each run of a function's body, for every kind of function."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Recordable(Protocol):
 def wrap(function: F, node: Recordable) -> F:
     """Return ``function`` with a span of ``node`` around each run of its body.
 
-    Functions, methods, static and class methods, properties, generators, coroutines and asynchronous generators. The
-    span of a generator lasts from its first item to its end; what its user does between items is not nested in it.
+    It may be a function, a method of any kind, a property, a generator, a coroutine or an asynchronous generator. The
+    span of a generator lasts from its first item to its end; what its caller does between items is not nested in it.
     """
     wrapped: Any
     if isinstance(function, (staticmethod, classmethod)):
@@ -62,12 +62,12 @@ def wrap(function: F, node: Recordable) -> F:
 
 
 def _is(kind: Callable[[Any], bool], function: Any) -> bool:
-    """Tell whether a function, or the ``__call__`` of an object, is of a kind."""
+    """Tell whether a function, or the ``__call__`` of an object, is of this kind."""
     return kind(function) or kind(type(function).__call__)
 
 
 def _switch(node: Recordable) -> Recordable:
-    """Return what tells, for the look-up of an attribute and no call, whether a span that begins now is recorded."""
+    """Return the object whose attribute ``recording`` is cheapest to read."""
     return getattr(node, "switch", node)
 
 
@@ -107,11 +107,11 @@ def _wrap_generator(function: Callable[..., Any], node: Recordable) -> Callable[
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not switch.recording or _span.is_compiling():
             return (yield from function(*args, **kwargs))
-        life = _Life(node)
+        span = _GeneratorSpan(node)
         try:
-            return (yield from _Steps(function(*args, **kwargs), life))
+            return (yield from _Stepped(function(*args, **kwargs), span))
         finally:
-            life.finish()
+            span.finish()
 
     return wrapper
 
@@ -122,11 +122,11 @@ def _wrap_async_generator(function: Callable[..., Any], node: Recordable) -> Cal
     @functools.wraps(function)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         generator = function(*args, **kwargs)
-        life = _Life(node) if switch.recording else _NoLife()
+        span = _GeneratorSpan(node) if switch.recording else _NoSpan()
         step, value = generator.asend, None
         try:
             while True:
-                with life:
+                with span:
                     try:
                         item = await step(value)
                     except StopAsyncIteration:
@@ -135,20 +135,20 @@ def _wrap_async_generator(function: Callable[..., Any], node: Recordable) -> Cal
                     value = yield item
                     step = generator.asend
                 except GeneratorExit:
-                    with life:
+                    with span:
                         await generator.aclose()
                     raise
                 except BaseException as error:
                     step, value = generator.athrow, error
         finally:
             value = None  # an error that has this frame in its traceback would keep itself alive
-            life.finish()
+            span.finish()
 
     return wrapper
 
 
-class _NoLife:
-    """That of an asynchronous generator which is not recorded."""
+class _NoSpan:
+    """The span of a generator that is not recorded."""
 
     def __enter__(self) -> None:
         return None
@@ -157,11 +157,11 @@ class _NoLife:
         return None
 
     def finish(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
-class _Life(_NoLife):
-    """The span of a generator. Entered whenever the generator runs; otherwise its user's spans are the open ones."""
+class _GeneratorSpan(_NoSpan):
+    """The span of a generator, entered whenever the generator runs; in between, the spans of its caller are open."""
 
     def __init__(self, node: Recordable) -> None:
         self._node = node
@@ -182,27 +182,27 @@ class _Life(_NoLife):
         end(self._span, self._node.args)
 
 
-class _Steps:
-    """A generator for ``yield from``, each step of which is taken inside its life."""
+class _Stepped:
+    """A generator for ``yield from`` that takes each step inside its span."""
 
-    def __init__(self, generator: Generator[Any, Any, Any], life: _Life) -> None:
-        self._generator, self._life = generator, life
+    def __init__(self, generator: Generator[Any, Any, Any], span: _GeneratorSpan) -> None:
+        self._generator, self._span = generator, span
 
-    def __iter__(self) -> _Steps:
+    def __iter__(self) -> _Stepped:
         return self
 
     def __next__(self) -> Any:
-        with self._life:
+        with self._span:
             return next(self._generator)
 
     def send(self, value: Any) -> Any:
-        with self._life:
+        with self._span:
             return self._generator.send(value)
 
     def throw(self, *error: Any) -> Any:
-        with self._life:
+        with self._span:
             return self._generator.throw(*error)
 
     def close(self) -> None:
-        with self._life:
+        with self._span:
             self._generator.close()

@@ -46,13 +46,13 @@ class _Capture:
         self.texts.append(text)
 
     def flush(self) -> None:
-        """They are where they belong."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def log_lost(self) -> None:
-        """Nothing is."""
+        """Do nothing: memory loses no events."""
 
     def after_fork(self, encoder: Encoder) -> None:
-        """Another process's events cannot come back here."""
+        """Capture nothing in a forked process."""

@@ -32,7 +32,7 @@ class Settings:
     log_file: Path | None = None
     """The trace file."""
     data_dir: str | None = None
-    """Read for DFTracer's sake, and not used."""
+    """Accepted for DFTracer's programs, and not used."""
     inc_metadata: bool = True
     """Whether to write the arguments of events."""
     trace_compression: bool = True
@@ -50,7 +50,7 @@ class Settings:
     def from_environment() -> Settings:
         """Read the environment; warn about wrong values, and use the defaults instead."""
         enable, file = _switch("ENABLE"), _read("LOG_FILE")
-        if not file and enable and "PIPESIGHT_ENABLE" in os.environ:  # DFTracer's programs name a file themselves
+        if not file and enable and "PIPESIGHT_ENABLE" in os.environ:  # programs for DFTracer name a file themselves
             file = "trace"
         if file and file.endswith(os.sep):  # a folder, there or not
             file += "trace"
@@ -77,7 +77,7 @@ class Settings:
 
 
 def _find(name: str) -> tuple[str, str | None]:
-    """Return the variable that speaks of ``name``, ours before DFTracer's, and its value."""
+    """Return the variable that sets ``name``, ours before DFTracer's, and its value."""
     for variable in (f"PIPESIGHT_{name}", f"DFTRACER_{name}"):
         if variable in os.environ:
             return variable, os.environ[variable]
@@ -112,7 +112,7 @@ def _seconds(name: str, default: float) -> float:
 
 
 def _limit(name: str) -> int | None:
-    """Return a whole number; none if it is 0, which stands for no limit."""
+    """Return a whole number, or ``None`` for 0, which means no limit."""
     variable, value = _find(name)
     number = _number(value) if value else 0.0
     if not (0 <= number <= MOST and number.is_integer()):

@@ -1,16 +1,16 @@
 """Spans on a GPU: when kernels ran, not when they were launched.
 
-A CUDA event is recorded in the stream at either end of a span. Nobody waits for them: once they have passed, the writer
-asks CUDA for their distance from an anchor, an event whose time on the host's clock is known. Each device has its own
-track in the trace. Spans of a GPU that is too far behind are dropped, and counted as lost events.
+A CUDA event is recorded in the stream at either end of a span. Nothing waits for them: once the GPU has passed them,
+the encoder thread asks CUDA for their distance from an anchor, an event whose time on the host's clock is known. Each
+device has its own track in the trace. If a GPU is too far behind, spans are dropped and counted as lost.
 
-Where one layer of a task ends, the next begins, so one event serves both::
+Where one layer of a task ends, the next begins, so they share an event::
 
     task      |-----------------------|
     layers    |---- a ---|---- b -----|
     events    0          1            2
 
-A backward has one more at its end, since gradients are added up after its last layer.
+A backward has one more at its end, since gradients are summed after its last layer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pipesight.trace.node import Node
 
 __all__ = ["DeviceSpan", "DeviceSpans", "DeviceTask", "device_spans", "is_capturing"]
 
-_TRACK = 10_000_000  # numbers of device tracks, beyond those of threads
+_TRACK = 10_000_000  # the number of the first device's track, beyond those of threads
 _MOST_PENDING = 10_000
-_CROWDED = 4_000  # spans that wait for the writer: from there on, those who record help
+_BACKLOG = 4_000  # from so many spans on, code that records resolves them too
 _ANCHOR_LASTS = 5e9  # nanoseconds: CUDA's float milliseconds are exact to a microsecond for some ten seconds
 
 _Where: TypeAlias = tuple[int, int, int, int, str | None, int, int]
@@ -39,7 +39,7 @@ _Where: TypeAlias = tuple[int, int, int, int, str | None, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """An event of a device, and when it was on the host's clock, in nanoseconds."""
+    """An event of a device, and its time on the host's clock, in nanoseconds."""
 
     device: int
     event: Any
@@ -67,14 +67,14 @@ class DeviceTask:
         self.anchor, self._stream, self._spare = anchor, stream, spare
         self.events: list[Any] = []
         self.layers: list[tuple[Node, _Where, int]] = []
-        """Each with the number of the event that it begins with; it ends with the next."""
+        """Node, place, and the index of the event at which the layer begins; it ends at the next."""
         self.node: Node | None = None
         self.place: _Where | None = None
-        self._between = False  # at an event, with no layer begun since
+        self._between = False  # whether nothing was launched since the last event
         self.mark()
 
     def mark(self) -> None:
-        """Put an event into the stream, unless nothing has come since the last."""
+        """Put an event into the stream, unless nothing was launched since the last one."""
         if self._between:
             return
         try:
@@ -86,24 +86,24 @@ class DeviceTask:
         self._between = True
 
     def begin_layer(self) -> None:
-        """A layer begins."""
+        """Mark the begin of a layer."""
         self.mark()
         self._between = False
 
     def end_layer(self, node: Node, where: _Where) -> None:
-        """It ends."""
+        """Mark its end."""
         self.mark()
         self.layers.append((node, where, len(self.events) - 2))
 
     def end(self, node: Node, where: _Where, *, more: bool) -> None:
-        """The task ends; ``more`` says that something came after its last layer."""
+        """Mark the end of the task; ``more`` says that something was launched after its last layer."""
         self._between = self._between and not more
         self.mark()
         self.node, self.place = node, where
 
 
 class DeviceSpans:
-    """Spans of the current streams of threads that work with CUDA; others cost a look at a flag."""
+    """Spans on CUDA streams. Where CUDA is not used, they cost one check."""
 
     def __init__(self) -> None:
         self._begin_process()
@@ -111,26 +111,26 @@ class DeviceSpans:
         os.register_at_fork(after_in_child=self._begin_process)
 
     def _begin_process(self) -> None:
-        self._spare: defaultdict[int, deque[Any]] = defaultdict(deque)  # an event is of one device for ever
+        self._spare: defaultdict[int, deque[Any]] = defaultdict(deque)  # by device, to which an event is bound
         self._pending: deque[DeviceSpan | DeviceTask] = deque()
         self._anchors: dict[int, Anchor] = {}
         self._streams: dict[int, Any] = {}
-        self._resolving = threading.RLock()  # a signal may end the trace at any point
+        self._resolving = threading.RLock()  # reentrant, since a signal handler may end the trace at any point
         self._captures = 0
         self._carried: dict[tuple[Node, int], tuple[Args, Args]] = {}
 
     @property
     def spare(self) -> int:
-        """How many events wait to be used again."""
+        """How many events can be reused."""
         return sum(map(len, self._spare.values()))
 
     def capturing(self, begins: bool) -> None:
-        """Ask nothing of CUDA while a graph is captured: another thread that does breaks the capture."""
+        """Call no CUDA functions while a graph is captured: a call in another thread would break the capture."""
         with self._resolving:
             self._captures += 1 if begins else -1
 
     def begin(self, node: Node) -> DeviceSpan | None:
-        """Begin a span on this thread's current stream, if it has one that can be timed."""
+        """Begin a span on this thread's current stream; ``None`` without CUDA, or while a graph is captured."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized() or is_capturing():
             return None
@@ -139,7 +139,7 @@ class DeviceSpans:
         return DeviceSpan(node, anchor, self._record(torch, device))
 
     def end(self, span: DeviceSpan, args: Args) -> None:
-        """End it where the stream is now."""
+        """End a span at the current end of the stream."""
         torch = sys.modules["torch"]
         if is_capturing():
             return
@@ -147,19 +147,19 @@ class DeviceSpans:
         self._put(span)
 
     def begin_task(self, stream: Any) -> DeviceTask:
-        """Begin a task on a stream, which nobody captures."""
+        """Begin a task on a stream that is not being captured."""
         device: int = stream.device_index
         anchor = self._anchors.get(device) or self._anchor(sys.modules["torch"], device)
         return DeviceTask(anchor, stream, self._spare[device])
 
     def end_task(self, task: DeviceTask, node: Node, where: _Where, *, more: bool) -> None:
-        """End it where the stream is now."""
+        """End a task at the current end of its stream."""
         task.end(node, where, more=more)
         self._put(task)
 
     def _put(self, span: DeviceSpan | DeviceTask) -> None:
         self._pending.append(span)
-        if len(self._pending) > _CROWDED:
+        if len(self._pending) > _BACKLOG:
             self.resolve()
 
     def resolve(self, wait: bool = False) -> None:
@@ -185,11 +185,11 @@ class DeviceSpans:
             self._resolving.release()
 
     def _drop(self, span: DeviceSpan | DeviceTask) -> None:
-        """Count a span as lost: the GPU is so far behind that keeping more would fill the memory."""
+        """Count a span as lost: the GPU is so far behind that more of them would fill the memory."""
         lose(1 if isinstance(span, DeviceSpan) else 1 + len(span.layers))
 
     def _flush(self, last: bool) -> None:
-        """Do what the writer is to do, before it writes."""
+        """Resolve spans, and renew anchors, before events are written."""
         self.resolve(last)
         if not last:
             self._realign()
@@ -214,7 +214,7 @@ class DeviceSpans:
         EVENTS.extend(fields)
 
     def _carry(self, node: Node, device: int) -> Args:
-        """Return what spans of a node carry on a device; the same object as long as the node carries the same."""
+        """Return the arguments of a node's spans on a device: the same object until the node's arguments change."""
         before, args = self._carried.get((node, device), (None, {}))
         if before is not node.args:
             args = {**node.args, "device": f"cuda:{device}"}
@@ -222,7 +222,7 @@ class DeviceSpans:
         return args
 
     def _moments(self, anchor: Anchor, events: list[Any]) -> list[int]:
-        """Return when events were, on the host's clock, and let others use them again."""
+        """Return the times of events on the host's clock, and make the events available again."""
         at = anchor.moment + int(anchor.event.elapsed_time(events[0]) * 1e6)
         moments = [at]
         for one, other in itertools.pairwise(events):
@@ -242,7 +242,7 @@ class DeviceSpans:
     # The clocks.
 
     def _anchor(self, torch: Any, device: int) -> Anchor:
-        """Learn when, on the host's clock, an event of this device was; the one wait there is."""
+        """Measure the first anchor of a device. This is the only place that waits for the GPU."""
         with self._resolving:
             if device not in self._anchors:
                 torch.cuda.synchronize(device)
@@ -252,7 +252,7 @@ class DeviceSpans:
             return self._anchors[device]
 
     def _realign(self) -> None:
-        """Learn anew, beside what trains: clocks drift apart, and CUDA's milliseconds are floats."""
+        """Measure anchors again, on a stream of our own: clocks drift, and CUDA's float milliseconds lose precision."""
         if not any(now() - anchor.moment > _ANCHOR_LASTS for anchor in self._anchors.values()):
             return
         if not self._resolving.acquire(blocking=False):
@@ -268,13 +268,13 @@ class DeviceSpans:
 
 
 def is_capturing() -> bool:
-    """Tell whether a CUDA graph is made of what this thread does."""
+    """Tell whether this thread's stream is being captured into a CUDA graph."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _measure(torch: Any, device: int, stream: Any) -> Anchor:
-    """Note the time before and after an event in an empty stream; the quickest of a few is the most exact."""
+    """Take the time before and after an event in an empty stream; the fastest of a few tries is the most accurate."""
     tries = []
     for _ in range(5):
         event = torch.cuda.Event(enable_timing=True)
@@ -288,4 +288,4 @@ def _measure(torch: Any, device: int, stream: Any) -> Anchor:
 
 
 device_spans = DeviceSpans()
-"""Those of this process."""
+"""The spans of this process."""

@@ -9,8 +9,8 @@
 ======================================  =================================================
 
 Each carries ``step``, ``minibatch`` (its number in the process), ``partition``, ``microbatch`` and, for layers,
-``layer``. There are many of these spans, and workers wait for what is done here, so it is little: the arguments stay a
-tuple, `_span.Place`, of which the writer makes text.
+``layer``. There are many of these spans, and workers wait while they are recorded, so little is done here: arguments
+stay a tuple, `_span.Place`, which the encoder thread turns into text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _add = EVENTS.extend
 
 
 class _Track:
-    """One worker: where its spans belong, and which are open."""
+    """The open spans of one worker."""
 
     __slots__ = ("layer", "on_device", "outside", "root", "task", "thread", "transfer", "way")
 
@@ -60,7 +60,7 @@ class _Track:
         self.root: Span = (None, ROOT_ID, None, 0, 1, self.thread)
         self.task: Span | None = None
         self.layer: Span | None = None
-        self.outside: Span = self.root  # the open span where the layer began, which is that of the pipeline's caller
+        self.outside: Span = self.root  # the span of the pipeline's caller, which is open around layers
         self.transfer: Span | None = None
         self.on_device: DeviceTask | None = None
         self.way = 0
@@ -71,16 +71,16 @@ class PipelineSpans(Observer):
     """Records the tasks, layers and transfers of pipelines while a trace is being written."""
 
     def wanted(self) -> bool:
-        """Whether there is a trace to record for, and no CUDA graph in the making."""
+        """Return whether a trace is being written, and no CUDA graph captured."""
         return is_recording() and not is_capturing()
 
     def pass_started(self) -> None:
-        """Let others know that from here on, modules are called by the pipeline."""
+        """Notify `on_pass`: from now on the pipeline calls the modules."""
         for begun in on_pass:
             begun(True)
 
     def pass_ended(self) -> None:
-        """Let them know that it is over."""
+        """Notify `on_pass`."""
         for begun in on_pass:
             begun(False)
 
@@ -100,7 +100,7 @@ class PipelineSpans(Observer):
         track.on_device = None if where.stream is None else device_spans.begin_task(where.stream)
 
     def task_ended(self, where: Where) -> None:
-        """End the task's span, and that of a layer that raised."""
+        """End the task's span, and that of a layer that has raised."""
         moment = now()
         track: _Track | None = where.track
         if track is None or track.task is None:
@@ -118,14 +118,14 @@ class PipelineSpans(Observer):
             _span.check_backlog()
 
     def layer_started(self, where: Where) -> None:
-        """Begin the layer's span, inside the task's: the layer runs in the context of whoever called the pipeline."""
+        """Begin the layer's span inside the task's, although the layer runs in the context of the pipeline's caller."""
         track: _Track | None = where.track
         if track is None or (task := track.task) is None:
             return
         node = _LAYERS[where.phase]
         if not node.recording:
             return
-        if track.layer is None:  # else it begins again: a checkpoint that could not be made
+        if track.layer is None:  # else it starts again, because it could not be checkpointed
             track.outside = current()
         if track.on_device is not None:
             track.on_device.begin_layer()
@@ -155,7 +155,7 @@ class PipelineSpans(Observer):
         track.transfer = begin(ai.device.transfer) if ai.device.transfer.recording else None
 
     def transfer_ended(self, where: Where, source: str, target: str, size: int) -> None:
-        """End it."""
+        """End the span of a transfer."""
         track: _Track | None = where.track
         if track is None or track.transfer is None:
             return

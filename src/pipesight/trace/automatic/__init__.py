@@ -1,4 +1,4 @@
-"""Events of PyTorch itself, without a change to the program."""
+"""Record what PyTorch does, without changes to the program."""
 
 from pipesight.trace.automatic.instrumentation import Instrumentation, instrument
 from pipesight.trace.automatic.modules import on_outermost

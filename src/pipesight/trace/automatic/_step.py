@@ -1,4 +1,4 @@
-"""The step that PyTorch's own events belong to."""
+"""Give events the training step that they belong to."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ __all__ = ["with_step"]
 
 
 def with_step(args: Args, **more: Any) -> dict[str, Any]:
-    """Return arguments, with ``more``, and with ``step`` if somebody counts steps and the program gives none."""
+    """Return arguments with ``more``, and with ``step`` if steps are counted and the program gives none."""
     step = context.counted_step()
     return {**args, **more} if step is None or "step" in args else {"step": step, **args, **more}

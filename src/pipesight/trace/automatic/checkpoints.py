@@ -1,4 +1,4 @@
-"""Checkpoints written and read."""
+"""Record checkpoints that are written and read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def instrument_checkpoints(patches: Patches) -> None:
 
 
 def _around(node: Node, keyword: str, position: int | None) -> Callable[..., Any]:
-    """Return what records a call; ``keyword`` or ``position`` is where it gets its file."""
+    """Return a wrapper that records calls; the file is the argument ``keyword``, or the one at ``position``."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not node.recording:

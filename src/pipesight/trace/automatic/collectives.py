@@ -1,4 +1,4 @@
-"""Communication of torch.distributed: collectives, point to point, and the waits for them."""
+"""Record what ``torch.distributed`` communicates: collectives, point to point, and the waits for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipesight.trace.node import Node
 
 __all__ = ["instrument_collectives"]
 
-_CALLS: dict[str, tuple[str, str]] = {  # the event, and the argument whose size is what is sent or received
+_CALLS: dict[str, tuple[str, str]] = {  # the event, and the argument that holds what is sent or received
     "all_reduce": ("all_reduce", "tensor"),
     "all_reduce_coalesced": ("all_reduce", "tensors"),
     "broadcast": ("bcast", "tensor"),
@@ -86,9 +86,9 @@ def _around(asynchronous: bool, node: Node, measured: str, names: tuple[str, ...
         finally:
             _span.end(span, _args(node, known, place))
         if known["async"] and work is not None:
-            if len(_waits) > 10_000:  # works that nobody waits for
+            if len(_waits) > 10_000:  # the program never waits for them
                 _waits.clear()
-            del known["async"]  # the wait itself is not
+            del known["async"]  # the wait itself is synchronous
             _waits[id(work)] = node.derive("wait"), known, place
         return work
 
@@ -98,7 +98,7 @@ def _around(asynchronous: bool, node: Node, measured: str, names: tuple[str, ...
 _InPipeline: TypeAlias = tuple[int, int, int, int]
 """Step, mini-batch, partition and micro-batch of what a pipeline sends from rank to rank."""
 
-_waits: dict[int, tuple[Node, dict[str, Any], _InPipeline | None]] = {}  # of works that nobody has waited for yet
+_waits: dict[int, tuple[Node, dict[str, Any], _InPipeline | None]] = {}  # by the ID of the `Work` to be waited for
 
 
 def _wait(original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def _args(node: Node, known: dict[str, Any], place: _InPipeline | None) -> Args 
 
 
 def _is_inside(node: Node) -> bool:
-    """Tell whether this call comes from another of these: the wrappers of objects use those of tensors."""
+    """Tell whether another collective makes this call: those for objects use those for tensors."""
     around = _span.current()[0]
     return around is not None and getattr(around, "category", None) == "comm" and node.category == "comm"
 

@@ -1,4 +1,4 @@
-"""Captures of CUDA graphs: nothing is asked of CUDA meanwhile."""
+"""Pause the spans of GPUs while a CUDA graph is captured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["instrument_graphs"]
 
 
 def instrument_graphs(patches: Patches) -> None:
-    """Let the spans of GPUs wait while a graph is captured."""
+    """Resolve no spans of GPUs while a graph is captured."""
     patches.wrap(torch.cuda.CUDAGraph, "capture_begin", _begin)
     patches.wrap(torch.cuda.CUDAGraph, "capture_end", _end)
 

@@ -1,4 +1,4 @@
-"""DataLoaders: each fetch of a batch, in the main process and in the workers, and each epoch."""
+"""Record each batch that a DataLoader fetches, in the main process and in its workers, and each epoch."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def _next(original: Callable[..., Any], iterator: Any) -> Any:
 def _fetch_in_worker(original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
     node = ai.dataloader.fetch
     worker = get_worker_info()
-    if worker is None or not node.recording:  # the main process has its own span
+    if worker is None or not node.recording:  # in the main process, `_next` records it
         return original(fetcher, indices)
-    items = len(indices) if isinstance(indices, list) else 1  # without a batch size, it is whatever a sampler yields
+    items = len(indices) if isinstance(indices, list) else 1  # without a batch size, a sampler may yield anything
     with node(args={"worker": worker.id, "items": items}):
         return original(fetcher, indices)
 
 
 def _start_workers(original: Callable[..., Any], iterator: Any, loader: Any) -> None:
-    """Let workers that are started anew, rather than forked, be instrumented too."""
+    """Instrument workers that are spawned; forked ones already are."""
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
     if method == "fork" or isinstance(loader.worker_init_fn, _Instrumented):
         original(iterator, loader)
@@ -75,7 +75,7 @@ def _start_workers(original: Callable[..., Any], iterator: Any, loader: Any) -> 
 
 
 class _Instrumented:
-    """A ``worker_init_fn`` that instruments the worker first. To unpickle it is to import pipesight's tracing."""
+    """A ``worker_init_fn`` that instruments the worker first. Unpickling it imports `pipesight.trace`."""
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
         self._function = function

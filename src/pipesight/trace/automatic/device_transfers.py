@@ -1,4 +1,4 @@
-"""Copies from device to device, with their size."""
+"""Record copies from device to device, with their size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["instrument_transfers"]
 
 
 def instrument_transfers(patches: Patches) -> None:
-    """Record ``device.transfer`` for ``Tensor.to`` and ``Module.to``, and for their relatives."""
+    """Record ``device.transfer`` for ``to``, ``cuda`` and ``cpu`` of tensors and modules."""
     for name in ("to", "cuda", "cpu"):
         patches.wrap(torch.Tensor, name, _move_tensor)
         patches.wrap(nn.Module, name, _move_module)
@@ -28,13 +28,13 @@ def instrument_transfers(patches: Patches) -> None:
 
 def _move_tensor(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     node = ai.device.transfer
-    if not node.recording or _span.current()[0] is node:  # a module's, with all its tensors
+    if not node.recording or _span.current()[0] is node:  # of a module, which is one span
         return original(tensor, *args, **kwargs)
     start = now()
     moved = original(tensor, *args, **kwargs)
     moment = now()
     with without_function_overrides():
-        if isinstance(moved, Tensor) and moved.device != tensor.device:  # torch.fx gives something else
+        if isinstance(moved, Tensor) and moved.device != tensor.device:  # torch.fx returns a proxy
             known = {"from": str(tensor.device), "to": str(moved.device), "size": _size(tensor)}
             past(node, start, moment, with_step(node.args, **known))
     return moved

@@ -1,4 +1,4 @@
-"""Modules: their forward, and their backward, down to a chosen depth.
+"""Record the forward and backward of modules, down to a chosen depth.
 
 The backward of a module begins where autograd reaches its output, and ends where it reaches the output of another
 module of the same depth, or is done: it does not say when a module's last gradient is computed. The first outermost

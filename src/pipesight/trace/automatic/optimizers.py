@@ -1,4 +1,4 @@
-"""Steps of optimizers."""
+"""Record the steps of optimizers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def instrument_optimizers(patches: Patches) -> None:
     @harmless
     def started(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if node.recording and not _span.is_compiling():
-            finish(optimizer)  # a step that raised
+            finish(optimizer)  # if its last step raised
             on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"][:1])
             steps[optimizer] = (begin(node), device_spans.begin(node) if on_gpu else None)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar, overload
 
 from pipesight.trace import _span
 from pipesight.trace._args import named_args, plain_args
-from pipesight.trace._compile import know
+from pipesight.trace._compile import register_with_compiler
 from pipesight.trace._loop import Loop
 from pipesight.trace._span import NO_ARGS, Args, begin, begin_silently, end, remove
 from pipesight.trace._wrap import wrap
@@ -286,4 +286,4 @@ def _qualified_name(function: Any) -> str:
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
 
-know(dft_fn)
+register_with_compiler(dft_fn)
