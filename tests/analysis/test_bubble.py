@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from pipesight.analysis.bubble_losses import LOSSES, WindowSplit, split_windows
 from pipesight.analysis.step_grouping import INCOMPLETE, find_minibatches
-from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, Tasks, Transfers
+from pipesight.runs.reading.event_codes import BACKWARD, FORWARD, RECOMPUTE
+from pipesight.runs.reading.event_tables import Tasks, Transfers
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.task_orders import Schedule, gpipe, interleaved, one_f_one_b
 from support.synthetic import Made

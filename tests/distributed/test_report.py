@@ -9,7 +9,7 @@ import pytest
 from pipesight.analysis.analyse import analyse
 from pipesight.analysis.described_pipelines import pipelines_of
 from pipesight.plan import one_f_one_b, simulate
-from pipesight.runs.reading.event_tables import BACKWARD, FORWARD
+from pipesight.runs.reading.event_codes import BACKWARD, FORWARD
 from pipesight.runs.reading.run import open_run
 from pipesight.view.payload.size_limits import Limits
 from pipesight.view.payload.step_timelines import StepTimelines

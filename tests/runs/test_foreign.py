@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipesight.runs.reading._foreign_formats import ChromeReader
-from pipesight.runs.reading.event_tables import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, WEIGHT
+from pipesight.runs.reading.event_codes import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, WEIGHT
 from pipesight.runs.reading.run import NotARunError, Run, open_run
 from support import warm
 from support.processes import STRICT_PYTHON

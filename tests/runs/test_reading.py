@@ -16,16 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipesight.runs.reading.duckdb_events import DuckEvents
-from pipesight.runs.reading.event_tables import (
-    BACKWARD,
-    CHECKPOINT,
-    COMMUNICATION,
-    DATA,
-    FORWARD,
-    OPTIMIZER,
-    RECOMPUTE,
-    Table,
-)
+from pipesight.runs.reading.event_codes import BACKWARD, CHECKPOINT, COMMUNICATION, DATA, FORWARD, OPTIMIZER, RECOMPUTE
+from pipesight.runs.reading.event_tables import Table
 from pipesight.runs.reading.run import NotARunError, Run, open_run
 from support.processes import STRICT_PYTHON
 from support.synthetic import START, Made

@@ -19,7 +19,7 @@ from pipesight.analysis.analyse import analyse
 from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.comparison import compare
 from pipesight.analysis.report import Report
-from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE
+from pipesight.runs.reading.event_codes import BACKWARD, FORWARD, RECOMPUTE
 from pipesight.runs.reading.run import open_run
 from pipesight.view.comparison_text import comparison_as_json, render_comparison
 from pipesight.view.text_layout import Style, bar, beside, columns, shown_width, spark

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipesight.analysis.described_pipelines import DescribedLayer
-from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Column, LayerTimes, Tasks
+from pipesight.runs.reading.event_codes import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
+from pipesight.runs.reading.event_tables import Column, LayerTimes, Tasks
 
 __all__ = ["LayerReport", "layer_reports", "with_weights"]
 

@@ -14,7 +14,8 @@ from pipesight.analysis.step_breakdown import Summary, summary
 from pipesight.analysis.step_grouping import MiniBatchTable
 from pipesight.analysis.stragglers import PartitionTimes
 from pipesight.analysis.timed_steps import TimedSteps
-from pipesight.runs.reading.event_tables import PHASES, Tasks
+from pipesight.runs.reading.event_codes import PHASES
+from pipesight.runs.reading.event_tables import Tasks
 
 __all__ = ["PartitionReport", "PipelineReport", "describe_pipelines", "partition_times"]
 

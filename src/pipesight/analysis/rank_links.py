@@ -23,7 +23,8 @@ from pipesight.analysis.clock_errors import clock_error
 from pipesight.analysis.step_breakdown import StepTimes
 from pipesight.analysis.step_grouping import MiniBatchTable
 from pipesight.analysis.transfer_waits import arrivals_of
-from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, Column, Table, Tasks, Transfers
+from pipesight.runs.reading.event_codes import BACKWARD, FORWARD
+from pipesight.runs.reading.event_tables import Column, Table, Tasks, Transfers
 
 __all__ = ["LinkReport", "Messages", "SlowConnection", "find_links", "messages_of", "slow_connections"]
 

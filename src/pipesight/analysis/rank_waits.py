@@ -19,7 +19,8 @@ import numpy as np
 from pipesight.analysis.collectives import WaitTable
 from pipesight.analysis.step_breakdown import KINDS, Cover, StepTimes
 from pipesight.analysis.step_grouping import MiniBatchTable
-from pipesight.runs.reading.event_tables import COMMUNICATION, Column, Spans, Table
+from pipesight.runs.reading.event_codes import COMMUNICATION
+from pipesight.runs.reading.event_tables import Column, Spans, Table
 
 __all__ = ["LateRank", "RankWaits"]
 

@@ -16,7 +16,8 @@ from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.step_breakdown import StepTimes
 from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatchTable
 from pipesight.analysis.verdict import MUCH, TITLES, Verdict
-from pipesight.runs.reading.event_tables import OPTIMIZER, Spans, Tasks
+from pipesight.runs.reading.event_codes import OPTIMIZER
+from pipesight.runs.reading.event_tables import Spans, Tasks
 from pipesight.runs.reading.process_liveness import KILLED, ending_of
 
 if TYPE_CHECKING:

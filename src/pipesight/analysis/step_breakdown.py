@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from pipesight.analysis.bubble_losses import LOSSES, WindowSplit
 from pipesight.analysis.step_grouping import EVALUATION, MiniBatchTable, StepTable
-from pipesight.runs.reading.event_tables import CHECKPOINT, COMMUNICATION, DATA, OPTIMIZER, Column, Spans
+from pipesight.runs.reading.event_codes import CHECKPOINT, COMMUNICATION, DATA, OPTIMIZER
+from pipesight.runs.reading.event_tables import Column, Spans
 
 __all__ = ["KINDS", "OUTSIDE", "PARTS", "Cover", "StepTimes", "Summary", "break_down", "summary", "warm_up"]
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, OPTIMIZER, WEIGHT, Column, Spans, Table, Tasks
+from pipesight.runs.reading.event_codes import BACKWARD, FORWARD, OPTIMIZER, WEIGHT
+from pipesight.runs.reading.event_tables import Column, Spans, Table, Tasks
 
 __all__ = [
     "EVALUATION",

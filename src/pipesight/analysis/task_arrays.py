@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, Column, Tasks
+from pipesight.runs.reading.event_codes import BACKWARD, FORWARD
+from pipesight.runs.reading.event_tables import Column, Tasks
 from pipesight.schedule.simulation import simulate
 from pipesight.schedule.task_orders import Schedule, recorded
 

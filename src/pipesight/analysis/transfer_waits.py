@@ -6,7 +6,8 @@ import numpy as np
 
 from pipesight.analysis.step_grouping import MiniBatchTable
 from pipesight.analysis.task_arrays import Lengths, MiniBatchArrays
-from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, Column, Tasks, Transfers
+from pipesight.runs.reading.event_codes import BACKWARD, FORWARD
+from pipesight.runs.reading.event_tables import Column, Tasks, Transfers
 
 __all__ = ["arrivals_of", "of_rows", "waits"]
 

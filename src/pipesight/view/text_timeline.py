@@ -23,7 +23,8 @@ from pipesight.analysis.report import Report
 from pipesight.analysis.step_breakdown import PARTS
 from pipesight.analysis.step_grouping import EVALUATION
 from pipesight.analysis.verdict import TITLES
-from pipesight.runs.reading.event_tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Column, Tasks
+from pipesight.runs.reading.event_codes import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
+from pipesight.runs.reading.event_tables import Column, Tasks
 from pipesight.view.text_layout import Style
 
 __all__ = ["DRAWN", "DrawnStep", "Glyphs", "coloured", "draw_step"]

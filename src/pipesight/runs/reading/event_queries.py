@@ -12,9 +12,8 @@ from typing import Any, TypeAlias, cast
 import narwhals as nw
 import numpy as np
 
-from pipesight.runs.reading.event_codes import KINDS, PHASES
+from pipesight.runs.reading.event_codes import COMMUNICATION, KINDS, PHASES
 from pipesight.runs.reading.event_tables import (
-    COMMUNICATION,
     Column,
     Communications,
     LayerRuns,

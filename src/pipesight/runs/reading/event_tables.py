@@ -11,30 +11,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.runs.reading.event_codes import (
-    BACKWARD,
-    CHECKPOINT,
-    COMMUNICATION,
-    DATA,
-    FORWARD,
-    KINDS,
-    OPTIMIZER,
-    PHASES,
-    RECOMPUTE,
-    WEIGHT,
-)
-
 __all__ = [
-    "BACKWARD",
-    "CHECKPOINT",
-    "COMMUNICATION",
-    "DATA",
-    "FORWARD",
-    "KINDS",
-    "OPTIMIZER",
-    "PHASES",
-    "RECOMPUTE",
-    "WEIGHT",
     "Column",
     "Communications",
     "LayerRuns",

@@ -1,6 +1,6 @@
 // Two runs side by side: the headline, quantities, parts of a step, layers that changed, and what each run is.
 
-import { byId, make, put } from "./dom.js";
+import { byId, make, put, tableHead } from "./dom.js";
 import { formatShare, formatTime } from "./format.js";
 import "./palette.js";
 import { unpackPayload } from "./payload.js";
@@ -27,17 +27,7 @@ function show(payload) {
 function table(id, name, rows) {
   put(
     byId(id),
-    make(
-      "thead",
-      {},
-      make(
-        "tr",
-        {},
-        [name, ...MARKS, "difference"].map((title, column) =>
-          make("th", { scope: "col", class: column ? "number" : null }, title),
-        ),
-      ),
-    ),
+    tableHead([name, ...MARKS, "difference"], 1),
     make(
       "tbody",
       {},

@@ -34,6 +34,14 @@ export function put(element, ...children) {
   return element;
 }
 
+/** The head of a table. Columns from `firstNumber` on are numbers, which stand to the right. */
+export function tableHead(titles, firstNumber = titles.length) {
+  const cells = titles.map((title, column) =>
+    make("th", { scope: "col", class: column >= firstNumber ? "number" : null }, title),
+  );
+  return make("thead", {}, make("tr", {}, cells));
+}
+
 /** A button for each of some scopes, the chosen one pressed. Choosing another leaves the focus there. */
 export function choices(group, names, chosen, choose) {
   return names.map(([name, text]) =>

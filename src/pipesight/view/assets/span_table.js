@@ -1,6 +1,6 @@
 // Of a trace without a pipeline: where the time went, name by name.
 
-import { byId, make, put } from "./dom.js";
+import { byId, make, put, tableHead } from "./dom.js";
 import { formatCount, formatTime } from "./format.js";
 import { listen, state } from "./state.js";
 
@@ -11,17 +11,7 @@ export function startNames() {
     byId("timeline-section").hidden = !shown.length;
     put(
       byId("names"),
-      make(
-        "thead",
-        {},
-        make(
-          "tr",
-          {},
-          ["category", "name", "spans", "time"].map((title, column) =>
-            make("th", { scope: "col", class: column > 1 ? "number" : null }, title),
-          ),
-        ),
-      ),
+      tableHead(["category", "name", "spans", "time"], 2),
       make(
         "tbody",
         {},

@@ -1,6 +1,6 @@
 // The step as a table, for those who do not see the timeline, or want to copy it.
 
-import { byId, make, put } from "./dom.js";
+import { byId, make, put, tableHead } from "./dom.js";
 import { formatCount, formatShare, formatTime } from "./format.js";
 import { PHASES } from "./phases.js";
 import { listen, shownStep, state } from "./state.js";
@@ -19,7 +19,7 @@ function showTable() {
     "table",
     {},
     make("caption", {}, `Partitions in step ${step.number}`),
-    heads("partition", "blocks", "computing", "bubble"),
+    tableHead(["partition", "blocks", "computing", "bubble"]),
     make(
       "tbody",
       {},
@@ -42,7 +42,7 @@ function showTable() {
       {},
       step.count > MOST ? `Its first ${formatCount(MOST)} blocks of ${formatCount(step.count)}` : "Its blocks",
     ),
-    heads("partition", "micro-batch", "phase", "begin", "time"),
+    tableHead(["partition", "micro-batch", "phase", "begin", "time"]),
     make(
       "tbody",
       {},
@@ -60,16 +60,6 @@ function showTable() {
   put(byId("step-table-body"), lanes, blocks);
 }
 
-const heads = (...titles) =>
-  make(
-    "thead",
-    {},
-    make(
-      "tr",
-      {},
-      titles.map((title) => make("th", { scope: "col" }, title)),
-    ),
-  );
 const row = (name, ...cells) =>
   make(
     "tr",

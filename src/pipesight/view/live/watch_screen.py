@@ -29,7 +29,7 @@ from pipesight.analysis.latest_step import LatestStep, StepNumbers
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_breakdown import PARTS
 from pipesight.analysis.verdict import TITLES
-from pipesight.runs.reading.event_tables import PHASES
+from pipesight.runs.reading.event_codes import PHASES
 from pipesight.runs.reading.run import LogLine
 from pipesight.view.text_layout import Style, bar
 from pipesight.view.text_timeline import DRAWN, Glyphs, coloured, draw_step

@@ -11,7 +11,7 @@ from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_breakdown import OUTSIDE, PARTS
 from pipesight.analysis.verdict import TITLES
-from pipesight.runs.reading.event_tables import PHASES
+from pipesight.runs.reading.event_codes import PHASES
 
 __all__ = ["MEANINGS", "losses_of", "losses_of_step"]
 

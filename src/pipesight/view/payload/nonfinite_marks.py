@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipesight.analysis.lanes import Lane
-from pipesight.runs.reading.event_tables import BACKWARD, FORWARD
+from pipesight.runs.reading.event_codes import BACKWARD, FORWARD
 from pipesight.view.payload.statistic_tables import Marks
 
 __all__ = ["lanes_of_tensor", "marks_of_step"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipesight.analysis.lanes import Lane
 from pipesight.analysis.report import Report
-from pipesight.runs.reading.event_tables import PHASES
+from pipesight.runs.reading.event_codes import PHASES
 from pipesight.view.finding_sentences import finding_groups, nonfinite_in, remarks_in, warm_up_in
 from pipesight.view.payload.nonfinite_marks import lanes_of_tensor
 

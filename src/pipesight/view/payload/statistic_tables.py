@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from pipesight.analysis.nonfinite import place_of, rank_of
-from pipesight.runs.reading.event_tables import PHASES
+from pipesight.runs.reading.event_codes import PHASES
 from pipesight.runs.reading.stats_and_logs import is_nonfinite
 
 __all__ = ["Mark", "Marks", "Value", "statistics_of"]
