@@ -112,9 +112,9 @@ def _limits(situation: Situation) -> Iterator[Change]:
         yield Change(what, _why(place.slowest), min(place.share + also, 1.0), AT_MOST)
     crowded = situation.measured is not None and situation.measured.crowded
     for part, (what, why) in _ADVICE.items():
-        if part == "sharing" and crowded:  # for which there is a plan
+        if part == "sharing" and crowded:  # there is a plan for that
             continue
-        if part == "transfers":  # as far as it has not been said where
+        if part == "transfers":  # unless a slow link was already named
             if _small_messages(situation.links) is None:
                 yield Change(what, why, _moved(situation), AT_MOST)
         else:
@@ -129,7 +129,7 @@ def _moved(situation: Situation) -> float:
 
 
 def _larger_tasks(situation: Situation) -> Change:
-    """Give each task more to do: what it costs beside that stays the same, and so do small messages."""
+    """Give each task more to do: its fixed cost stays the same, and so do small messages."""
     moved, small = _moved(situation), _small_messages(situation.links)
     gpu = any(name.startswith("cuda") for name in situation.facts.devices or ())
     gaps = situation.share("host_gaps") - situation.share_of(situation.turnaround)

@@ -2,14 +2,14 @@
 
 The recorded order of tasks is simulated again and again, each time closer to what happened::
 
-    apart      every task of a phase takes the same time, every partition has a device of its own
+    apart      every task of a phase takes the same time, every partition has its own device
     even       ... on the devices as they are
     usual      every partition takes what it usually does
     own times  every task takes its own time
     moved      ... and waits for its input as long as it did
     window     what was measured
 
-The idle time that each line adds to the one before has a name: fill and drain (all of the first), sharing,
+The idle time that each line adds to the one above has a name: fill and drain (all of the first), sharing,
 imbalance, jitter, transfers, host gaps. None is negative, and with the time in which a partition computes they add up
 to the window, exactly: all are whole microseconds.
 
@@ -38,7 +38,7 @@ from pipesight.schedule.task_orders import Schedule
 __all__ = ["LOSSES", "WindowSplit", "split_windows"]
 
 LOSSES = ("fill_and_drain", "sharing", "imbalance", "jitter", "transfers", "host_gaps")
-"""What a partition loses inside of windows, in the order in which it is found."""
+"""The losses of a partition inside its windows, in the order in which they are computed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class WindowSplit:
     """
 
     rows: Column
-    """Of the table of mini-batches."""
+    """Which rows of the table of mini-batches these are."""
     schedule: Schedule | None
     """The most common order; ``None`` if no such order can run."""
     window: Times
@@ -58,19 +58,19 @@ class WindowSplit:
     losses: Times
     """By loss, mini-batch and partition."""
     worker_busy: Times
-    """As ``busy``, of what computes one task at a time: a rank with several partitions, or else each partition."""
+    """As ``busy``, by worker: a rank with several partitions that computes one task at a time, or else a partition."""
     worker_losses: Times
     """As ``losses``, by loss, mini-batch and worker."""
     crowded: Times
-    """How much longer the tasks of each partition took since others computed on the same processors."""
+    """How much longer the tasks of each partition took because others computed on the same processors."""
     rates: tuple[float, ...]
-    """How fast each of 1, 2, ... workers computes while so many do; empty if each has a device of its own."""
+    """How fast each of 1, 2, ... workers computes while that many do; empty if each has its own device."""
     phases: Times
     """The time computing, by phase, mini-batch and partition."""
     turnaround: Times
-    """Of the host gaps, what lies between the last forward and the first backward, where these do not overlap."""
+    """The host gap between the last forward and the first backward, if these do not overlap."""
     bound: Lengths
-    """What bubble the schedule itself has, of workers, with tasks of equal length: (n - 1) / (m + n - 1) for GPipe."""
+    """The bubble of the schedule alone, with tasks of equal length: (n - 1) / (m + n - 1) for GPipe."""
     durations: Lengths
     """The time of each task: by phase, partition, micro-batch and mini-batch; 0 where there is none."""
 
@@ -94,7 +94,7 @@ class WindowSplit:
 
     @property
     def bubble(self) -> Lengths:
-        """The share of the window in which each partition does not compute."""
+        """The share of the window in which each partition is idle."""
         return 1 - self.busy / np.maximum(self.window, 1)[:, None]
 
 
@@ -144,7 +144,7 @@ def _split(
     even, usual, even_busy, evenly, usual_busy = _usual(batch, durations)
     slowed, delays = waits(batch, arrivals, durations)
 
-    # How long a window would be, simulation by simulation; what cannot be simulated is taken to wait for nothing.
+    # How long the window would be in each simulation. Orders that cannot be simulated are taken to wait for nothing.
     spans = np.empty((5, len(rows)))
     spans[:2], spans[2], spans[3:] = even_busy, usual_busy.max(axis=1), busy.max(axis=1)
     most_common: Schedule | None = None
@@ -204,7 +204,7 @@ def _crowded(batch: MiniBatchArrays, workers: Column, processors: int | None) ->
 
 
 def _losses(window: Times, busy: Times, spans: Lengths, even_busy: Lengths, usual_busy: Lengths) -> Times:
-    """Name what is lost of each window, by loss, mini-batch and lane: a partition or a worker.
+    """Split the idle time of each window by cause; return it by loss, mini-batch and lane: a partition or a worker.
 
     Args:
         window: Of each mini-batch.
@@ -267,12 +267,12 @@ def _usual(batch: MiniBatchArrays, durations: Lengths) -> tuple[Lengths, Lengths
 
 
 def _busy(batch: MiniBatchArrays, lanes: Column) -> Times:
-    """Return how long lanes compute, given that of each partition; where tasks of one overlap, time counts once."""
+    """Return how long lanes compute. ``lanes`` gives the lane of each partition; tasks that overlap count once."""
     lane = lanes[batch.code // batch.m % batch.n]
     by_lane = np.argsort(lane, axis=1, kind="stable")
     columns = (lane, batch.begin, batch.end)
     lane, begin, end = (np.take_along_axis(column, by_lane, axis=1) for column in columns)
-    # In one running maximum for all: lanes are moved apart.
+    # One running maximum for all lanes: they are moved apart in time.
     apart = lane * (int(end.max(initial=0)) + 1)
     reached = np.maximum.accumulate(end + apart, axis=1)
     before = np.zeros_like(reached)

@@ -1,4 +1,4 @@
-"""How far the clocks of ranks can be trusted, where a pipeline goes over several of them."""
+"""How far the clocks of the ranks of a pipeline can be trusted."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pipesight.runs.reading.event_tables import Tasks
 __all__ = ["clock_error", "doubts_about_clocks"]
 
 NOTABLE = 0.1
-"""The share of the median task from which on an error of clocks is worth a word."""
+"""The error of clocks that gets a remark, as a share of the median task."""
 
 
 def doubts_about_clocks(description: Mapping[str, Any], tasks: Tasks) -> str | None:
-    """Return what to say of the clocks; ``None`` if they agree, or if nothing depends on it."""
+    """Return a remark on the clocks; ``None`` if they agree well enough, or if nothing depends on them."""
     entries, clock = description.get("pipelines"), description.get("clock")
     if not any("ranks" in entry for entry in (entries if isinstance(entries, list) else []) if isinstance(entry, dict)):
         return None
@@ -35,7 +35,7 @@ def doubts_about_clocks(description: Mapping[str, Any], tasks: Tasks) -> str | N
 
 
 def clock_error(description: Mapping[str, Any], one: int, other: int) -> float | None:
-    """Return by how much times between two ranks may be wrong, in microseconds: their clocks by that much each."""
+    """Return the error of times between two ranks, in microseconds: the sum of the errors of their clocks."""
     clock = description.get("clock")
     ranks = clock.get("ranks") if isinstance(clock, dict) else None
     total = 0.0

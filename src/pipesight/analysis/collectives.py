@@ -49,32 +49,32 @@ class MatchedCalls:
     size: Column
     arrived: Column
     begin: Column
-    """Of the wait: where the call itself waits, the same as ``arrived``."""
+    """When the rank starts to wait; the same as ``arrived`` if the call itself waits."""
     end: Column
     error: Column
-    """By how much times may be wrong between two ranks, by both, in microseconds; infinite if that is not known."""
+    """The error of times between two ranks, by both, in microseconds; infinite if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective of a group, over the steps that count. Times are microseconds of one call, at the mean."""
+    """A collective of a group, over the steps that count. Times are the mean of one call, in microseconds."""
 
     name: str
-    """Such as `all_reduce`."""
+    """The function, such as `all_reduce`."""
     ranks: tuple[int, ...]
-    """Of its group."""
+    """The ranks of its group."""
     calls: int
-    """How many, each counted once for all ranks."""
+    """How many calls there were, each counted once for all ranks."""
     bytes: float
-    """Of one call, at the median; -1 if that was not recorded."""
+    """The median size of a call; -1 if it was not recorded."""
     time: float
-    """That the rank which came last is in it: communication."""
+    """How long the rank that arrives last spends in it: communication."""
     wait: float
-    """That the others wait for the last one."""
+    """How long the others wait for the last one."""
     last: int | None
-    """The rank that came last most often; ``None`` if clocks leave that in doubt."""
+    """The rank that arrived last most often; ``None`` if the clocks are too inaccurate to tell."""
     last_share: float
-    """Of the calls, those where it did."""
+    """The share of calls in which it arrived last."""
 
 
 def match_calls(calls: Communications, description: Mapping[str, Any]) -> list[MatchedCalls]:
@@ -148,7 +148,7 @@ def _in_steps(calls: Communications, steps: Sequence[int]) -> Communications:
 
 
 def _plausible(meeting: MatchedCalls) -> MatchedCalls:
-    """Leave out calls that ended on one rank before another came, by more than clocks may be wrong."""
+    """Drop calls that ended on one rank before another arrived, by more than the error of the clocks."""
     if not meeting.name.startswith(_SYNCHRONISING):
         return meeting
     early = (meeting.arrived.max(axis=0) - meeting.end.min(axis=0)) > meeting.error.max()
@@ -161,7 +161,7 @@ def _some(meeting: MatchedCalls, rows: Column) -> MatchedCalls:
 
 
 def waits_in(meetings: Sequence[MatchedCalls]) -> WaitTable:
-    """Return the times that ranks waited for the last one to come, where clocks leave no doubt that they did."""
+    """Return the times that ranks waited for the last one to arrive, where the clocks are accurate enough to tell."""
     found = [WaitTable.of(**dict.fromkeys(("rank", "begin", "end", "cause"), np.zeros(0, np.int64)))]
     found += [piece for meeting in meetings for piece in _waits(meeting)]
     return WaitTable.joined(*found)
@@ -170,7 +170,7 @@ def waits_in(meetings: Sequence[MatchedCalls]) -> WaitTable:
 def _waits(meeting: MatchedCalls) -> Iterator[WaitTable]:
     ranks = np.array(meeting.ranks, np.int64)
     for k, rank in enumerate(meeting.ranks):
-        # One that has ended did not wait for those who came later, as with a broadcast.
+        # A rank whose call ended did not wait for those that arrived later, as in a broadcast.
         there = meeting.arrived <= meeting.end[k]
         last = np.argmax(np.where(there, meeting.arrived, np.iinfo(np.int64).min), axis=0)
         until = np.minimum(np.take_along_axis(meeting.arrived, last[None], axis=0)[0], meeting.end[k])

@@ -15,15 +15,15 @@ from pipesight.analysis.report import Report
 __all__ = ["CHANGED", "LayerChange", "SameLayers", "layer_changes", "same_layers"]
 
 CHANGED = 0.05
-"""Of what a layer took, what it must differ by to be called changed."""
+"""The share of its time by which a layer must differ to count as changed."""
 WORTH = 0.001
-"""And of the first run's step."""
+"""The share of the first run's step by which it must differ, too."""
 NOTICEABLE = 0.03
-"""By how much layers must differ, all together, to be told of."""
+"""How much all layers together must differ before the machine is named."""
 AGREEING = 0.01
-"""And each of them, in the same direction."""
+"""How much each of them must differ, in the same direction."""
 SMALL = 0.01
-"""Layers with a smaller share of the time are not asked: their times are mostly noise."""
+"""Layers with a smaller share of the time are ignored: their times are mostly noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LayerChange:
     first: float | None
     second: float | None
     changed: bool
-    """Whether it is there in one run alone, or differs by more than noise."""
+    """Whether only one run has it, or it differs by more than noise."""
 
     @property
     def change(self) -> float:

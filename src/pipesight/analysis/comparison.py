@@ -14,7 +14,7 @@ from pipesight.analysis.verdict import TITLES
 __all__ = ["Comparison", "Difference", "compare"]
 
 ALIKE = 0.01
-"""Of the first run's step, what two runs may differ and still be called alike."""
+"""The share of the first run's step by which two runs may differ and still count as alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Comparison:
     layers: Sequence[LayerChange]
     """Of both runs, those that differ most first."""
     settings: Mapping[str, tuple[Any, Any]]
-    """Those that differ, as far as both runs tell: by name, in the first run and in the second."""
+    """Settings that differ, as far as both runs record them: name, value in the first run, value in the second."""
 
 
 def compare(first: Report, second: Report) -> Comparison:
@@ -115,7 +115,7 @@ def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> s
         return f"{text}; the largest difference in the mean step is {differs}."
     text = f"The second run takes {abs(change) / before:.1%} {'more' if change > 0 else 'less'} time per step: "
     text += f"{signed_time(change)} in the median step."
-    # Parts are those of the mean step, in which a few steps that took long may weigh much.
+    # Parts are those of the mean step, which a few long steps may dominate.
     mean = sum(part.change for part in parts.values())
     if abs(mean - change) <= 0.25 * abs(change):
         return f"{text} In the mean step, most of that is {_causes(change, parts)}."
@@ -125,7 +125,7 @@ def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> s
 
 
 def _causes(change: float, parts: Mapping[str, Difference]) -> str:
-    """Name what went the same way as the whole, the largest first, until most of it is explained."""
+    """Name the parts that changed in the same direction as the step, the largest first, until most is explained."""
     causes = sorted((n for n in parts if parts[n].change * change > 0), key=lambda n: -abs(parts[n].change))
     named, sum_so_far = [], 0.0
     for name in causes[:3]:

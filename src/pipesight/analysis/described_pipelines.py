@@ -33,7 +33,7 @@ class DescribedLayer:
 
 @dataclass(frozen=True, slots=True)
 class DescribedPipeline:
-    """A pipeline as the description has it. What it does not say, or says in no way that makes sense, is ``None``."""
+    """A pipeline as the description has it. What is missing there, or makes no sense, is ``None``."""
 
     partitions: int
     """How many."""
@@ -58,7 +58,7 @@ class DescribedPipeline:
 
 
 def pipelines_of(description: Mapping[str, Any]) -> list[DescribedPipeline]:
-    """Read the pipelines of a run's description, whatever it may hold."""
+    """Read the pipelines of a run's description, which may hold anything."""
     entries = description.get("pipelines")
     found = []
     for entry in entries if isinstance(entries, list) else []:

@@ -1,4 +1,4 @@
-"""The numbers of a run that is going on: its last step, and what is usual."""
+"""The numbers of a running training: its last step, and medians over the steps before."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class StepNumbers:
     parts: tuple[float, ...]
     """Where the time went, in the order of `PARTS`."""
     whole: bool = True
-    """Whether its time has all that comes before the next step, such as an evaluation, or a pause."""
+    """Whether its time includes everything up to the next step, such as an evaluation, or a pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionBubble:
-    """The bubble of one partition, or of its rank, if that computes for several of them in turn."""
+    """The bubble of a partition, or of its rank if that computes for several partitions in turn."""
 
     last: float
     usual: float
@@ -47,10 +47,10 @@ class LatestStep:
     steps: int
     last: StepNumbers
     usual: StepNumbers
-    """All medians, but for the samples a second: those are all samples over all the time, pauses included."""
+    """Medians, except for the samples per second: all samples over the whole time, including pauses."""
     partitions: tuple[PartitionBubble, ...]
     left_out: int | None = None
-    """The very last step of a run that has ended: what comes after it is not of a step, so it cannot be compared."""
+    """The last step of a run that has ended. It lacks what comes before a next step, so it cannot be compared."""
 
 
 def steps_of(report: Report, *, ended: bool = False) -> list[StepNumbers]:
@@ -77,7 +77,7 @@ def steps_of(report: Report, *, ended: bool = False) -> list[StepNumbers]:
 
 
 def _is_shorter(report: Report, numbers: Column) -> bool:
-    """Tell whether no step comes after the last, as one does after others: these last until the next begins."""
+    """Return whether the last step ends early: others last until the next begins, and after it there is none."""
     begun = report.minibatches.step[report.minibatches.kind != EVALUATION]
     followed = np.isin(numbers + 1, begun)
     return bool(followed[:-1].any() and not followed[-1])
@@ -122,7 +122,7 @@ def _median(values: list[float]) -> float:
 
 
 def _partitions(report: Report, last: int, usual: set[int], replica: int) -> tuple[PartitionBubble, ...]:
-    """Return the bubble of who computes for each partition of the pipeline that the last step ran through."""
+    """Return the bubble of the worker of each partition, in the pipeline that the last step ran through."""
     minibatches = report.minibatches
     training = (minibatches.kind == TRAINING) & (minibatches.replica == replica)
     if not (training & (minibatches.step == last)).any():

@@ -1,4 +1,4 @@
-"""The layers of a run, with what each costs: as recorded or, where they were not, as far as their tasks tell.
+"""The layers of a run, and the cost of each: as recorded or, without recorded layers, estimated from their tasks.
 
 A recording has tasks of one size, so it does not tell how much of a layer's time every micro-batch takes, however
 small. That part is taken to be t c / (t + c) of a time t: nearly all of a tiny layer, and at most c of a long one. A
@@ -25,7 +25,7 @@ __all__ = ["LayerCosts", "layer_costs_of"]
 
 MICROSECOND = 1e-6
 EACH = {"cpu": (250.0, 450.0), "cuda": (50.0, 100.0)}
-"""Microseconds of a forward and of a backward that a layer takes for any micro-batch, at most, by kind of device."""
+"""The most that the fixed part of a layer takes, forward and backward, in microseconds, by kind of device."""
 _PHASES = (F, R, B)
 
 
@@ -85,7 +85,7 @@ def layer_costs_of(
 
 
 def _each(time: float, most: float) -> float:
-    """Return the part of a time that any micro-batch takes, however small."""
+    """Return the fixed part of a time: what any micro-batch takes, however small."""
     return time * most / (time + most)
 
 
@@ -96,7 +96,7 @@ def _layer(
     chunks: int,
     fact: DescribedLayer | None,
 ) -> Layer:
-    """Make a layer of the microseconds that a micro-batch takes."""
+    """Make a layer from the microseconds that a micro-batch takes."""
     forward, recompute, backward = times
     batch = chunks * MICROSECOND
     output = float(fact.output_bytes or 0) if fact is not None else 0.0

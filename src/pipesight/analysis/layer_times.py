@@ -115,7 +115,7 @@ def with_weights(times: LayerTimes, tasks: Tasks, steps: range | None = None) ->
 
 
 def _sums(times: LayerTimes, *phases: int) -> tuple[int, int]:
-    """Return how often a layer ran, and how long; where some phases are parts of one, how often the most usual was."""
+    """Return how often a layer ran, and how long; of phases that are parts of one, the count of the most frequent."""
     counts = [int(times.count[times.phase == phase].sum()) for phase in phases]
     rows: Column = np.isin(times.phase, phases)
     return max(counts), int(times.total[rows].sum())

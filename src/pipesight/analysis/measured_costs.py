@@ -34,14 +34,14 @@ __all__ = ["Measured", "measure_steps"]
 USUAL = 0.2
 """The share of steps that are usual: those whose length is nearest to the median, and at least one."""
 ENOUGH = 100
-"""So many usual mini-batches are looked at."""
+"""At most this many usual mini-batches are used."""
 SMALL_MESSAGE = 64 * 1024
 """Bytes. Smaller messages take as long as the network needs for any, whatever their size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """The recorded schedule: what it took, what the simulator makes of it, and the costs that it tells. In seconds."""
+    """The recorded schedule: what it took, what the simulator predicts for it, and the costs behind it. In seconds."""
 
     costs: Costs
     """What plans are computed from."""
@@ -54,7 +54,7 @@ class Measured:
     balance: tuple[int, ...]
     """Layers of each partition."""
     setting: Setting | None
-    """The setting that it was, if it was one that plans can have."""
+    """The recorded setting, if plans can have it."""
     layers_known: bool
     """Whether layers were recorded, and not only their tasks."""
     steps: int
@@ -83,7 +83,7 @@ class Measured:
 
     @property
     def devices(self) -> int:
-        """How many plans are for by default: ranks, or partitions, of which each is to have a device."""
+        """The number of devices that plans have by default: one per rank or, in one process, one per partition."""
         return self.schedule.stages if self.facts.ranks is None else self.schedule.devices
 
     @property
@@ -130,7 +130,7 @@ def measure_steps(
     window, whole = (MeasuredTasks(some, tasks, split.schedule, split.rates) for some in (own.where(rows), own))
     found = layer_costs_of(run, facts, layers, whole.whole_lengths(computing=False), window.whole_lengths(), m)
     besides = found.besides * MICROSECOND
-    # A backward that hands its gradient on before it ends lets the next begin early. More tasks would not gain more.
+    # A backward that passes its gradient on before it ends lets the next begin early. More tasks would not gain more.
     waited, each = (
         _between_devices(transfers) if facts.ranks is None else _between_ranks(messages_of(own, tasks, transfers))
     )
@@ -216,13 +216,13 @@ def _between_devices(transfers: Transfers) -> tuple[float, float]:
 
 
 def _between_ranks(messages: Messages) -> tuple[float, float]:
-    """Return the same of messages: ranks wait for them before they are sent, too, but that is no time on the way."""
+    """Return the same for messages between ranks, without the waits before a message was sent."""
     timed = messages.where(messages.waiting.astype(bool))
     return float(messages.wait.sum()), float(timed.time.mean()) if len(timed) else 0.0
 
 
 def _link(microseconds: float, sizes: Sequence[float]) -> Link:
-    """Return a link on which what was cut takes as long as it did: latency if that is little, else bandwidth."""
+    """Return a link on which a message takes that long: by latency if messages are small, else by bandwidth."""
     mean = float(np.mean(sizes)) if len(sizes) else 0.0
     if microseconds <= 0:
         return Link()

@@ -63,7 +63,7 @@ class MeasuredTasks:
         self.gaps: Times = self.begin - np.maximum(free, self._ready(forwards + self.losses))
 
     def _ready(self, joined: Times) -> Times:
-        """Return when the input of each task was there."""
+        """Return when the input of each task had arrived."""
         ready = np.zeros_like(self.begin)
         ready[F, 1:], ready[B, :-1] = self.end[F, :-1], self.end[B, 1:]
         ready[B, -1] = joined if self.schedule.joined else self.end[F, -1]
@@ -117,7 +117,7 @@ class MeasuredTasks:
         return self.begin[..., middle], self.end[..., middle]
 
     def bubble(self, makespan: float) -> float:
-        """Return the share of a window of that length in which devices would not compute."""
+        """Return the share of a window of that length in which devices would be idle."""
         busy = np.nansum(self.end - self.begin) / self.schedule.devices / self.begin.shape[-1]
         return float(max(0.0, 1 - busy / max(makespan, 1e-9)))
 

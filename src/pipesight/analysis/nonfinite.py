@@ -61,7 +61,7 @@ class NonFinite:
 
 
 def first_nonfinite(lines: Iterable[Mapping[str, Any]], *, layers: Sequence[str] = ()) -> NonFinite | None:
-    """Find the first tensor that is not finite: of the lowest iteration, where the step came to it first.
+    """Find the first tensor that is not finite: the one computed first in the lowest iteration.
 
     Args:
         lines: Of statistics; ``rank`` is that of a line, if it says.

@@ -23,7 +23,7 @@ from pipesight.runs.reading.event_tables import Tasks
 __all__ = ["Placement", "place_partitions", "rank_of_partition"]
 
 OVERLAP = 0.01
-"""Of the time computing, how much tasks of one rank may overlap: their times are cut to whole microseconds."""
+"""The share of the time computing that tasks of one rank may overlap: times are rounded to microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _workers(ranks: Sequence[int], minibatches: MiniBatchTable, tasks: Tasks) ->
 
 
 def _overlap(minibatches: MiniBatchTable, tasks: Tasks) -> float:
-    """Return the share of the time computing in which a rank was busy with another task already."""
+    """Return the share of the time computing in which a rank was already busy with another task."""
     own = tasks.where(minibatches.task_rows())
     both = 0
     for rank in np.unique(own.rank).tolist():

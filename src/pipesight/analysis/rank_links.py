@@ -29,16 +29,16 @@ from pipesight.runs.reading.event_tables import Column, Table, Tasks, Transfers
 __all__ = ["LinkReport", "Messages", "SlowConnection", "find_links", "messages_of", "slow_connections"]
 
 SLOWER = 3.0
-"""Times the median of links between others, from which on a link is slower than they are."""
+"""A link is slow from this many times the median of links between others."""
 WORTH = 0.01
-"""Of the step, what a link that is slower must cost to be named."""
+"""The share of the step that a slow link must cost to be named."""
 MUCH = 0.05
-"""Of the step, what any other link from host to host must cost to be named."""
+"""The share of the step that any other link between hosts must cost to be named."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """The way from one rank to another. Times are microseconds."""
+    """The connection from one rank to another. Times are microseconds."""
 
     source: int
     """The rank that sends."""
@@ -59,23 +59,23 @@ class LinkReport:
     size: float
     """Bytes of one, at the median of those that were timed."""
     timed: int
-    """Messages that the receiver waited for already when they were sent."""
+    """Messages that the receiver was already waiting for when they were sent."""
     time: float | None
     """How long these took, at the median; ``None`` if there are none."""
     others: float | None
     """The same of links between other ranks or, from host to host, between other hosts: the median over them."""
     error: float | None
-    """By how much ``time`` may be wrong, as the clocks of both ranks may be; ``None`` if they were not compared."""
+    """The error of ``time``, from the clocks of both ranks; ``None`` if these were not compared."""
     wait: float
-    """What the receiver waits in the mean step for messages that were sent already."""
+    """How long the receiver waits, in the mean step, for messages that were already sent."""
     share: float
     """Of the mean step."""
     notable: bool = False
-    """Whether it is worth a word: it is much slower than others, or much is lost, and clocks leave no doubt of that."""
+    """Whether the report names it: it is much slower than others, or costs much, beyond the error of the clocks."""
 
     @property
     def ends(self) -> tuple[str | int, ...]:
-        """What it is between, whichever way: hosts or, on one host, ranks."""
+        """What it connects, in either direction: hosts or, on one host, ranks."""
         hosts = {host for host in (self.source_host, self.target_host) if host is not None}
         return tuple(sorted(hosts)) if len(hosts) == 2 else tuple(sorted((self.source, self.target)))
 
@@ -85,10 +85,10 @@ class SlowConnection:
     """Two hosts, or two ranks of one, with a notable link between them."""
 
     what: str
-    """That is between them, in words."""
+    """The connection in words."""
     slowest: LinkReport
     share: float
-    """Of the step, what waiting costs both ways, and over all ranks of a replica."""
+    """The share of the step that waiting costs, in both directions, over all ranks of a replica."""
 
 
 def find_links(
@@ -143,7 +143,7 @@ def _is_notable(link: LinkReport, longest: float) -> bool:
     if link.others is not None and link.time >= SLOWER * link.others:
         return link.share >= WORTH
     if link.others is not None and link.source_host == link.target_host is not None:
-        return False  # on one host, where others are as fast, it is no network that is slow
+        return False  # on one host, where others are as fast, no network is slow
     # Next to one that is much slower, it is not the one to look at.
     return link.share >= MUCH and SLOWER * link.time > longest
 
@@ -175,7 +175,7 @@ def slow_connections(links: Sequence[LinkReport]) -> Iterator[SlowConnection]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Messages(Table):
-    """Tensors that a task of another rank made for one of this: a row each."""
+    """Messages between tasks of different ranks, one per row."""
 
     row: Column
     """Of the mini-batches."""
@@ -186,7 +186,7 @@ class Messages(Table):
     time: Column
     """From the end of the sender's task to the end of the wait: less than 0 where clocks are off by more."""
     waiting: Column
-    """Whether the receiver waited already when it was sent."""
+    """Whether the receiver was already waiting when it was sent."""
     wait: Column
     """How long the receiver waited for it after that."""
 

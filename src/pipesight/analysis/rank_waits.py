@@ -1,4 +1,4 @@
-"""Waits of ranks for each other, put down to what the one did that came last.
+"""Waits of ranks for each other, attributed to what the late rank was doing.
 
 A loader that is slow on one rank keeps all others waiting in the next collective. That is no communication: the others
 wait for the loader. So in these times, each rank counts as doing what the rank did that it waited for, and that one may
@@ -25,9 +25,9 @@ from pipesight.runs.reading.event_tables import Column, Spans, Table
 __all__ = ["LateRank", "RankWaits"]
 
 WORTH = 0.01
-"""Of the mean step, what a wait must cost to be named."""
+"""The share of the mean step that a wait must cost to be named."""
 _Table = TypeVar("_Table", bound=Table)
-_CHAIN = 8  # ranks that wait for each other in a row
+_CHAIN = 8  # ranks in a chain, each waiting for the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class LateRank:
     doing: str
     """A part of a step, such as ``data_loading``; ``computing`` if it is slower than other replicas."""
     wait: float
-    """What the rank that waits longest waits for it in the mean step."""
+    """How long the rank that waits longest for it waits in the mean step."""
     share: float
     """Of the mean step."""
     ranks: tuple[int, ...]
-    """That wait."""
+    """The ranks that wait."""
     steps: int
-    """In which they do."""
+    """The steps in which they wait."""
 
 
 class RankWaits:

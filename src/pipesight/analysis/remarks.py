@@ -113,7 +113,7 @@ def remarks_on_clocks(run: Run, tasks: Tasks) -> list[Remark]:
 
 
 def remarks_on_bubble(overall: Overall | None, times: StepTimes) -> list[Remark]:
-    """Name the step that pulls the bubble of all windows together out of the range that most steps have."""
+    """Name the step because of which the overall bubble is outside the range of most steps."""
     if overall is None or overall.bubbles.low - VISIBLE <= overall.bubble <= overall.bubbles.high + VISIBLE:
         return []
     row = int(np.argmax(np.abs(times.bubble - overall.bubbles.median) * times.window))

@@ -33,7 +33,7 @@ class NameTime:
     category: str
     """As the trace has it, such as `compute`."""
     name: str
-    """Of the spans."""
+    """The name of the spans."""
     count: int
     """How many there are."""
     total: int
@@ -52,7 +52,7 @@ class ExcludedSteps:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Report:
-    """What there is to say about a run. Times are microseconds, shares are of 1."""
+    """All findings about a run. Times are microseconds, shares are of 1."""
 
     path: str
     """The run directory or trace."""
@@ -61,19 +61,19 @@ class Report:
     events: int
     """How many were read."""
     attempt: int
-    """Of a run that was restarted, counting from 0."""
+    """The attempt of a restarted run that was read, counting from 0."""
     attempts: tuple[int, ...]
-    """Those that left a trace."""
+    """The attempts that left a trace."""
     ranks: tuple[int, ...]
-    """Those that were read."""
+    """The ranks that were read."""
     replicas: Mapping[int, int] = field(default_factory=dict)
-    """That each rank with tasks belongs to."""
+    """The replica of each rank that has tasks."""
     remarks: tuple[Remark, ...] = ()
     """What is missing, damaged or doubtful in the files."""
     verdict: Verdict
     """The first lines of the report, and its advice."""
     overall: Overall | None = None
-    """``None`` if there is no step to speak of."""
+    """``None`` if no step is complete."""
     left: ExcludedSteps = field(default_factory=ExcludedSteps)
     """Steps excluded from `overall`."""
     pipelines: tuple[PipelineReport, ...] = ()
@@ -81,7 +81,7 @@ class Report:
     measured: Measured | None = field(default=None, repr=False)
     """What plans are made of; ``None`` if there is nothing to plan by."""
     steps: StepTimes = field(default_factory=StepTimes.none, repr=False)
-    """Complete steps, those of the warm-up included."""
+    """Complete steps, warm-up included."""
     counted: Column = field(default_factory=lambda: np.zeros(0, bool), repr=False)
     """Which of them make up ``overall``."""
     evaluations: int = 0
@@ -89,7 +89,7 @@ class Report:
     layers: tuple[LayerReport, ...] = ()
     """In the order of the model."""
     stragglers: tuple[Straggler, ...] = ()
-    """Partitions that are slower on one rank than on others, or at times."""
+    """Partitions that are slower on one rank than on others, or slow at times."""
     links: tuple[LinkReport, ...] = ()
     """Between ranks, those that cost most first."""
     held: tuple[LateRank, ...] = ()
@@ -101,9 +101,9 @@ class Report:
     names: tuple[NameTime, ...] = ()
     """Where the time went, of a trace that has no tasks."""
     minibatches: MiniBatchTable = field(default_factory=MiniBatchTable.empty, repr=False)
-    """All that were found, incomplete ones too."""
+    """All mini-batches, including incomplete ones."""
     tasks: Tasks = field(default_factory=Tasks.empty, repr=False)
-    """Those of the mini-batches, in their order."""
+    """The tasks of the mini-batches, in their order."""
 
     @property
     def taking_turns(self) -> frozenset[int]:
@@ -118,7 +118,7 @@ class Report:
 
     @property
     def typical(self) -> int | None:
-        """A step like most: of the tenth whose times are closest to the median, the one whose bubble is."""
+        """A typical step: of the tenth whose times are closest to the median, the one with the median bubble."""
         rows = np.flatnonzero(self.counted)
         if self.overall is None or not len(rows):
             return None

@@ -1,6 +1,6 @@
-"""Where the time of every step went: computing, each loss inside of windows, and what lies between them.
+"""Where the time of every step went: computing, each loss inside windows, and what lies between them.
 
-A step's period is the sum of its parts. Inside of windows, they are the means over the partitions, or over the ranks
+A step's period is the sum of its parts. Inside windows, they are the means over the partitions, or over the ranks
 where each has several and computes for one at a time; outside, what the main thread did, or while it waited for another
 rank, what that one did. Of this each moment counts once: communication before data loading, before checkpoints, before
 the optimizer that may have caused them. What is left is between steps.
@@ -23,7 +23,7 @@ from pipesight.runs.reading.event_tables import Column, Spans
 __all__ = ["KINDS", "OUTSIDE", "PARTS", "Cover", "StepTimes", "Summary", "break_down", "summary", "warm_up"]
 
 OUTSIDE = ("evaluation", "data_loading", "optimizer", "checkpoints", "communication", "between_steps")
-"""What a step does outside of the windows of its mini-batches."""
+"""What a step does outside the windows of its mini-batches."""
 PARTS = ("computing", *LOSSES, *OUTSIDE)
 """All parts of a step."""
 
@@ -33,15 +33,15 @@ KINDS = {
     CHECKPOINT: "checkpoints",
     OPTIMIZER: "optimizer",
 }
-"""What spans of the main thread are, those first that count where several are open."""
+"""Kinds of spans of the main thread. Where several are open, the first in this order counts."""
 
 _EVER = np.iinfo(np.int64).max // 2
 WARM_UP = 1.5
 """Steps at the beginning that take this many times the median of those around them are warm-up."""
 FIRST = 10
-"""How many of them there are at most: whatever takes longer is no warm-up."""
+"""The most steps that can be warm-up."""
 AROUND = 5
-"""Of how many times as many steps the median is taken."""
+"""The median is taken over this many times as many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class StepTimes:
     """Complete steps, one after the other; times in microseconds. The ``parts`` of a step add up to its ``period``."""
 
     replica: Column
-    """That ran the step."""
+    """The replica that ran the step."""
     step: Column
     """Its number."""
     begin: Column
@@ -85,9 +85,9 @@ class StepTimes:
     bubble: NDArray[np.float64]
     """The share of its windows in which partitions are idle."""
     bound: NDArray[np.float64]
-    """The bubble that its schedule itself has."""
+    """The bubble of its schedule alone."""
     turnaround: NDArray[np.float64]
-    """Of the host gaps, what lies between forward and backward."""
+    """The part of the host gaps between forward and backward."""
     parts: NDArray[np.float64]
     """By part, in the order of `PARTS`, and step."""
 
@@ -252,7 +252,7 @@ class _Groups:
 
 
 class Cover:
-    """How much of the time some spans cover; moments in several of them count once."""
+    """The time that spans cover; where they overlap, it counts once."""
 
     def __init__(self, begin: Column, end: Column) -> None:
         order = np.argsort(begin, kind="stable")
@@ -281,7 +281,7 @@ class Cover:
         return self._until(end) - self._until(begin)
 
     def complement(self) -> tuple[Column, Column]:
-        """Return the times in between, before and after: where they begin, and where they end."""
+        """Return the begins and ends of the times between the spans, before them and after them."""
         edges = np.array([-_EVER]), np.array([_EVER])
         return np.concatenate([edges[0], self.end]), np.concatenate([self.begin, edges[1]])
 

@@ -38,12 +38,12 @@ TRAINING, EVALUATION, INCOMPLETE = range(3)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniBatchTable(Table):
-    """A mini-batch a row: its tasks are the rows from ``first`` to ``first + count`` of the table it was found in."""
+    """One mini-batch per row; its tasks are rows ``first`` to ``first + count`` of the table it was found in."""
 
     replica: Column
-    """That ran it."""
+    """The replica that ran it."""
     step: Column
-    """That it belongs to."""
+    """The step it belongs to."""
     kind: Column
     """`TRAINING`, `EVALUATION` or `INCOMPLETE`."""
     partitions: Column
@@ -66,7 +66,7 @@ class MiniBatchTable(Table):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTable(Table):
-    """A step of a replica a row: its period, and its mini-batches, rows ``first`` to ``first + count`` of their table.
+    """One step of a replica per row; its mini-batches are rows ``first`` to ``first + count`` of their table.
 
     ``follows`` says whether the period ends where the next step begins; if not, the next was not recorded.
     """
@@ -187,7 +187,7 @@ def find_steps(
 def _with_periods(
     steps: StepTable, minibatches: MiniBatchTable, spans: Spans, replicas: Mapping[int, int]
 ) -> StepTable:
-    """Let each step end where the next begins; where that one was not recorded, by the last thing that it did."""
+    """Let each step end where the next begins or, if that was not recorded, with the last thing it did."""
     follows = np.zeros(len(steps), bool)
     follows[:-1] = (np.diff(steps.replica) == 0) & (np.diff(steps.step) == 1)
     end = steps.end.copy()
@@ -272,7 +272,7 @@ def _kinds(tasks: Tasks, row: Column, first: Column, count: Column, replica: Col
     whole[twice] = False
     if known:
         whole &= np.isin(n, list(known))
-    # A process that was killed leaves a last mini-batch, which may look like a smaller one that there is no other of.
+    # A killed process leaves a last mini-batch that may look like a smaller one. It does if no other is like it.
     odd = _unique(n, m, count) & np.where(backwards == 0, _unique(n, m), backwards != forwards)
     end = np.maximum.reduceat(tasks.end, first)
     for number in np.unique(replica):
@@ -288,7 +288,7 @@ def _any(row: Column, mask: Column, length: int) -> Column:
 
 
 def _unique(*keys: Column) -> Column:
-    """Tell which rows have keys that no other row has."""
+    """Return which rows have keys that no other row has."""
     _, which, counts = np.unique(np.stack(keys), axis=1, return_inverse=True, return_counts=True)
     alone: Column = counts[which.ravel()] == 1
     return alone

@@ -1,4 +1,4 @@
-"""Ranks that hold the others up: always, or now and then.
+"""Ranks that delay the others: always, or now and then.
 
 A partition that several ranks have is compared over these, since they do the same work; what partitions differ among
 each other is imbalance. A burst is a step in which one takes much longer than it usually does.
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 __all__ = ["PartitionTimes", "Straggler", "find_stragglers"]
 
 SLOWER = 1.1
-"""Times the median of the same partition on other ranks, from which on a lane is slower than they are."""
+"""A lane is slow from this many times the median of the same partition on other ranks."""
 BURST = 1.5
-"""Times its own median, from which on a step is a burst."""
+"""A step is a burst from this many times the lane's own median."""
 SHORTEST = 100.0
-"""Microseconds that a burst must cost."""
+"""The least microseconds that a burst costs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,15 +41,15 @@ class Straggler:
     partition: int
     """The partition it runs."""
     slower: float | None
-    """How many times the median of the other ranks, if that is much."""
+    """How many times the median of the other ranks it takes, if it is slow."""
     bursts: tuple[int, ...]
-    """The steps that took it much longer than it usually takes."""
+    """The steps in which it took much longer than usual."""
     burst: float
-    """How many times as long, at the median of these."""
+    """How many times as long it took in these, at the median."""
 
 
 def find_stragglers(lanes: Sequence[PartitionTimes]) -> list[Straggler]:
-    """Return the lanes that hold others up, the slowest first."""
+    """Return the lanes that delay others, the slowest first."""
     lanes = [lane for lane in lanes if len(lane.busy) and np.median(lane.busy) > 0]
     usual = np.array([np.median(lane.busy) for lane in lanes])
     partitions = np.array([lane.partition for lane in lanes])
@@ -76,7 +76,7 @@ def find_stragglers(lanes: Sequence[PartitionTimes]) -> list[Straggler]:
 
 
 def _few_are_late(lanes: Sequence[PartitionTimes], late: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
-    """Return the steps in which half of the lanes at most are late; all are if a step is long, or the machine busy."""
+    """Return the steps in which at most half of the lanes are late; in a long step, or on a busy machine, all are."""
     if not lanes:
         return np.zeros(0, np.int64)
     steps, which = np.unique(np.concatenate([lane.step for lane in lanes]), return_inverse=True)

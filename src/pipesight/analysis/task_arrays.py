@@ -41,7 +41,7 @@ class MiniBatchArrays:
         return some
 
     def by_tasks(self) -> list[MiniBatchArrays]:
-        """Take those apart that have the same number of tasks, but not the same tasks."""
+        """Split by which tasks mini-batches have; they already have equally many."""
         _, which = np.unique(_hash(np.sort(self.code, axis=1)), return_inverse=True)
         return [self.where(which == number) for number in range(int(which.max()) + 1)]
 
@@ -52,7 +52,7 @@ class MiniBatchArrays:
         return grid.reshape(4, self.n, self.m, -1)
 
     def turnaround(self) -> Times:
-        """Return the time from the last forward to whatever comes next; not above 0 where they overlap."""
+        """Return the time from the last forward to the next task; 0 or less where they overlap."""
         forward = self.code // (self.n * self.m) == FORWARD
         latest = np.where(forward, self.end, 0).max(axis=1)
         earliest = np.where(forward, np.iinfo(np.int64).max, self.begin).min(axis=1)
@@ -95,7 +95,7 @@ class _Order:
 
     @staticmethod
     def _missing(tasks: Column, n: int) -> Column:
-        """Return backwards, of no length, for partitions whose backward another one ran along with its own."""
+        """Return backwards of length 0 for partitions whose backward ran as part of another partition's."""
         backward = tasks[tasks[:, 0] == BACKWARD]
         have = np.unique(backward[:, 1])
         extra = [tasks[:0]]
@@ -121,7 +121,7 @@ class _Order:
 
 
 def _joined(batch: MiniBatchArrays) -> bool:
-    """Tell whether nothing but forwards ran before all forwards had ended, as where the loss is that of the batch."""
+    """Return whether all forwards ended before anything else ran, as with a loss of the whole batch."""
     return bool((batch.turnaround() >= 0).all())
 
 

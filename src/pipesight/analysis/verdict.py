@@ -30,12 +30,12 @@ TITLES = {
     "communication": "communication",
     "between_steps": "between steps",
 }
-"""The parts of a step, as people call them."""
+"""The parts of a step in words."""
 
 WINDOW = "from the first forward of a mini-batch to its last backward"
 
 MUCH = 0.05
-"""Of the step, what is worth a sentence."""
+"""The share of the step from which a loss gets a sentence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def quantity_rows(comparison: Comparison) -> list[list[str]]:
 
 
 def part_rows(comparison: Comparison) -> list[list[str]]:
-    """Write the mean step in the same way, then its parts, those that matter."""
+    """Write the mean step in the same way, then the parts that matter."""
     parts = comparison.parts.values()
     whole = Difference(sum(part.first for part in parts), sum(part.second for part in parts))
     least = max(whole.first, 1e-9) * 0.0005

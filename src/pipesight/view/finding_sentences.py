@@ -53,7 +53,7 @@ def nonfinite_in(report: Report) -> Finding | None:
 
 
 def _stragglers_in(report: Report) -> list[Finding]:
-    """Say who holds the others up, the slowest first."""
+    """Name the ranks that delay the others, the slowest first."""
     return [_straggler(straggler, ranks=len(report.ranks) > 1) for straggler in report.stragglers]
 
 
@@ -68,7 +68,7 @@ def _held_in(report: Report) -> list[Finding]:
 
 
 def _collectives_in(report: Report) -> list[Finding]:
-    """Name the collectives: their group, size, and who came last."""
+    """Name the collectives: their group, size, and the rank that arrives last."""
     return [_collective(collective) for collective in report.collectives]
 
 
@@ -84,7 +84,7 @@ def finding_groups(report: Report) -> list[tuple[str, list[Finding]]]:
 
 
 def warm_up_in(report: Report) -> Finding | None:
-    """Name the first steps that are in no number but their own."""
+    """Name the steps that are excluded as warm-up."""
     steps = report.left.warm_up
     if not steps:
         return None

@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 MOST_BYTES = 2_000_000
-"""Of a page on disk: long runs show fewer steps."""
+"""The size limit of a page on disk: long runs show fewer steps."""
 
 _COMMANDS = {"run_page": "pipesight report RUN --html", "comparison_page": "pipesight report RUN_A RUN_B --html"}
-_INCOMPLETE = (  # the script removes it, if it is there
+_INCOMPLETE = (  # the script removes it, if it was loaded
     '<p id="incomplete">This page is incomplete: the end of the file is missing. '
     "Write it again with <code>{command}</code>, or copy it again.</p>\n"
 )
@@ -123,7 +123,7 @@ def _beside(run_path: Path, name: str) -> Path:
 
 
 def _write(page: str, path: Path) -> Path:
-    """Write a file that is there when all of it is."""
+    """Write a file so that it appears only when complete."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         with unfinished.open("x", encoding="utf-8") as file:  # follows no link that somebody put there

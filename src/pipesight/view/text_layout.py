@@ -12,7 +12,7 @@ from itertools import pairwise
 __all__ = ["Style", "bar", "beside", "columns", "shown_width", "spark"]
 
 READABLE = 100
-"""Columns of a sentence; longer lines are hard to follow."""
+"""The most columns of a sentence; longer lines are hard to follow."""
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36", "magenta": "35"}
 _ESCAPE = re.compile("\x1b\\[[0-9;]*m")
@@ -23,7 +23,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a report is written: in how many columns, with colour or without, in which characters."""
+    """How text is written: its width, with or without colour, in ASCII or not."""
 
     width: int = 80
     colour: bool = False
@@ -41,7 +41,7 @@ class Style:
         return safe.replace("µs", "us").encode("ascii", "replace").decode() if self.ascii else safe
 
     def cut(self, text: str, width: int) -> str:
-        """Make text safe, and no wider than that."""
+        """Make text safe, and cut it to a width."""
         safe = self.plain(text)
         mark = "~" if self.ascii else "…"
         return safe if len(safe) <= width else safe[: max(width - 1, 0)] + mark[:width]

@@ -17,7 +17,7 @@ from pipesight.view.text_timeline import timeline_block
 __all__ = ["render"]
 
 FEW = 4
-"""Steps, of which it takes as many at least to draw them all."""
+"""With fewer steps than this, they are not drawn one by one."""
 MOST = {"Stragglers": 5, "Waits for one rank": 5, "Links": 8, "Collectives": 5, "Remarks": 10}
 """How many findings are listed under each heading."""
 

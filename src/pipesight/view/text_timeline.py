@@ -1,4 +1,4 @@
-"""A step drawn in text: a row a partition, blocks with the number of their micro-batch, dots while idle.
+"""A step drawn in text: one row per partition, blocks with the number of their micro-batch, dots while idle.
 
 ::
 
@@ -45,7 +45,7 @@ class Glyphs:
 
     @classmethod
     def ascii(cls) -> Glyphs:
-        """Return some that every terminal has."""
+        """Return glyphs that every terminal has."""
         return cls(fill="->=~", idle=".", edges=("|", "|"))
 
 
@@ -180,4 +180,4 @@ def _cells(times: Column, scale: float, width: int) -> Sequence[int]:
     return cells
 
 
-assert (FORWARD, RECOMPUTE, BACKWARD) == (0, 1, 2)  # as letters and fills are written
+assert (FORWARD, RECOMPUTE, BACKWARD) == (0, 1, 2)  # the order of `letters` and `fill`

@@ -1,11 +1,11 @@
-// The time axis: round numbers, as many as there is room for.
+// The time axis: as many round numbers as fit.
 
 import { formatTime } from "./format.js";
 import { palette } from "./palette.js";
 
 export const AXIS_HEIGHT = 26;
 
-/** Round times between two, at least `room` pixels apart. */
+/** Round times in a span, at least `room` pixels apart. */
 export function ticks(from, to, width, room = 84) {
   const least = ((to - from) * room) / Math.max(width, 1);
   const power = 10 ** Math.floor(Math.log10(Math.max(least, 1e-3)));

@@ -7,7 +7,7 @@ import { BACKWARD, LETTERS, RECOMPUTE } from "./phases.js";
 import { state } from "./state.js";
 import { firstAtOrAfter } from "./step_model.js";
 
-/** Draw a lane, narrow blocks into `columns`; return how many blocks are seen, and how many shapes that took. */
+/** Draw a lane, narrow blocks into `columns`; return the number of visible blocks, and of shapes drawn. */
 export function drawLane(pen, step, row, columns, place) {
   const lane = step.lanes[row.lane];
   const last = firstAtOrAfter(lane.from, pen.to);
@@ -43,7 +43,7 @@ function drawBlock(pen, step, row, block, x, width) {
   const top = row.top + row.height - height;
   const left = Math.max(x, -8);
   const right = Math.min(x + width, pen.width + 8);
-  const gap = right - left > 6 ? 1 : 0; // neighbours must not run into each other
+  const gap = right - left > 6 ? 1 : 0; // keeps neighbours apart
   const dimmed = isDimmed(block);
   if (dimmed) context.globalAlpha = 0.14;
   context.fillStyle = colours.fill;
@@ -87,14 +87,14 @@ function drawLabel(pen, step, block, colours, left, top, width, height) {
   if (open) drawLayers(pen, step, block, colours, top, height);
 }
 
-/** Letters on lines need quiet ground. */
+/** A plain background for letters on hatching. */
 function backLabel(pen, label, x, y, size, fill) {
   const width = pen.widthOf(label) + 6;
   pen.context.fillStyle = fill;
   pen.context.fillRect(x - width / 2, y - size / 2 - 2, width, size + 3);
 }
 
-/** Where there is room, the layers lie within their block. */
+/** Draw the layers inside their block, where there is room. */
 function drawLayers(pen, step, block, colours, top, height) {
   const { context } = pen;
   const below = top + 20;
@@ -113,7 +113,7 @@ function drawLayers(pen, step, block, colours, top, height) {
   }
 }
 
-/** In a low block there is no room for a line above its layers: names lie in a row. */
+/** In a low block, names of layers are in one row, without a line above. */
 function drawLowLayers(pen, step, block, colours, top, height) {
   const { context } = pen;
   const middle = top + height / 2 + 1;
@@ -137,7 +137,7 @@ function drawLowLayers(pen, step, block, colours, top, height) {
   }
 }
 
-/** Draw a frame around a block that is chosen, or that the keyboard or the mouse is at. */
+/** Draw a frame around a block that is open, focused or under the mouse. */
 export function drawFrame(pen, step, row, block, colour, weight) {
   const left = pen.x(step.from[block]);
   const width = Math.max(pen.x(step.to[block]) - left, 3);

@@ -1,4 +1,4 @@
-// The block that is open: its layers side by side, as long as they took, and what else is known of it.
+// The panel of the open block: its layers side by side, as wide as they took, and the facts about it.
 
 import { byId, make, put } from "./dom.js";
 import { dotted, formatShare, formatTime } from "./format.js";

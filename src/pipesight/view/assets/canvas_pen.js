@@ -1,4 +1,4 @@
-// A canvas as sharp as the screen, and what drawing on it needs to know.
+// A canvas at the resolution of the screen, with its scale and fonts.
 
 export class Pen {
   constructor(canvas) {
@@ -23,7 +23,7 @@ export class Pen {
     this.context.clearRect(0, 0, width, height);
   }
 
-  /** See a span of time: `x(time)` is then where on the canvas. */
+  /** Set the span of time to draw; `x(time)` is then a position on the canvas. */
   look({ from, to }) {
     this.from = from;
     this.to = to;
@@ -40,7 +40,7 @@ export class Pen {
     this.fontKey = font;
   }
 
-  /** How wide a text is in the font, from memory if it can be. */
+  /** The width of a text in the font, cached. */
   widthOf(text) {
     const key = `${this.fontKey}|${text}`;
     let width = this.widths.get(key);
@@ -52,7 +52,7 @@ export class Pen {
     return width;
   }
 
-  /** Text cut off where it is too long; nothing where that makes no sense. */
+  /** The text, cut off if it is too long; empty if too little would be left. */
   fitted(text, room) {
     if (this.widthOf(text) <= room) return text;
     let length = Math.floor((text.length * room) / this.widthOf(text)) - 1;

@@ -8,7 +8,7 @@ import { startTheme } from "./theme.js";
 
 const MARKS = ["A", "B"];
 
-byId("incomplete").remove(); // as all of this is here
+byId("incomplete").remove(); // the page loaded completely
 
 function show(payload) {
   document.title = `${payload.title} \u2013 pipesight`;
@@ -23,7 +23,7 @@ function show(payload) {
   byId("main").classList.remove("waiting");
 }
 
-/** Rows of a name, both values, and what differs. */
+/** A table of names, both values, and the difference. */
 function table(id, name, rows) {
   put(
     byId(id),

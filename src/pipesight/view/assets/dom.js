@@ -1,4 +1,4 @@
-// Elements made of text: whatever a run holds, a layer's name too, only ever becomes text.
+// Makes elements. Whatever a run holds, such as the name of a layer, only ever becomes text.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -9,7 +9,7 @@ export function make(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** The same for a drawing. */
+/** Make an element of an SVG drawing. */
 export function makeSvg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 }
@@ -26,7 +26,7 @@ function fill(element, attributes, children) {
   return put(element, children);
 }
 
-/** Put children into an element instead of those that it has; nothing, where one is missing. */
+/** Replace the children of an element; missing ones are skipped. */
 export function put(element, ...children) {
   element.replaceChildren(
     ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
@@ -34,7 +34,7 @@ export function put(element, ...children) {
   return element;
 }
 
-/** The head of a table. Columns from `firstNumber` on are numbers, which stand to the right. */
+/** The head of a table. Columns from `firstNumber` on are numbers, aligned to the right. */
 export function tableHead(titles, firstNumber = titles.length) {
   const cells = titles.map((title, column) =>
     make("th", { scope: "col", class: column >= firstNumber ? "number" : null }, title),
@@ -42,7 +42,7 @@ export function tableHead(titles, firstNumber = titles.length) {
   return make("thead", {}, make("tr", {}, cells));
 }
 
-/** A button for each of some scopes, the chosen one pressed. Choosing another leaves the focus there. */
+/** A button for each choice, the chosen one pressed. Choosing another moves the focus to it. */
 export function choices(group, names, chosen, choose) {
   return names.map(([name, text]) =>
     make(
@@ -60,7 +60,7 @@ export function choices(group, names, chosen, choose) {
   );
 }
 
-/** Text in which what a reader searches for is marked. */
+/** Text with the matches of a search marked. */
 export function marked(text, pattern) {
   if (!pattern) return [text];
   const pieces = [];

@@ -38,7 +38,7 @@ function showStep(number) {
   byId("timeline-section").scrollIntoView({ block: "nearest" });
 }
 
-/** Its statistics, in the line chart; where these are not in the page, its row in the table. */
+/** Show its statistics in the line chart or, if the page does not have them, its row in the table. */
 function showLayer({ layer, tensor }) {
   const { names, groups } = state.run.statistics ?? { names: [], groups: [] };
   const own = groups.filter((group) => group.tensor === tensor && group.layers.includes(names.indexOf(layer)));
@@ -86,7 +86,7 @@ function group({ title, entries, more }) {
   );
 }
 
-/** A sentence in which steps that it names, and that the page has, lead there. */
+/** A sentence in which the numbers of shown steps are links. */
 function withWays(text, steps) {
   const there = new Set(state.run.shown.map(({ number }) => number));
   const [named] = (steps.length && text.match(/\bsteps? \d+(?:, \d+)*/)) || [""];

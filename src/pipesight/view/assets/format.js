@@ -18,7 +18,7 @@ export function formatShare(share) {
   return `${(share * 100).toFixed(1)}%`;
 }
 
-/** `formatRoughShare(0.123)` is "12%", and what is there is never "0%". */
+/** `formatRoughShare(0.123)` is "12%", and never "0%" unless it is 0. */
 export function formatRoughShare(share) {
   if (share > 0 && share < 0.005) return "<1%";
   return `${Math.round(share * 100)}%`;
@@ -40,7 +40,7 @@ export const formatRate = (rate) => (rate >= 100 ? formatCount(Math.round(rate))
 
 export const formatCount = (count) => count.toLocaleString("en-US");
 
-/** Parts of a sentence, those that there are. */
+/** Parts of a sentence, without the missing ones. */
 export const listed = (...parts) => parts.filter(Boolean).join(", ");
 
 export const dotted = (...parts) => parts.filter(Boolean).join(" \u00b7 ");

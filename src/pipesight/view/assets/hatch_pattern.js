@@ -1,8 +1,8 @@
-// Patterns of lines: what a colour alone would say is said by them too.
+// Hatching, so that nothing is shown by colour alone.
 
 const tiles = new Map();
 
-/** A pattern of slanted lines in a colour, `gap` pixels apart; it leans left where `gap` is negative. */
+/** A pattern of slanted lines in a colour, `gap` pixels apart; a negative `gap` leans left. */
 export function hatching(pen, colour, gap, weight = 1) {
   const ratio = pen.ratio;
   const key = `${colour} ${gap} ${weight} ${ratio}`;

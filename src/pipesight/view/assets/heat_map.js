@@ -1,4 +1,4 @@
-// A statistic as a heat map: a row a layer, a column a step, a cross where a value is not finite.
+// A statistic as a heat map: one row per layer, one column per step, a cross where a value is not finite.
 
 import { Pen } from "./canvas_pen.js";
 import { make, put } from "./dom.js";
@@ -8,10 +8,10 @@ import { shownStep, state } from "./state.js";
 import { isFiniteValue, isNonfinite, nameOfRow, scaleOf, valueAt } from "./statistic_series.js";
 import { drawCross } from "./timeline_overlays.js";
 
-const ROOMY = 320; // pixels that few layers may fill
-const MOST_NAMES = 1000; // with more layers than that, rows are too low for them
+const ROOMY = 320; // pixels: the height if there are few layers
+const MOST_NAMES = 1000; // with more layers, rows are too low for names
 
-/** A canvas for the map; `choose(row, column)` is called for the cell that is clicked or that keys go to. */
+/** A canvas for the map; `choose(row, column)` is called for the cell that is clicked or reached by keys. */
 export class HeatMap {
   constructor(choose) {
     this.canvas = make("canvas", { tabindex: 0, role: "img", class: "heatmap" });

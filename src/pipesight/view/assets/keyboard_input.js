@@ -1,4 +1,4 @@
-// The keyboard on the timeline: from block to block, and the same moves as the mouse has.
+// The keyboard on the timeline: moves from block to block, zooms and pans as the mouse does.
 
 import { byId } from "./dom.js";
 import { choose, focusBlock } from "./selection.js";
@@ -56,7 +56,7 @@ export function startKeys() {
   });
 }
 
-/** The block before or after in the lane; the first that is seen, to begin with. */
+/** The block before or after in the lane; at first, the first visible one. */
 function beside(direction) {
   const step = shownStep();
   if (state.focused === null) return focusBlock(state.selected ?? firstSeen(step));

@@ -1,4 +1,4 @@
-// Beside the timeline: the names of the lanes. Below it: what the blocks mean.
+// The names of the lanes beside the timeline, and the legend below it.
 
 import { byId, make, put } from "./dom.js";
 import { formatRoughShare, formatShare } from "./format.js";

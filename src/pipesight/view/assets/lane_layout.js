@@ -39,7 +39,7 @@ export function rowAt(rows, y) {
   return rows.find((row) => row.top <= y && y < row.top + row.height) ?? null;
 }
 
-/** How high blocks of a phase are, of the row's height: heights tell phases apart, as letters and lines do. */
+/** The height of blocks by phase, as a share of the row: phases differ by height, too, not only by letter and lines. */
 export const HEIGHTS = [0.8, 0.56, 1, 0.4];
 
 export const isDimmed = (block) => state.query !== null && !state.query.blocks.has(block);

@@ -1,4 +1,4 @@
-// All layers in a table that sorts by any column and narrows as the reader types.
+// A table of all layers that sorts by any column and filters as the reader types.
 
 import { byId, make, marked, put } from "./dom.js";
 import { formatBytes, formatShare, formatTime, listed, plural } from "./format.js";

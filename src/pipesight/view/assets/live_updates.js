@@ -1,12 +1,12 @@
-// While the run goes on and `pipesight view` serves this page: new payloads, as the server says that there are some.
+// Updates of a page that `pipesight view` serves: fetches a new payload whenever the server announces one.
 
 import { byId } from "./dom.js";
 import { state } from "./state.js";
 
-let latest = -1; // the revision that was last asked for
+let latest = -1; // the revision that was last requested
 let fetching = false;
 
-/** What `pipesight view` says about an address: events, payload or trace; null in a page that is a file. */
+/** An address of `pipesight view`: events, payload or trace; null if the page is a file. */
 export function address(what) {
   const served = location.protocol === "http:" || location.protocol === "https:";
   return (served && document.querySelector(`meta[name="pipesight-${what}"]`)?.content) || null;
@@ -35,7 +35,7 @@ export function startLive(update) {
   source.addEventListener("error", () => source.readyState !== EventSource.CLOSED && say("connection lost, retrying"));
 }
 
-/** Fetch the payload; once more if meanwhile there is a newer one. */
+/** Fetch the payload, and again if there is a newer one by then. */
 async function refresh(update) {
   if (fetching) return;
   fetching = true;
@@ -55,7 +55,7 @@ async function refresh(update) {
   else if (again) setTimeout(() => refresh(update), again);
 }
 
-/** Say that the run goes on, as its payload says; a page that is a file, or of a run that has ended, says nothing. */
+/** Show that the run is live. A page that is a file, or of a run that has ended, shows nothing. */
 export function showLive(live) {
   if (live) say("live");
   else if (byId("live").textContent === "live") say("ended");

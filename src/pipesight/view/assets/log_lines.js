@@ -1,4 +1,4 @@
-// Log lines: those of the block that is open, of the step, or all.
+// Log lines: of the open block, of the step, or all.
 
 import { byId, choices, make, marked, put } from "./dom.js";
 import { listed, plural } from "./format.js";

@@ -1,4 +1,4 @@
-// Blocks too narrow to be seen one by one: columns of pixels, of all lanes at once, as a picture that is stretched.
+// Blocks too narrow to draw one by one: columns of pixels for all lanes at once, in one picture that is stretched.
 //
 // A lane has four rows in the picture, one for each height that blocks have, so that phases differ here too:
 //
@@ -23,7 +23,7 @@ export class Columns {
     this.image = null;
   }
 
-  /** Make room for lanes, in what a pen looks at. */
+  /** Make room for lanes in the part of the step that is shown. */
   begin(pen, lanes) {
     this.time = NARROW / pen.scale; // of a column, in microseconds
     this.first = Math.floor(pen.from / this.time);
@@ -42,7 +42,7 @@ export class Columns {
     return Math.floor(time / this.time);
   }
 
-  /** Let a block stand for all in a column of a lane. */
+  /** Let one block represent all others in a column of a lane. */
   set(place, column, step, block) {
     const x = column - this.first;
     if (x < 0 || x >= this.width) return;

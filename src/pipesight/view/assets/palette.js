@@ -1,4 +1,4 @@
-// Colours: those of the style sheet, and a ramp over micro-batches that reads without hues too, by its lightness.
+// Colours: those of the style sheet, and a ramp over micro-batches that differs in lightness, too, not only in hue.
 
 import { byId } from "./dom.js";
 import { listen, state } from "./state.js";
@@ -28,7 +28,7 @@ export function blockColours(microbatch, phase) {
   return palette.blocks[phase][stop];
 }
 
-/** Read the colours again, as the page may have become dark. */
+/** Read the colours again, since the theme may have changed. */
 function readPalette() {
   const probe = byId("main");
   const style = getComputedStyle(probe);
@@ -39,7 +39,7 @@ function readPalette() {
   probe.style.color = "";
   palette.dark = luminance(channels(palette.colours.paper)) < 0.5;
   const paper = channels(palette.colours.paper);
-  // Forward and recompute are lighter than backward, or darker on dark paper; heights and lines tell them apart too.
+  // Forward and recompute are lighter than backward, or darker in the dark theme; heights and lines tell them apart too.
   palette.blocks = (palette.dark ? [0.5, 0.34, 1, 0.7] : [0.42, 0.3, 1, 0.62]).map((strength) =>
     Array.from({ length: STOPS }, (_, stop) => {
       const full = ramp(stop / (STOPS - 1));
@@ -64,7 +64,7 @@ function ramp(t) {
   return fromOklab(lightness, chroma * Math.cos(hue), chroma * Math.sin(hue));
 }
 
-/** Sequential: light (or, on dark paper, dark) for little. */
+/** Sequential: light for small values, or dark in the dark theme. */
 export function heatColour(t) {
   const rising = palette.dark ? t : 1 - t;
   const lightness = palette.dark ? 0.26 + 0.6 * rising : 0.36 + 0.6 * rising;
@@ -73,7 +73,7 @@ export function heatColour(t) {
   return text(fromOklab(lightness, chroma * Math.cos(hue), chroma * Math.sin(hue)));
 }
 
-/** Diverging, for `t` from -1 to 1: orange, paper, blue. */
+/** Diverging, for `t` from -1 to 1: orange, background, blue. */
 export function divergingColour(t) {
   const strength = Math.min(Math.abs(t), 1);
   const lightness = palette.dark ? 0.27 + 0.45 * strength : 0.97 - 0.45 * strength;

@@ -1,8 +1,8 @@
-// The payload as it lies in the page: JSON, compressed, in base64.
+// The payload in the page: JSON, compressed, in base64.
 
 import { byId } from "./dom.js";
 
-/** The payload in this page, or null: then it is fetched. */
+/** The payload in this page, or null if it must be fetched. */
 export async function unpackPayload() {
   const text = byId("payload").textContent.trim();
   if (!text) return null;

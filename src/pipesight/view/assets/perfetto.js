@@ -1,4 +1,4 @@
-// Hand the trace to ui.perfetto.dev: open it, ask until it answers, then post the file. Only ever on a click.
+// Send the trace to ui.perfetto.dev: open it, ping until it answers, then post the file. Only on a click.
 
 import { byId, make, put } from "./dom.js";
 import { address } from "./live_updates.js";
@@ -12,7 +12,7 @@ export function startPerfetto() {
 }
 
 async function handOver(trace) {
-  const other = window.open(ORIGIN); // at once: after waiting, a browser would take it for a pop-up
+  const other = window.open(ORIGIN); // at once: later, the browser would block it as a pop-up
   if (!other) return explain("The browser did not let this page open a window.");
   try {
     const response = await fetch(trace);

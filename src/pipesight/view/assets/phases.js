@@ -1,4 +1,4 @@
-// What a partition does with a micro-batch.
+// The phases of a micro-batch in a partition.
 
 export const PHASES = ["forward", "recompute", "backward", "weight"];
 export const LETTERS = ["F", "R", "B", "W"];

@@ -7,8 +7,8 @@ import { blockAt, placeAt } from "./timeline.js";
 import { hideTooltip, showTooltip } from "./tooltip.js";
 import { isWhole, lookAt, zoom } from "./zoom.js";
 
-const CLICK = 4; // pixels: what moves further is a drag
-const pointers = new Map(); // those that are down, by their numbers
+const CLICK = 4; // pixels: a longer move is a drag
+const pointers = new Map(); // pointers that are down, by id
 let grip = null; // the view and the pointers when the drag began
 
 export function startPointing() {
@@ -36,7 +36,7 @@ function wheel(event) {
     lookAt(from + shift, to + shift);
     return;
   }
-  if (event.deltaY > 0 && isWhole()) return; // nothing to zoom out of: the page scrolls
+  if (event.deltaY > 0 && isWhole()) return; // already zoomed out: let the page scroll
   event.preventDefault();
   zoom(Math.exp(-event.deltaY * lines * (event.ctrlKey ? 0.01 : 0.002)), event.offsetX / canvasWidth());
 }

@@ -1,4 +1,4 @@
-// A run as the page asks for it, made of the columns of the payload.
+// A run, read from the columns of the payload.
 
 import { dotted } from "./format.js";
 import { Step } from "./step_model.js";
@@ -17,7 +17,7 @@ export class Run {
     this.laneOfPartition = new Map(this.lanes.map((lane, index) => [`${lane.rank}/${lane.partition}`, index]));
   }
 
-  /** The step at a place of the slider; made when first looked at. */
+  /** The step at a position of the slider, made when first shown. */
   stepAt(place) {
     if (!this.shown.length) return null;
     if (!this.made.has(place)) this.made.set(place, new Step(this, this.shown[place]));
@@ -49,7 +49,7 @@ export class Run {
     return takes_turns ? `${this.rankName(rank)}, all its partitions` : this.laneName(lane);
   }
 
-  /** What is known of a rank: {host, replica, takes_turns, ...}, as of any of its lanes. */
+  /** The facts about a rank: {host, replica, takes_turns, ...}; all its lanes have the same. */
   rankFacts(rank) {
     return this.lanes.find((lane) => lane.rank === rank);
   }

@@ -1,4 +1,4 @@
-// Puts the page together, and shows a run, or a longer payload of the same run, in it.
+// Sets up the page, and shows a run in it, or a longer payload of the same run.
 
 import { startBlock } from "./block_panel.js";
 import { byId } from "./dom.js";
@@ -25,9 +25,9 @@ import { startTimeline, timeline } from "./timeline.js";
 import { startSummary } from "./verdict.js";
 import { isWhole, startZooming, wholeView } from "./zoom.js";
 
-byId("incomplete").remove(); // as all of this is here
+byId("incomplete").remove(); // the page loaded completely
 
-/** Show a payload; what the reader looks at stays, if it is there still. */
+/** Show a payload; keep the step, zoom and selection of the reader if they still exist. */
 function update(payload) {
   const before = state.run;
   const step = before ? shownStep() : null;

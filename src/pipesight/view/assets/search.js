@@ -30,7 +30,7 @@ function search() {
   tell("search");
 }
 
-/** "partition 2" is one thing to look for: a word of the pipeline keeps its number. */
+/** "partition 2" is one search term: words of the pipeline keep their number. */
 export const wordsOf = (text) => text.toLowerCase().match(/(?:micro-?batch|partition|rank|step|layer) \d+|\S+/g) ?? [];
 
 function find(words) {
@@ -59,7 +59,7 @@ function find(words) {
 function findBlocks(step, matches, layers) {
   const blocks = new Set();
   if (!step) return blocks;
-  const known = new Map(); // blocks of a lane, micro-batch and phase have one name
+  const known = new Map(); // blocks with the same lane, micro-batch and phase have the same name
   for (let block = 0; block < step.count; block += 1) {
     const key = `${step.lane[block]}/${step.microbatch[block]}/${step.phase[block]}`;
     if (!known.has(key)) known.set(key, matches(`${step.nameOf(block)} microbatch ${step.microbatch[block]}`));
@@ -77,7 +77,7 @@ function runsOneOf(step, block, layers) {
   return false;
 }
 
-/** "micro-batch 1" must not find micro-batch 12: a number at either end of a word is a whole one. */
+/** "micro-batch 1" must not find micro-batch 12: a number at either end of a term must match whole. */
 export function bounded(word) {
   const escaped = word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
   return `${/^\d/.test(word) ? "(?<!\\d)" : ""}${escaped}${/\d$/.test(word) ? "(?!\\d)" : ""}`;
@@ -92,7 +92,7 @@ function summary({ blocks, layers, lines }) {
   return found.length ? found.map(([count, what]) => plural(count, what)).join(" \u00b7 ") : "nothing found";
 }
 
-/** Enter goes on to the next block that was found, after the one that is open. */
+/** Enter opens the next block found after the open one. */
 function nextFound() {
   const step = shownStep();
   if (!step || !state.query?.blocks.size) return;

@@ -1,4 +1,4 @@
-// Which block the reader is at, and which is open.
+// Which block has the keyboard's focus, and which is open.
 
 import { byId } from "./dom.js";
 import { formatShare, formatTime, listed } from "./format.js";
@@ -18,7 +18,7 @@ export function hover(block) {
   tell("hover");
 }
 
-/** Move the keyboard's focus to a block, into sight, and say which it is. */
+/** Move the keyboard's focus to a block, scroll it into view, and announce it. */
 export function focusBlock(block) {
   state.focused = block;
   if (block !== null) {
@@ -28,7 +28,7 @@ export function focusBlock(block) {
   tell("hover");
 }
 
-/** A block in a sentence, for those who do not see it. */
+/** A block as a sentence, for screen readers. */
 function describe(step, block) {
   const time = step.to[block] - step.from[block];
   const layers = step.layersOf(block).map(({ name }) => name);

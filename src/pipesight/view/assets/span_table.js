@@ -1,4 +1,4 @@
-// Of a trace without a pipeline: where the time went, name by name.
+// Where the time went in a trace without a pipeline, by name of span.
 
 import { byId, make, put, tableHead } from "./dom.js";
 import { formatCount, formatTime } from "./format.js";

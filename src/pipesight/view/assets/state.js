@@ -1,13 +1,13 @@
-// What the reader looks at, and who wants to know when that changes.
+// What the page shows now, and who is notified when that changes.
 
 export const state = {
   run: null, // what `readRun` made of the payload
-  step: 0, // a place in run.shown
+  step: 0, // an index into run.shown
   view: { from: 0, to: 1 }, // microseconds of the step that the timeline shows
   selected: null, // a block of the step that is open, or null
-  focused: null, // a block that the keyboard is at, or null
+  focused: null, // the block with the keyboard's focus, or null
   hovered: null,
-  query: null, // what is searched for, or null
+  query: null, // the search, or null
   tensor: null,
   statistic: null,
   layer: null, // of the line chart
@@ -25,7 +25,7 @@ export function tell(topic) {
     try {
       listener();
     } catch (error) {
-      console.error(error); // one part of the page that fails leaves the others as they are
+      console.error(error); // a failure in one part of the page does not stop the others
     }
   }
 }

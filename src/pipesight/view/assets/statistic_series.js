@@ -1,4 +1,4 @@
-// Values of one statistic of one tensor: a row a layer, a column a step.
+// Values of one statistic of one tensor: one row per layer, one column per step.
 
 import { state } from "./state.js";
 

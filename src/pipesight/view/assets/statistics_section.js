@@ -124,7 +124,7 @@ function point(event) {
   showTooltipWith(said, event.clientX, event.clientY);
 }
 
-/** The row to begin with: the first layer that is not finite, or one that the step's marks name. */
+/** The row shown first: the first layer that is not finite, or one that the step's marks name. */
 function firstNonfinite(series) {
   const marked = new Set((shownStep()?.marks ?? []).map(([name]) => name));
   const byMark = series.layers.findIndex((_, row) => marked.has(nameOfRow(series, row)));

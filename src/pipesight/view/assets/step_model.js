@@ -17,7 +17,7 @@ export class Step {
     this.unpackTasks(packed.tasks);
     this.unpackLayers(packed.layers);
     this.lanes = this.sortIntoLanes();
-    this.ranks = new Map(); // the blocks of those whose lanes take turns
+    this.ranks = new Map(); // the blocks of ranks whose lanes take turns
     this.idle = this.lanes.map((_, lane) => this.gapsOf(lane));
   }
 
@@ -102,7 +102,7 @@ export class Step {
     return found;
   }
 
-  /** What stays the same when a longer payload of the same run comes. */
+  /** A key for a block that stays the same in a longer payload of the same run. */
   keyOf(block) {
     const { rank, partition } = this.run.lanes[this.lane[block]];
     let same = 0; // of gradient accumulation: the same block of an earlier mini-batch

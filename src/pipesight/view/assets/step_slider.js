@@ -1,4 +1,4 @@
-// The step slider, its buttons, and a strip of all steps above it: as high as a step took, dark as far as it idled.
+// The step slider, its buttons, and a strip of all steps above it: the height of a bar is the step's time, its dark part the bubble.
 
 import { Pen } from "./canvas_pen.js";
 import { byId } from "./dom.js";
@@ -22,7 +22,7 @@ export function startStepping() {
   listen("run step theme", drawStrip);
 }
 
-/** Show another step: from its begin to its end if all of the last one was seen, else the same part of it. */
+/** Show another step: all of it if all of the last one was visible, else the same part. */
 export function goToStep(place) {
   const to = Math.min(Math.max(place, 0), state.run.shown.length - 1);
   if (to === state.step || !state.run.shown.length) return;

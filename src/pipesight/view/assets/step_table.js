@@ -1,4 +1,4 @@
-// The step as a table, for those who do not see the timeline, or want to copy it.
+// The step as a table, for screen readers and for copying.
 
 import { byId, make, put, tableHead } from "./dom.js";
 import { formatCount, formatShare, formatTime } from "./format.js";
@@ -14,7 +14,7 @@ export function startStepTable() {
 
 function showTable() {
   const step = shownStep();
-  if (!byId("step-table").open || !step) return; // made when it is opened: it may be long
+  if (!byId("step-table").open || !step) return; // built when opened: it may be long
   const lanes = make(
     "table",
     {},

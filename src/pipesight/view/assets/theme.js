@@ -1,4 +1,4 @@
-// Light and dark: as the system says, until the reader says otherwise.
+// Light or dark: the system's setting, until the reader chooses.
 
 import { byId } from "./dom.js";
 import { palette } from "./palette.js";

@@ -39,7 +39,7 @@ export function startTimeline() {
   listen("run step view selection hover search theme", drawSoon);
 }
 
-/** Draw with the next frame, once however often it is asked for. */
+/** Draw at the next frame, once, however often it is requested. */
 function drawSoon() {
   if (due) return;
   due = true;
@@ -86,7 +86,7 @@ function drawLanes(step, rows) {
   return counts;
 }
 
-/** Rows scrolled out of sight are not drawn. */
+/** The rows in view; others are not drawn. */
 function visibleRows() {
   const stage = byId("stage");
   const top = stage.scrollTop - 60;
@@ -147,7 +147,7 @@ export function placeAt(x, y) {
 
 const timeAt = (x) => state.view.from + (x / Math.max(lanesPen.width, 1)) * (state.view.to - state.view.from);
 
-/** Where a block is on the canvas: its middle. */
+/** The middle of a block on the canvas. */
 export function middleOf(block) {
   const step = shownStep();
   const row = timeline.byLane[step.lane[block]];

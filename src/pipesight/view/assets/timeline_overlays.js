@@ -1,4 +1,4 @@
-// What lies around the blocks: idle time, transfers, the rest of the program, marks of values that are not finite.
+// What is drawn around the blocks: idle time, transfers, the rest of the program, marks for values that are not finite.
 
 import { formatRoughShare } from "./format.js";
 import { hatching } from "./hatch_pattern.js";
@@ -67,7 +67,7 @@ export function drawProgram(pen, step, row) {
   });
 }
 
-/** Where the window of a mini-batch ends, in the lanes that it is of: the optimizer and all else come behind it. */
+/** A line where the window of a mini-batch ends, in its lanes: the optimizer and the rest come after it. */
 export function drawWindows(pen, step, rows) {
   const { context } = pen;
   context.strokeStyle = palette.colours.soft;
@@ -96,7 +96,7 @@ export function drawNonfinite(pen, step, rows) {
     if (!row) continue;
     const { from, to, reach, blocks } = step.lanes[lane];
     const last = firstAtOrAfter(from, pen.to);
-    let free = -Infinity; // crosses do not lie on each other
+    let free = -Infinity; // crosses must not overlap
     for (let place = firstAtOrAfter(reach, pen.from); place < last; place += 1) {
       const block = blocks[place];
       if (!bad.has(`${lane} ${step.phase[block]} ${step.microbatch[block]}`)) continue;

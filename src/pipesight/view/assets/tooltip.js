@@ -1,4 +1,4 @@
-// What lies under the mouse, or at the keyboard's focus: where, how long, which layers.
+// The tooltip of what is under the mouse or has the focus: where, how long, which layers.
 
 import { byId, make, put } from "./dom.js";
 import { dotted, formatShare, formatTime } from "./format.js";
@@ -14,7 +14,7 @@ export function showTooltip(block, place, x, y) {
   showTooltipWith(block === null ? ofPlace(place) : ofBlock(step, block), x, y);
 }
 
-/** Show anything, near a point of the window, where there is room. */
+/** Show content near a point of the window, where there is room. */
 export function showTooltipWith(children, x, y) {
   const tooltip = byId("tooltip");
   put(tooltip, children);

@@ -1,10 +1,10 @@
-// Which part of the step is seen: zooming and panning.
+// Zooming and panning: which part of the step is visible.
 
 import { byId } from "./dom.js";
 import { shownStep, state, tell } from "./state.js";
 
 const CLOSEST = 2; // microseconds across the timeline
-const MARGIN = 0.01; // beside the whole step, so that its edges are seen
+const MARGIN = 0.01; // on both sides of the whole step, so that its edges are visible
 
 export function startZooming() {
   byId("zoom-in").addEventListener("click", () => zoom(1.6));
@@ -25,7 +25,7 @@ export function isWhole() {
   return state.view.from <= whole.from && state.view.to >= whole.to;
 }
 
-/** Look at a span of time, as far as the step has it. */
+/** Show a span of time, clipped to the step. */
 export function lookAt(from, to) {
   const step = shownStep();
   if (!step) return;
@@ -52,14 +52,14 @@ export function zoom(factor, place = 0.5) {
   lookAt(still - length * place, still + length * (1 - place));
 }
 
-/** Pan by a share of what is seen. */
+/** Pan by a share of what is visible. */
 export function pan(share) {
   const { from, to } = state.view;
   const shift = (to - from) * share;
   lookAt(from + shift, to + shift);
 }
 
-/** Move the view just so far that a block is seen. */
+/** Pan just far enough that a block is visible. */
 export function reveal(block) {
   const step = shownStep();
   const { from, to } = state.view;

@@ -1,1 +1,1 @@
-"""A run that is still going on: its files are followed as they grow, and shown in the terminal and in browsers."""
+"""A running training: its files are followed as they grow, and shown in the terminal and in browsers."""

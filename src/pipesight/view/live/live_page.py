@@ -1,4 +1,4 @@
-"""What the page shows of a run that a server follows: its last steps while it goes on, all of it once it has ended."""
+"""The page of a run that a server follows: its last steps while it is running, all of it once it has ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["draw", "empty_page"]
 
 
 def empty_page() -> str:
-    """Return the page, which asks the server for what it shows."""
+    """Return the page, which asks the server for its payload."""
     from pipesight.view.page import Served, page_html
 
     return page_html(None, served=Served())

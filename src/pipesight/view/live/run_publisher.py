@@ -1,4 +1,4 @@
-"""What the viewers of a run share: one reader of its files, which tells them all when there is something new."""
+"""One reader of a run's files for all its viewers; it notifies them of anything new."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ logger = own_logger(__name__)
 
 LEVEL = 4  # of gzip
 SHARE = 2
-"""How many times longer than it took to read and draw the last news to wait for the next."""
+"""The pause before the next look, as a multiple of the time that the last one took to read and draw."""
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """How far a run is, for those who wait for more of it."""
+    """How far a run is, for viewers that wait for more."""
 
     revision: int
     ended: bool = False
@@ -43,7 +43,7 @@ class Publisher:
 
     Args:
         path: The run. It need not be there yet.
-        draw: Makes the payload of a run, a `Run` on disk or the last steps of one that is going on.
+        draw: Makes the payload of a run, a `Run` on disk or the last steps of one that is still running.
         interval: Seconds from one look to the next, at least.
     """
 
@@ -61,7 +61,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._follow, name="pipesight-follow", daemon=True)
 
     def __enter__(self) -> Self:
-        self._look()  # so that it is known at once how far the run is
+        self._look()  # so that the state is known at once
         self._thread.start()
         return self
 
@@ -75,7 +75,7 @@ class Publisher:
 
     @property
     def closed(self) -> bool:
-        """Whether there will be no more news."""
+        """Whether the run has ended and all of it was published."""
         return self._closing.is_set()
 
     @property
@@ -84,7 +84,7 @@ class Publisher:
         return self._follower.state
 
     def wait(self, seen: News | None, *, timeout: float) -> News:
-        """Return the news as soon as they are others than those that were seen, or the same after the timeout."""
+        """Return the news as soon as they differ from those last seen; after the timeout, the same ones."""
         with self._told:
             self._told.wait_for(lambda: self._news != seen or self.closed, timeout)
             return self._news
@@ -102,7 +102,7 @@ class Publisher:
     def _make(self, news: News) -> bytes | None:
         try:
             payload = self._draw(self._follower)
-        except Exception as error:  # of one revision; the next may be another matter
+        except Exception as error:  # for one revision; the next may succeed
             self._complain("cannot draw the run %s; will retry when it grows", error)
             return None
         if payload is None:
@@ -129,7 +129,7 @@ class Publisher:
                 self._tell(News(self._news.revision + 1, state.phase == "ended", state.outcome))
 
     def _complain(self, what: str, error: Exception) -> None:
-        """Say what failed, once for each kind of failure."""
+        """Log a failure, once for each kind."""
         if (complaint := f"{what} {error!r}") not in self._complaints:
             self._complaints.add(complaint)
             logger.error(what, self.path, exc_info=error)

@@ -1,8 +1,8 @@
-"""A run that is going on, drawn for a terminal of any size: numbers, the last step, lost time, log lines.
+"""A running training, drawn for a terminal of any size: numbers, the last step, lost time, log lines.
 
 ::
 
-    RUN                                                          going on for 0:42
+    RUN                                                          running for 0:42
 
     Step        129       42.1 ms   usually 41.8 ms
     Throughput            760 samples/s   usually 766
@@ -37,12 +37,12 @@ from pipesight.view.text_timeline import DRAWN, Glyphs, coloured, draw_step
 __all__ = ["Frame", "draw_frame", "line_of"]
 
 WIDEST = 140
-"""Columns it takes at most; a timeline gains nothing from more."""
+"""The most columns; a timeline gains nothing from more."""
 LONGEST_BAR = 60
 LONGEST_STATE = 400
 """Characters of how a run ended, which may be the message of an error."""
 ROOMY = 20
-"""Lines from which on there is room to explain the bubble."""
+"""With at least this many lines there is room to explain the bubble."""
 EXPLAINED = "Bubble: idle share of the window, from the first forward to the last backward"
 NUMBER = 8  # columns of one
 NOTICEABLE = 0.0005
@@ -53,7 +53,7 @@ _QUIET = ("DEBUG", "NOTSET")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What there is to draw at one moment."""
+    """What is drawn at one moment."""
 
     title: str
     state: str
@@ -63,7 +63,7 @@ class Frame:
 
 
 def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, ascii: bool = False) -> list[str]:
-    """Draw a frame in no more than so many columns and lines."""
+    """Draw a frame in at most this many columns and lines."""
     style = Style(min(width, WIDEST), colour, ascii)
     head = [*_head(frame, style), *_warnings(frame, style)]
     report, figures = frame.report, frame.figures
@@ -95,7 +95,7 @@ def line_of(step: StepNumbers, *, ascii: bool = False) -> str:
 
 
 def _head(frame: Frame, style: Style) -> list[str]:
-    """Write the title and the state beside each other, or below each other where the state is a long one."""
+    """Write the title and the state side by side, or one below the other if the state is long."""
     state = style.cut(frame.state, LONGEST_STATE)
     if len(state) > style.width - 12:
         title = style.paint(style.cut(frame.title, style.width), "bold")
@@ -124,7 +124,7 @@ def _numbers(figures: LatestStep, style: Style) -> list[str]:
         rows.append(["Throughput", f"{rate(last.samples_per_second)} samples/s", over])
     bubble = f"usually {usual.bubble:.1%}, schedule alone {usual.bound:.1%}"
     rows.append(["Bubble", f"{last.bubble:.1%}", bubble])
-    # Of a width that does not change with every number.
+    # A constant width, so that numbers do not jump.
     widths = [12, max(16, *(len(row[1]) for row in rows))]
     return [
         style.cut(f"{name:<{widths[0]}}", widths[0])
@@ -135,7 +135,7 @@ def _numbers(figures: LatestStep, style: Style) -> list[str]:
 
 
 def _timeline(report: Report, figures: LatestStep, most: int, style: Style) -> list[str]:
-    """Draw the last step, a line a partition, with its bubble."""
+    """Draw the last step, one line per partition, with its bubble."""
     if most < 2:
         return []
     glyphs = Glyphs.ascii() if style.ascii else Glyphs()
@@ -167,7 +167,7 @@ def _timeline(report: Report, figures: LatestStep, most: int, style: Style) -> l
 
 
 def _parts(figures: LatestStep, most: int, style: Style) -> list[str]:
-    """Draw where the time of the last step went as bars; those parts that usually matter, always in the same order."""
+    """Draw where the time of the last step went as bars: the parts that usually matter, always in the same order."""
     if most < 2:
         return []
     last, usual = figures.last, figures.usual
@@ -176,7 +176,7 @@ def _parts(figures: LatestStep, most: int, style: Style) -> list[str]:
     largest = sorted(noticed, key=lambda k: -usual.parts[k])[: most - 1]
     widest = max(max(last.parts), 1e-9)
     names = 2 + max(len(name) for name in TITLES.values())
-    beside = style.width >= names + 2 + 3 * NUMBER  # whether there is room for what is usual
+    beside = style.width >= names + 2 + 3 * NUMBER  # whether there is room for the medians
     numbers = names + 2 + (3 if beside else 2) * NUMBER
     room = min(style.width - numbers - 2, LONGEST_BAR)
     title = "Where the time goes"

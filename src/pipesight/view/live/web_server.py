@@ -1,4 +1,4 @@
-"""The web server of `pipesight view`: the page, what it draws, word of what is new, and the trace for Perfetto.
+"""The web server of `pipesight view`: the page, its payload, events about news, and the trace for Perfetto.
 
 It listens on this machine only, reads only, and answers only those who have the address, in which there is a secret::
 
@@ -41,20 +41,20 @@ not looked at, since a tunnel has another one at its other end."""
 MOST_CONNECTIONS = 64
 """That are being answered; and as many more that have not said yet what they want. Of those, the oldest makes room for
 a new one, so that silent clients cannot keep others out."""
-PATIENCE = 30.0  # seconds that a client may take to take what it is sent
-SILENCE = 10.0  # seconds that it may take to say what it wants, all in all
-HEARTBEAT = 15.0  # seconds between signs of life, that keep proxies from hanging up
-LOOK = 0.5  # seconds between looks at whether a client is still there
-PARTING = 2.0  # seconds for those who are still being answered when the server ends
+PATIENCE = 30.0  # seconds that a client may take to receive a response
+SILENCE = 10.0  # seconds that it may take to send its request, in total
+HEARTBEAT = 15.0  # seconds between comments that keep proxies from closing the connection
+LOOK = 0.5  # seconds between checks whether a client is still connected
+PARTING = 2.0  # seconds for requests that are still being answered when the server ends
 
 NOTHING = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 PAGE = f"{NOTHING}; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'"
-"""What the page may load. It says more itself, such as which scripts."""
+"""What the page may load. The page itself restricts more, such as scripts."""
 ALLOWED = {"Allow": "GET, HEAD"}
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",  # the address is a secret
+    "Referrer-Policy": "no-referrer",  # the address contains a secret
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
@@ -101,7 +101,7 @@ class RunServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """Keeps track of who is waited for and who is being answered, to let go of them all at the end."""
+    """Keeps track of connections that are waited for or being answered, to close them all at the end."""
 
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
@@ -134,7 +134,7 @@ class _Server(ThreadingHTTPServer):
                 self._answering.pop(me, None)
 
     def let_in(self, request: socket.socket) -> bool:
-        """Tell whether there is room for one more to answer, who has said what it wants, and has the token."""
+        """Return whether there is room to answer one more request that has been read and has the token."""
         me = threading.current_thread()
         with self._lock:
             self._silent.pop(me, None)
@@ -144,7 +144,7 @@ class _Server(ThreadingHTTPServer):
             return True
 
     def service_actions(self) -> None:
-        """Hang up on those who do not say what they want; this is called again and again."""
+        """Close connections that send no request; called repeatedly."""
         since = time.monotonic() - SILENCE
         with self._lock:
             late = [connection for connection, began in self._silent.values() if began < since]
@@ -205,7 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             return False
 
-    # The places.
+    # Addresses.
 
     def _page(self) -> None:
         self._send(self.server.page().encode(), "text/html; charset=utf-8", policy=PAGE)
@@ -237,7 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
                 heard = time.monotonic()
 
     def _is_over(self) -> bool:
-        """Tell whether the client hung up, or the server is ending."""
+        """Return whether the client hung up, or the server is ending."""
         if self.server.ending.is_set() or self.server.publisher.closed:
             return True
         readable, _, _ = select.select([self.connection], [], [], 0)
@@ -263,7 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     _PLACES = {"": _page, "payload.json": _payload, "events": _events, "trace": _trace}  # noqa: RUF012
 
-    # How to say it.
+    # Responses.
 
     def _begin(
         self, status: HTTPStatus, kind: str, *, policy: str = NOTHING, headers: Mapping[str, str] | None = None
@@ -299,11 +299,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus(code), HTTPStatus(code).phrase.lower())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Keep quiet: addresses hold the secret."""
+        """Log nothing: addresses contain the secret."""
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """End what a client is waited for, or sent."""
+    """Close the connection of a client."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""The whole payload of a page."""
+"""The payload of the page of a run: everything that the page draws."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _layer_runs(run: Run, report: Report, steps: Sequence[int], most: int) -> di
 
 
 def _steps(report: Report, timelines: StepTimelines, marks: Marks) -> dict[str, Any]:
-    """Return a line for every step, also of those that are not shown."""
+    """Return a row for every step, including those that are not shown."""
     bubbles = report.bubbles()
     return {
         "number": timelines.numbers,
@@ -181,7 +181,7 @@ def _layers(report: Report) -> list[dict[str, Any]]:
 
 
 def _notes(timelines: StepTimelines, shown: Sequence[Mapping[str, Any]], layered: int) -> list[str]:
-    """Return what there was no room for."""
+    """Return notes on what is not shown for lack of room."""
     notes = []
     if len(shown) < len(timelines.numbers):
         notes.append(
@@ -196,7 +196,7 @@ def _notes(timelines: StepTimelines, shown: Sequence[Mapping[str, Any]], layered
 
 
 def _scope(steps: range, numbers: Sequence[int]) -> str:
-    """Say which steps the page is of, as far as they are there."""
+    """Say which of the requested steps the page shows."""
     first, last = (numbers[0], numbers[-1]) if numbers else (steps.start, steps.stop - 1)
     return f"step {first} only" if first == last else f"steps {first} to {last}"
 

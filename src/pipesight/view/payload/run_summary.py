@@ -24,7 +24,7 @@ def title_of(path: Path) -> str:
 
 
 def facts_of(report: Report) -> list[list[str]]:
-    """Return what the run was, in pairs of words."""
+    """Return the facts about the run, as pairs of a name and a value."""
     known = report.description
     facts: list[list[str]] = []
 
@@ -77,7 +77,7 @@ def figures_of(report: Report) -> dict[str, Any] | None:
 
 
 def alarm_of(report: Report, lanes: Sequence[Lane], shown: Sequence[int]) -> dict[str, Any] | None:
-    """Return what comes before all else: the first tensor that was not finite, and where it is in the page."""
+    """Return the first tensor that was not finite, which comes before all else, and where it is on the page."""
     said, found = nonfinite_in(report), report.nonfinite
     if said is None or found is None:
         return None

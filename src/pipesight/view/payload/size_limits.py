@@ -9,7 +9,7 @@ __all__ = ["LIMITS", "Limits"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most of everything that a page holds. The page says what it leaves out."""
+    """The most that a page holds of each thing. The page says what is not shown."""
 
     lanes: int = 256
     blocks: int = 120_000
@@ -20,9 +20,9 @@ class Limits:
     log_lines: int = 5_000
 
     def halved(self) -> Limits:
-        """Return half of everything, but for the lanes: a step is not shown in part."""
+        """Return half of everything except lanes: a step is never shown in part."""
         return Limits(self.lanes, *(getattr(self, field.name) // 2 for field in fields(self)[1:]))
 
 
 LIMITS = Limits()
-"""Of a page of about 2 MB at most."""
+"""The limits of a page of at most about 2 MB."""

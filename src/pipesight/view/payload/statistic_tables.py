@@ -14,7 +14,7 @@ from pipesight.runs.reading.stats_and_logs import is_nonfinite
 __all__ = ["Mark", "Marks", "Value", "statistics_of"]
 
 DIGITS = 5
-"""That a value keeps: more than a screen shows."""
+"""Digits of a value: more than a screen shows."""
 
 Value: TypeAlias = float | str | None
 """A number, nothing, or what is not finite: "nan", "inf", "-inf", or a number "without 1 Inf" that its tensor has."""
@@ -117,7 +117,7 @@ def _counts(line: Mapping[str, Any]) -> str:
 
 
 def _value(line: Mapping[str, Any]) -> Value:
-    """Return the value. That of a tensor with NaN or Inf is of its other elements: it must not look like any other."""
+    """Return the value. A tensor with NaN or Inf has that of its other elements, marked as such."""
     value, counts = line["value"], _counts(line)
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
