@@ -87,7 +87,7 @@ def take(page: Any, out: Path) -> None:
 
 
 def draw_watch(folder: Path, path: Path) -> None:
-    """Draw what `pipesight watch` shows in a terminal of 80 columns while the run goes on."""
+    """Draw what `pipesight watch` shows in a terminal of 80 columns while the run is in progress."""
     from rich.console import Console
     from rich.text import Text
 

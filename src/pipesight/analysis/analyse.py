@@ -17,8 +17,8 @@ from pipesight.analysis.overall import overall_of
 from pipesight.analysis.pipeline_report import PipelineReport, describe_pipelines, partition_times
 from pipesight.analysis.rank_links import find_links
 from pipesight.analysis.rank_waits import RankWaits
-from pipesight.analysis.remarks import remarks_on, remarks_on_bubble, remarks_on_clocks, with_ending, with_waits
 from pipesight.analysis.report import ExcludedSteps, NameTime, Report
+from pipesight.analysis.run_remarks import remarks_on, remarks_on_bubble, remarks_on_clocks, with_ending, with_waits
 from pipesight.analysis.step_grouping import EVALUATION, INCOMPLETE, find_minibatches, replicas_of
 from pipesight.analysis.stragglers import find_stragglers
 from pipesight.analysis.timed_steps import time_steps

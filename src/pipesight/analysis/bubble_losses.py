@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipesight.analysis.minibatch_arrays import Lengths, MiniBatchArrays, Times, orders_of
 from pipesight.analysis.step_grouping import MiniBatchTable
-from pipesight.analysis.task_arrays import Lengths, MiniBatchArrays, Times, orders_of
 from pipesight.analysis.transfer_waits import arrivals_of, of_rows, waits
 from pipesight.runs.reading.event_tables import Column, Tasks, Transfers
 from pipesight.schedule.contention import Concurrency, rate_of, rates_of

@@ -16,7 +16,7 @@ from pipesight.analysis.overall import Overall
 from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.rank_links import LinkReport
 from pipesight.analysis.rank_waits import LateRank
-from pipesight.analysis.remarks import Remark
+from pipesight.analysis.run_remarks import Remark
 from pipesight.analysis.step_breakdown import StepTimes
 from pipesight.analysis.step_grouping import TRAINING, MiniBatchTable
 from pipesight.analysis.stragglers import Straggler

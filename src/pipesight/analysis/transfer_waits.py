@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipesight.analysis.minibatch_arrays import Lengths, MiniBatchArrays
 from pipesight.analysis.step_grouping import MiniBatchTable
-from pipesight.analysis.task_arrays import Lengths, MiniBatchArrays
 from pipesight.runs.reading.event_codes import BACKWARD, FORWARD
 from pipesight.runs.reading.event_tables import Column, Tasks, Transfers
 

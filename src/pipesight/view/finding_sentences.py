@@ -10,8 +10,8 @@ from pipesight._plurals import count_of, plural
 from pipesight.analysis.collectives import Collective
 from pipesight.analysis.rank_links import LinkReport
 from pipesight.analysis.rank_waits import LateRank
-from pipesight.analysis.remarks import Remark
 from pipesight.analysis.report import Report
+from pipesight.analysis.run_remarks import Remark
 from pipesight.analysis.stragglers import Straggler
 from pipesight.analysis.verdict import TITLES
 

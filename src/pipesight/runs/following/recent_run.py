@@ -12,8 +12,8 @@ import numpy as np
 
 from pipesight.runs.following.recent_events import RecentEvents, TraceLines
 from pipesight.runs.reading.event_codes import OPTIMIZER
+from pipesight.runs.reading.event_loading import Loaded
 from pipesight.runs.reading.event_tables import Spans
-from pipesight.runs.reading.loading import Loaded
 from pipesight.runs.reading.run import LogLine, Note, Run
 from pipesight.runs.reading.stats_and_logs import is_nonfinite, parse_log
 

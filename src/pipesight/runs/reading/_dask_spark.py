@@ -17,9 +17,9 @@ from pipesight.runs.format import EVENTS
 from pipesight.runs.reading.event_queries import of_dataset
 
 if TYPE_CHECKING:
+    from pipesight.runs.reading.event_loading import Events
     from pipesight.runs.reading.event_queries import Frame
     from pipesight.runs.reading.event_tables import Column
-    from pipesight.runs.reading.loading import Events
 
 __all__ = ["DaskEvents", "SparkEvents", "events_in"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipesight.runs.format import EVENTS, LOGS, NOTES, RANKS, RUN_FILE, STATS, rank_name
-from pipesight.runs.reading.notes import NotARunError, Note
+from pipesight.runs.reading.reader_notes import NotARunError, Note
 from pipesight.runs.reading.safe_open import check_plain, open_plain, refusal
 from pipesight.runs.reading.stats_and_logs import foreign_statistics
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from pipesight.runs.reading import _duckdb_sql as sql
 from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
-from pipesight.runs.reading.notes import NotARunError
+from pipesight.runs.reading.reader_notes import NotARunError
 
 if TYPE_CHECKING:
     from pipesight.runs.reading.event_queries import Frame

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Self
 from pipesight.runs.format import LOGS, RUN_FILE, STATS, TRACE
 from pipesight.runs.reading._parquet_dataset import is_dataset
 from pipesight.runs.reading.descriptions import read_description
-from pipesight.runs.reading.notes import NotARunError, Note
 from pipesight.runs.reading.process_liveness import is_gone, may_restart
+from pipesight.runs.reading.reader_notes import NotARunError, Note
 from pipesight.runs.reading.stats_and_logs import LogLine, foreign_statistics, log_lines, statistics
 
 if TYPE_CHECKING:
+    from pipesight.runs.reading.event_loading import Loaded
     from pipesight.runs.reading.event_tables import (
         Communications,
         LayerRuns,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
         Tasks,
         Transfers,
     )
-    from pipesight.runs.reading.loading import Loaded
 
 __all__ = ["LogLine", "NotARunError", "Note", "Run", "is_dataset", "open_run"]
 
@@ -167,7 +167,7 @@ class Run:
         """
         from pipesight.runs.reading._parquet_dataset import write_dataset
         from pipesight.runs.reading.duckdb_events import DuckEvents
-        from pipesight.runs.reading.loading import load
+        from pipesight.runs.reading.event_loading import load
 
         if not isinstance(self._events, DuckEvents):
             raise TypeError(f"the run already is a dataset: {str(self.path)!r}")
@@ -204,7 +204,7 @@ def open_run(
         ValueError: there is no such engine, or no such attempt.
         ImportError: the engine is not installed.
     """
-    from pipesight.runs.reading.loading import load
+    from pipesight.runs.reading.event_loading import load
 
     folder = Path(path)
     if folder.name == TRACE and (folder.parent / RUN_FILE).is_file():

@@ -16,7 +16,7 @@ from pipesight.runs.format import rank_in
 from pipesight.runs.reading._decompression import Decompressor
 from pipesight.runs.reading._foreign_formats import records, statistics_of
 from pipesight.runs.reading.attempts import Attempt
-from pipesight.runs.reading.notes import Note
+from pipesight.runs.reading.reader_notes import Note
 from pipesight.runs.reading.safe_open import open_plain, without_refused
 
 __all__ = ["NONFINITE_KEYS", "LogLine", "foreign_statistics", "is_nonfinite", "log_lines", "parse_log", "statistics"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from pipesight.runs.format import LOGS, NOTES, RANKS, RUN_FILE, STATS, TRACE, TRACE_SUFFIXES, part_order, split_suffix
 from pipesight.runs.reading._file_type import FileType, Sniffed, sniff
 from pipesight.runs.reading.attempts import Attempt, attempt_in, without_attempt
-from pipesight.runs.reading.notes import Note
+from pipesight.runs.reading.reader_notes import Note
 from pipesight.runs.reading.safe_open import without_refused
 
 __all__ = ["TraceFile", "find_files"]
