@@ -75,8 +75,7 @@ def test_versions_agree():
     for shim in SHIMS:
         project = tomllib.loads((shim / "pyproject.toml").read_text())["project"]
         assert project["version"] == version
-        major, minor = version.split(".")[:2]
-        assert project["dependencies"] == [f"pipesight>={major}.{minor},<{major}.{int(minor) + 1}"]
+        assert project["dependencies"] == [f"pipesight=={version}"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     newest = re.search(r"^## \[(\d[^]]*)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gzip
 import importlib
-import importlib.metadata
 import inspect
 import json
 import logging
@@ -23,7 +22,7 @@ from dftracer.logger import dftracer as tracer
 
 import pipesight.trace
 import pipesight.trace.dftracer
-from pipesight.trace import Node, ai
+from pipesight.trace import ai
 from pipesight.trace.ai import CONVENTIONS
 from support.dftraced import clean_environment, events_of, files, own, read, run_script, user
 from support.traced import tree_put_back
@@ -32,6 +31,8 @@ OURS = pipesight.trace.dftracer
 ENV = {
     "DFTRACER_ENABLE": OURS.DFTRACER_ENABLE,
     "DFTRACER_ENABLE_ENV": "DFTRACER_ENABLE",
+    "DFTRACER_INIT_ENV": "DFTRACER_INIT",
+    "DFTRACER_INIT_PRELOAD": False,
     "DFTRACER_LOG_LEVEL": OURS.DFTRACER_LOG_LEVEL,
     "DFTRACER_LOG_LEVEL_ENV": "DFTRACER_LOG_LEVEL",
 }
@@ -45,25 +46,61 @@ EVENTS = {
     "CheckpointEvent": "checkpoint",
     "PipelineEvent": "pipeline",
 }
-CONSTANTS = {"INIT_NAME": "init", "ITER_COUNT_NAME": "count", "DFTracerAI": Node, "ProfileCategory": None}
-CONSTANTS |= dict.fromkeys(EVENTS)
-AI = {**CONSTANTS, "ai": ai, **{name: getattr(ai, name) for name in CONVENTIONS}}
+CONSTANTS = {
+    "BLOCK_NAME": "block",
+    "CTX_SEPARATOR": ".",
+    "INIT_NAME": "init",
+    "ITER_COUNT_NAME": "count",
+    "ITER_NAME": "iter",
+    "ROOT_CAT": "ai_root",
+    "ROOT_NAME": "ai_root",
+    "START_METADATA_NAME": "start",
+    "STOP_METADATA_NAME": "end",
+    **dict.fromkeys([*EVENTS, "IOEvent", "OtherEvent", "ProfileCategory"]),
+    **dict.fromkeys(["get_iter_block_name", "get_iter_handle_name"]),
+}
+CLASSES = {
+    "AI": lambda: ai,
+    "Checkpoint": lambda: ai.checkpoint,
+    "Communication": lambda: ai.comm,
+    "Compute": lambda: ai.compute,
+    "DFTracerAI": lambda: ai.comm.send,
+    "Data": lambda: ai.data,
+    "DataLoader": lambda: ai.dataloader,
+    "Device": lambda: ai.device,
+    "IO": lambda: ai.checkpoint.io,
+    "Other": lambda: ai.other,
+    "Pipeline": lambda: ai.pipeline,
+}
+AI = {**CONSTANTS, **dict.fromkeys(CLASSES), "ai": ai, **{name: getattr(ai, name) for name in CONVENTIONS}}
+AI["other"] = ai.other
+DYNAMO = dict.fromkeys(["Dynamo", "create_backend", "dynamo"])
+PROFILER = {"trace_handler": None}
+BY_HAND = ["enter_event", "exit_event", "finalize", "get_time", "log_event", "log_metadata_event"]
 
 # Those names of dftracer 1.0.11, dftracer 2.2.0 and pydftracer 2.0.6 that a program uses; None: see the tests below.
 NAMES = {
     "dftracer": {"__version__": "2.2.0+pipesight"},
+    "dftracer.dftracer": dict.fromkeys([*BY_HAND, "initialize", "set_app_metadata_int", "set_app_metadata_string"]),
     "dftracer.logger": {**LOGGER, "ai": ai},
     "dftracer.dbg": {},
     "dftracer.dbg.logger": {**LOGGER, "ai": ai},
-    "dftracer.python": {**AI, **LOGGER, "__version__": "2.0.6+pipesight"},
+    "dftracer.python": {**AI, **LOGGER, **DYNAMO, "__version__": "2.0.6+pipesight"},
     "dftracer.python.ai": AI,
-    "dftracer.python.ai_common": CONSTANTS,
+    "dftracer.python.ai_classes": dict.fromkeys([*CLASSES, "add_category", "add_io"]),
+    "dftracer.python.ai_common": {**CONSTANTS, **dict.fromkeys(CLASSES)},
+    "dftracer.python.ai_names": CONSTANTS,
     "dftracer.python.common": {"dft_fn": OURS.dft_fn, "dftracer": OURS.dftracer},
+    "dftracer.python.dynamo": DYNAMO,
     "dftracer.python.env": ENV,
     "dftracer.python.logger": LOGGER,
-    "dftracer.python.dbg": {**AI, **LOGGER},
+    "dftracer.python.torch": PROFILER,
+    "dftracer.python.torch.profiler": PROFILER,
+    "dftracer.python.dbg": {**AI, **LOGGER, **DYNAMO},
     "dftracer.python.dbg.ai": AI,
     "dftracer.python.dbg.logger": LOGGER,
+    "dftracer.python.dbg.torch": PROFILER,
+    "dftracer.python.dbg.torch.profiler": PROFILER,
 }
 
 
@@ -102,11 +139,134 @@ def test_no_module_is_forgotten():
 def test_constants_are_the_conventions():
     """The enumerations have the categories and names of the tree, as strings."""
     module = importlib.import_module("dftracer.python")
-    assert tuple(module.ProfileCategory) == tuple(CONVENTIONS)
+    assert tuple(module.ProfileCategory) == (*CONVENTIONS, "other")
     for name, category in EVENTS.items():
         members = getattr(module, name)
         assert tuple(members) == CONVENTIONS[category]
         assert [member.name for member in members] == [value.upper() for value in CONVENTIONS[category]]
+
+
+def test_classes_know_their_nodes():
+    """Each class is that of its node, recording or not, and of no category else; called, it makes a tree apart."""
+    module = importlib.import_module("dftracer.python")
+    nodes = {name: node() for name, node in CLASSES.items()}
+    for name in CLASSES:
+        kind = getattr(module, name)
+        expected = set(CLASSES) if name == "DFTracerAI" else {name}
+        assert {other for other, node in nodes.items() if isinstance(node, kind)} == expected
+    assert not isinstance(ai.compute.forward, module.Compute)
+    assert isinstance(ai.init(enable=True, epoch=2), module.DFTracerAI)
+    apart = module.AI(step=3, enable=False)
+    assert {(n.category, n.name) for n in apart.subtree()} >= {("comm", "send"), ("data", "data.io.open")}
+    assert not any(node.enabled or node in set(ai.subtree()) for node in apart.subtree())
+    assert apart.compute.forward.args == {"step": 3}
+    assert [module.DFTracerAI(cat="mine", name=name).name for name in ("", "read")] == ["mine", "read"]
+    assert module.IO(cat="mine", parent_name="disk").read.name == "disk.io.read"
+
+
+def test_events_beyond_the_guide(traced):
+    """Events of I/O and of other work have the names of DFTracer 2.2; waits and bodies of loops can be named."""
+
+    compute = importlib.import_module("dftracer.python").Compute()
+
+    def work():
+        for node in (ai.data.io.open, ai.checkpoint.io.write, ai.other.io.close, ai.other.log):
+            with node:
+                pass
+        for _ in compute.iter([1], iter_name="waiting", block_name="working"):
+            pass
+
+    found = [(event["cat"], event["name"]) for event in traced(work)]
+    assert found[:2] == [("data", "data.io.open"), ("checkpoint", "checkpoint.io.write")]
+    assert found[2:4] == [("other", "other.io.close"), ("other", "other.log")]
+    assert found[4:] == [("compute", "waiting"), ("compute", "working")]
+    assert (ai.compute.cat, ai.data.io.cat) == ("compute", "data")
+
+
+def test_lines_are_those_of_dftracer(tmp_path, monkeypatch):
+    """The file has the lines of DFTracer 2.0 and no more: one per event and nine around; labels for viewers on demand.
+
+    A trace without events has those nine.
+    """
+    monkeypatch.setenv("DFTRACER_TRACE_COMPRESSION", "0")
+    for events, labels, expected in ((0, None, 9), (3, None, 12), (3, "1", 15)):
+        if labels:
+            monkeypatch.setenv("DFTRACER_TRACK_LABELS", labels)
+        log = tracer.initialize_log(tmp_path / f"run{expected}.pfw")
+        for _ in range(events):
+            with ai.compute.step:
+                pass
+        log.finalize()
+        assert len((tmp_path / f"run{expected}.pfw").read_text().splitlines()) == expected
+
+
+def test_empty_trace_of_a_program_that_just_ends(tmp_path):
+    """Without finalize, a trace without events leaves its file too; a forked process that does nothing leaves none."""
+    source = """
+        import os
+        from dftracer.logger import dftracer
+        dftracer.initialize_log("run.pfw", None, -1)
+        if os.fork() == 0:
+            raise SystemExit
+        os.wait()
+    """
+    run_script(source, tmp_path)
+    assert files(tmp_path) == ["run.pfw.gz"]
+    assert user(read(tmp_path / "run.pfw.gz")) == []
+
+
+OPERATIONS = """
+    import torch
+    from dftracer.python import ai, dftracer, dynamo
+    from dftracer.python.dynamo import create_backend
+    from dftracer.python.torch import trace_handler
+
+    log = dftracer.initialize_log("run.pfw", None, -1)
+
+    @dynamo.compile(autograd=False)
+    def plain(x):
+        return torch.relu(x).sum()
+
+    model = torch.nn.Linear(2, 2)
+    traced = torch.compile(model, backend=create_backend("model", epoch=1))
+    with ai.compute.forward:
+        plain(torch.ones(3))
+    traced(torch.ones(1, 2)).sum().backward()
+    with ai.compute.step, torch.profiler.profile(on_trace_ready=trace_handler) as profiler:
+        torch.ones(3).exp()
+    log.finalize()
+"""
+
+
+def test_operations_of_graphs_and_of_the_profiler(tmp_path):
+    """Operations that torch.compile captures, forward and backward, and those the profiler has seen, are events.
+
+    They lie inside the span that was open around them.
+    """
+    run_script(OPERATIONS, tmp_path)
+    found = user(read(tmp_path / "run.pfw.gz"))
+    named = {event["name"]: event for event in found}
+    operations = [event for event in found if event["cat"] == "dynamo"]
+    assert [event["name"] for event in operations[:2]] == ["function.relu", "method.sum"]
+    assert {event["args"]["p_idx"] for event in operations[:2]} == {named["forward"]["id"]}
+    assert {own(event).get("epoch") for event in operations[2:]} == {1}
+    assert any("addmm" in event["name"] for event in operations)
+    assert any("mm" in event["name"] and "addmm" not in event["name"] for event in operations)  # of the backward
+    exp, step = named["aten::exp"], named["step"]
+    assert exp["cat"] == "PP"
+    assert step["ts"] - 1000 <= exp["ts"] <= exp["ts"] + exp["dur"] <= step["ts"] + step["dur"] + 1000  # microseconds
+
+
+def test_module_in_c(tmp_path):
+    """``dftracer.dftracer`` begins the one trace, and logs to it."""
+    native = importlib.import_module("dftracer.dftracer")
+    native.initialize(log_file=tmp_path / "run.pfw", data_dirs=None, process_id=-1)
+    native.enter_event()
+    native.log_event(name="read", cat="io", start_time=native.get_time(), duration=5, int_args={"size": (1, 7)})
+    native.exit_event()
+    native.finalize()
+    (event,) = user(read(tmp_path / "run.pfw.gz"))
+    assert (event["name"], event["dur"], own(event)) == ("read", 5, {"size": 7})
 
 
 def test_signatures_are_those_of_dftracer():
@@ -122,9 +282,8 @@ def test_signatures_are_those_of_dftracer():
     assert list(shape(tracer.log_event)) == logged
 
 
-def test_distribution_needs_pipesight_and_nothing_else():
-    """Installing the shim asks for pipesight only; the package is typed."""
-    assert importlib.metadata.distribution("pipesight-dftracer").requires == ["pipesight<0.3,>=0.2"]
+def test_package_is_typed():
+    """The package is typed."""
     assert (Path(dftracer.__file__).parent / "py.typed").is_file()
 
 
@@ -219,9 +378,10 @@ def test_default_file(tmp_path, monkeypatch):
     assert files(tmp_path) == ["trace.pfw.gz"]
 
 
-@pytest.mark.parametrize(("value", "written"), [("0", False), ("1", True), (None, True)])
+@pytest.mark.parametrize(("value", "written"), [("0", False), ("1", True), (None, False)])
 def test_enable(value, written, tmp_path, monkeypatch):
-    """DFTRACER_ENABLE=0 is off; unset, initialize_log is enough."""
+    """DFTRACER_ENABLE=1 is on; 0 and unset are off, as with DFTracer."""
+    monkeypatch.delenv("DFTRACER_ENABLE")
     if value is not None:
         monkeypatch.setenv("DFTRACER_ENABLE", value)
     log = tracer.initialize_log(tmp_path / "run.pfw")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import logging
 import textwrap
@@ -152,10 +151,8 @@ def test_version_passes_for_0_2_2():
     assert nvdlfw_inspect.__version__ in SpecifierSet(">=0.2,<0.3")
 
 
-def test_distribution_needs_pipesight_and_nothing_else():
-    """Installing the shim asks for pipesight only; the package is typed."""
-    found = importlib.metadata.distribution("pipesight-nvdlfw-inspect")
-    assert found.requires == ["pipesight<0.3,>=0.2"]
+def test_package_is_typed():
+    """The package is typed."""
     assert (Path(nvdlfw_inspect.__file__).parent / "py.typed").is_file()
 
 

@@ -16,9 +16,10 @@ from dftracer.logger import dftracer as tracer
 
 @contextlib.contextmanager
 def clean_environment(monkeypatch):
-    """Let nothing but the test say how to trace, and end what it began."""
+    """Enable DFTracer; let nothing but the test say how to trace, and end what it began."""
     for name in [name for name in os.environ if name.startswith(("DFTRACER_", "PIPESIGHT_"))]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("DFTRACER_ENABLE", "1")
     level = logging.getLogger("pipesight.trace").level
     yield
     tracer.get_instance().finalize()

@@ -300,8 +300,11 @@ def test_device(tmp_path, begin):
         print(trace_session.running().path, trace_session.running().lost)
     """
     before = sorted(os.listdir("/dev"))
-    given = {"PIPESIGHT_ENABLE": 1, "PIPESIGHT_LOG_FILE": "/dev/null"} if begin == "environment" else {}
-    result = run(code, cwd=tmp_path, **given)
+    given = {
+        "environment": {"PIPESIGHT_ENABLE": 1, "PIPESIGHT_LOG_FILE": "/dev/null"},
+        "dftracer": {"DFTRACER_ENABLE": 1},
+    }
+    result = run(code, cwd=tmp_path, **given.get(begin, {}))
     assert (result.stdout, result.stderr) == ("/dev/null 0\n", "")
     assert sorted(os.listdir("/dev")) == before
     assert not list(tmp_path.iterdir())

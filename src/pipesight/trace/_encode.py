@@ -49,8 +49,10 @@ class Encoder:
     change durations. Processes that this one starts use the same offset.
     """
 
-    def __init__(self, *, include_args: bool = True, offset: int | None = None) -> None:
+    def __init__(self, *, include_args: bool = True, track_labels: bool = True, offset: int | None = None) -> None:
         self.include_args = include_args
+        self.track_labels = track_labels
+        """Whether headers have the lines by which viewers label and sort tracks, which DFTracer does not write."""
         self.offset = time.time_ns() - time.perf_counter_ns() if offset is None else offset
         """Nanoseconds to add to the monotonic clock."""
         self.begun = time.perf_counter_ns()
@@ -65,6 +67,10 @@ class Encoder:
         self._places = PlaceLines(self._template, self._arrow)
         self._threads: dict[int, tuple[int, str]] = {}
         self._names: dict[int, str] = {}
+
+    def for_child(self) -> Encoder:
+        """Return the encoder of a process that was forked from this one."""
+        return Encoder(include_args=self.include_args, track_labels=self.track_labels, offset=self.offset)
 
     def microseconds(self, moment: int) -> int:
         """Convert a time of the monotonic clock, in nanoseconds, to the microseconds of the file."""
@@ -96,10 +102,13 @@ class Encoder:
             self._metadata(4, "SH", thread, command, _hash(command)),
             self._metadata(5, "SH", thread, executable, _hash(executable)),
             self._event(ROOT_ID, "start", thread, moment, start),
-            self._metadata(0, "process_name", thread, _process_name(self.pid)),
-            self._sort_order("process_sort_index", thread, launched_rank() or 0),
-            self._sort_order("thread_sort_index", thread, 0),
         ]
+        if self.track_labels:
+            lines += [
+                self._metadata(0, "process_name", thread, _process_name(self.pid)),
+                self._sort_order("process_sort_index", thread, launched_rank() or 0),
+                self._sort_order("thread_sort_index", thread, 0),
+            ]
         others = [known for known in list(self._names.items()) if known[0] != self.pid]
         lines += [self._metadata(0, "thread_name", number, name, str(number)) for number, name in others]
         return ("[\n" + "".join(f"{line}\n" for line in lines)).encode()

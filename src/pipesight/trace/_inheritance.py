@@ -24,6 +24,7 @@ def handed_on(given: Path, settings: Settings, clock_offset: int) -> dict[str, s
         "LOG_FILE": given,
         "INC_METADATA": int(settings.inc_metadata),
         "TRACE_COMPRESSION": int(settings.trace_compression),
+        "TRACK_LABELS": int(settings.track_labels),
         "TRACE_INTERVAL": settings.interval,
         "TRACE_MAX_BYTES": settings.max_bytes or 0,
         "TRACE_MAX_PARTS": settings.max_parts or 0,

@@ -108,11 +108,11 @@ class PartFiles:
             self._events += events
             self.written += events
 
-    def close(self) -> None:
-        """Write the footer, and close the file."""
+    def close(self, *, keep_if_empty: bool = False) -> None:
+        """Write the footer, and close the file; ``keep_if_empty`` creates one if there is none."""
         try:
             self._check_file()
-            if self._descriptor is None and (self._size or self._lost()):
+            if self._descriptor is None and (self._size or self._lost() or (keep_if_empty and self._part == 1)):
                 self._open()
             if self._descriptor is not None:
                 lost = self._lost()

@@ -30,7 +30,7 @@ _Job: TypeAlias = tuple[bytes, int] | threading.Event
 
 
 class TraceFile:
-    """A trace on disk, created with the first event.
+    """A trace on disk, created with the first event; with ``keep_if_empty``, at the latest when it is closed.
 
     One thread puts blocks in and another writes them. Each has counters of its own, so neither waits for a lock. If the
     disk is too slow, the oldest blocks are dropped; if it fails, those that could not be written; if it does not
@@ -51,6 +51,8 @@ class TraceFile:
         max_parts: int | None = None,
     ) -> None:
         self._given, self._compress = given, compress
+        self.keep_if_empty = False
+        """Whether to leave a file even if there are no events."""
         self._max_bytes, self._max_parts = max_bytes, max_parts
         self._begin(encoder, child)
 
@@ -81,6 +83,7 @@ class TraceFile:
     def after_fork(self, encoder: Encoder) -> TraceFile:
         """Become the file of a forked process."""
         self._files.release()
+        self.keep_if_empty = False
         self._begin(encoder, child=True)
         return self
 
@@ -173,7 +176,8 @@ class TraceFile:
             logger.warning("events of the trace %s are being lost: %s; training continues", self.path, why)
 
     def _wait(self, done: threading.Event) -> bool:
-        if self._thread is None and not self._events_put and not self.lost:
+        needed = self._events_put or self.lost or (self.keep_if_empty and done is self._closed)
+        if self._thread is None and not needed:
             return True  # there is no file, and none is needed
         if done is not self._closed:
             self._jobs.put(done)
@@ -214,7 +218,7 @@ class TraceFile:
 
     def _do(self, job: _Job) -> None:
         if isinstance(job, _Last):
-            self._files.close()
+            self._files.close(keep_if_empty=self.keep_if_empty)
             self._closed.set()
         elif isinstance(job, threading.Event):
             job.set()

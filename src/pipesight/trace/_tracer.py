@@ -154,7 +154,7 @@ class Tracer:
         EVENTS.clear()
         _span.begin_process()
         if before.sinks:
-            encoder = Encoder(include_args=before.encoder.include_args, offset=before.encoder.offset)
+            encoder = before.encoder.for_child()
             self._thread.encoder = encoder
             children = [sink.after_fork(encoder) for sink in before.sinks]
             self._thread.sinks = tuple(child for child in children if child is not None)

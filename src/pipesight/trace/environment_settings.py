@@ -37,6 +37,8 @@ class Settings:
     """Whether to write the arguments of events."""
     trace_compression: bool = True
     """Whether to compress the file."""
+    track_labels: bool = True
+    """Whether to write the lines by which viewers label and sort tracks."""
     log_level: str | None = None
     """The level of the logger ``pipesight.trace``."""
     interval: float = 0.5
@@ -60,6 +62,7 @@ class Settings:
             data_dir=_read("DATA_DIR"),
             inc_metadata=_switch("INC_METADATA") is not False,
             trace_compression=_switch("TRACE_COMPRESSION") is not False,
+            track_labels=_labels(enable),
             log_level=_read("LOG_LEVEL"),
             interval=_seconds("TRACE_INTERVAL", 0.5),
             max_bytes=_limit("TRACE_MAX_BYTES"),
@@ -97,6 +100,12 @@ def _switch(name: str) -> bool | None:
         logger.warning("%s must be 0 or 1, but is %r; ignored", variable, value)
         return None
     return word in _TRUE
+
+
+def _labels(enable: bool | None) -> bool:
+    """Tell whether to label tracks; not in traces for DFTracer's programs, which may count lines, unless asked to."""
+    asked = _switch("TRACK_LABELS")
+    return not (enable and _find("ENABLE")[0] == "DFTRACER_ENABLE") if asked is None else asked
 
 
 def _seconds(name: str, default: float) -> float:

@@ -143,25 +143,50 @@ class Node:
     # A loop.
 
     @overload
-    def iter(self, iterable: Iterable[T], *, include_iter: bool = True, include_block: bool = True) -> Iterable[T]: ...
+    def iter(
+        self,
+        iterable: Iterable[T],
+        *,
+        include_iter: bool = True,
+        include_block: bool = True,
+        iter_name: str | None = None,
+        block_name: str | None = None,
+    ) -> Iterable[T]: ...
 
     @overload
     def iter(
-        self, iterable: AsyncIterable[T], *, include_iter: bool = True, include_block: bool = True
+        self,
+        iterable: AsyncIterable[T],
+        *,
+        include_iter: bool = True,
+        include_block: bool = True,
+        iter_name: str | None = None,
+        block_name: str | None = None,
     ) -> AsyncIterable[T]: ...
 
-    def iter(self, iterable: Any, *, include_iter: bool = True, include_block: bool = True) -> Any:
+    def iter(
+        self,
+        iterable: Any,
+        *,
+        include_iter: bool = True,
+        include_block: bool = True,
+        iter_name: str | None = None,
+        block_name: str | None = None,
+    ) -> Any:
         """Iterate, recording each wait for an item as ``NAME.iter`` and each run of the loop's body as ``NAME.block``.
 
         Args:
             iterable: What to iterate over; its items come out as they are.
             include_iter: Record the waits.
             include_block: Record the bodies.
+            iter_name: Another name for the waits.
+            block_name: Another name for the bodies.
         """
         if _span.is_compiling():
             return iterable
-        wait = self.derive("iter") if include_iter else None
-        return Loop(iterable, wait, self.derive("block") if include_block else None)
+        wait = self.named(iter_name) if iter_name else self.derive("iter")
+        body = self.named(block_name) if block_name else self.derive("block")
+        return Loop(iterable, wait if include_iter else None, body if include_block else None)
 
     # By hand.
 
@@ -186,6 +211,11 @@ class Node:
     # The tree.
 
     @property
+    def cat(self) -> str:
+        """The category, as DFTracer calls it."""
+        return self.category
+
+    @property
     def init(self) -> Node:
         """The event ``NAME.init``, for a constructor or other set-up."""
         return self.derive("init")
@@ -205,10 +235,16 @@ class Node:
         """Add an event below this one, as an attribute of it, and return it."""
         if hasattr(self, name):
             raise ValueError(f"{self!r} already has a {name!r}")
-        with _changing:
-            child = self._added[name] = Node(name, category or self.category, self)
-            setattr(self, name, child)
+        child = self.named(name, category)
+        setattr(self, name, child)
         return child
+
+    def named(self, name: str, category: str | None = None) -> Node:
+        """Return the event below this one that is called just ``name``, made on the first call."""
+        with _changing:
+            if name not in self._added:
+                self._added[name] = Node(name, category or self.category, self)
+            return self._added[name]
 
     def __getattr__(self, name: str) -> Node:
         # Called only for missing attributes; the return type is for editors, which know no events.

@@ -83,6 +83,10 @@ class Session:
         """Write all events that have ended."""
         flush()
 
+    def keep_if_empty(self) -> None:
+        """Leave a file, with header and footer, even if there are no events."""
+        self._file.keep_if_empty = True
+
     def stop(self) -> None:
         """Write the remaining events and close the file."""
         global _session
@@ -128,6 +132,7 @@ def start(
     *,
     compress: bool = True,
     include_args: bool = True,
+    track_labels: bool = True,
     interval: float = 0.5,
     max_bytes: int | None = None,
     max_parts: int | None = None,
@@ -144,6 +149,7 @@ def start(
             the rank is too. Child processes write files of their own beside it, named by their process ID.
         compress: Compress the file with gzip.
         include_args: Write the arguments of events.
+        track_labels: Write the lines by which Perfetto labels and sorts processes and threads.
         interval: At most this many seconds pass from the end of an event until it is on disk.
         max_bytes: Start another file, ``name.part2.pfw.gz``, before one grows beyond this size.
         max_parts: Keep this many of these files, and remove the oldest.
@@ -175,6 +181,7 @@ def start(
         log_file=given,
         inc_metadata=bool(include_args),
         trace_compression=bool(compress),
+        track_labels=bool(track_labels),
         interval=interval,
         max_bytes=max_bytes,
         max_parts=max_parts,
@@ -186,9 +193,11 @@ def _start(given: Path, settings: Settings, *, child: bool, from_environment: bo
     global _session
     if tracer.is_writing:  # `capture_events`
         encoder = tracer.encoder
-        encoder.include_args = settings.inc_metadata
+        encoder.include_args, encoder.track_labels = settings.inc_metadata, settings.track_labels
     else:
-        encoder = Encoder(include_args=settings.inc_metadata, offset=inherited_clock())
+        encoder = Encoder(
+            include_args=settings.inc_metadata, track_labels=settings.track_labels, offset=inherited_clock()
+        )
     file = TraceFile(
         given,
         encoder=encoder,

@@ -1,16 +1,7 @@
 """``dftracer.logger`` of DFTracer 1, for pipesight."""
 
-from pipesight.trace import ai
-from pipesight.trace.dftracer import DFTRACER_ENABLE, DFTRACER_LOG_LEVEL, dft_fn, dftracer
+from .python.ai import ai
+from .python.logger import *  # noqa: F403
+from .python.logger import __all__ as _names
 
-from .python.env import DFTRACER_ENABLE_ENV, DFTRACER_LOG_LEVEL_ENV
-
-__all__ = [
-    "DFTRACER_ENABLE",
-    "DFTRACER_ENABLE_ENV",
-    "DFTRACER_LOG_LEVEL",
-    "DFTRACER_LOG_LEVEL_ENV",
-    "ai",
-    "dft_fn",
-    "dftracer",
-]
+__all__ = ["ai", *_names]

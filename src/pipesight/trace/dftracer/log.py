@@ -23,7 +23,7 @@ __all__ = ["DFTRACER_ENABLE", "DFTRACER_LOG_LEVEL", "dftracer"]
 
 logger = own_logger(__name__)
 
-DFTRACER_ENABLE = Settings.from_environment().enable is not False
+DFTRACER_ENABLE = bool(Settings.from_environment().enable)
 """Whether the environment lets `dftracer.initialize_log` begin a trace; of the moment of this import."""
 
 DFTRACER_LOG_LEVEL = Settings.from_environment().log_level
@@ -60,7 +60,7 @@ class dftracer:  # noqa: N801
         data_dir: str | EllipsisType | None = None,
         process_id: int = -1,
     ) -> dftracer:
-        """Begin to trace into ``logfile``, unless the environment says ``DFTRACER_ENABLE=0``.
+        """Begin to trace into ``logfile``, if the environment says ``DFTRACER_ENABLE=1``.
 
         A trace that is being written goes on, so that workers which run the program's first lines again write where
         they should. Only one that the environment asked for, or another process, gives way to another ``logfile``.
@@ -74,9 +74,11 @@ class dftracer:  # noqa: N801
         instance = dftracer.get_instance()
         settings = Settings.from_environment()
         settings.set_log_level()
-        if settings.enable is not False:
+        if settings.enable:
             asked = None if logfile is None or isinstance(logfile, EllipsisType) else _numbered(logfile, process_id)
             instance._begin(asked, settings, process_id)
+        else:
+            logger.info("not tracing: DFTRACER_ENABLE is not 1")
         return instance
 
     def _begin(self, asked: Path | None, settings: Settings, process_id: int) -> None:
@@ -84,7 +86,9 @@ class dftracer:  # noqa: N801
         if running is not None:
             from_outside = running.from_environment or _is_forked()
             if asked is None or _same(asked, settings.log_file):
-                self._session = running if from_outside else self._session
+                if from_outside:
+                    self._session = running
+                    running.keep_if_empty()
                 return
             if not from_outside:
                 logger.warning("already tracing into %s; ignoring %s", running.path, asked)
@@ -94,10 +98,12 @@ class dftracer:  # noqa: N801
             asked or _numbered(settings.log_file or _DEFAULT_FILE, process_id),
             compress=settings.trace_compression,
             include_args=settings.inc_metadata,
+            track_labels=settings.track_labels,
             interval=settings.interval,
             max_bytes=settings.max_bytes,
             max_parts=settings.max_parts,
         )
+        self._session.keep_if_empty()
         logger.info("tracing into %s", self._session.path)
 
     def finalize(self) -> None:

@@ -1,62 +1,14 @@
 """``dftracer.python`` of DFTracer 2, for pipesight."""
 
-from .ai import (
-    INIT_NAME,
-    ITER_COUNT_NAME,
-    CheckpointEvent,
-    CommunicationEvent,
-    ComputeEvent,
-    DataEvent,
-    DataLoaderEvent,
-    DeviceEvent,
-    DFTracerAI,
-    PipelineEvent,
-    ProfileCategory,
-    ai,
-    checkpoint,
-    comm,
-    compute,
-    data,
-    dataloader,
-    device,
-    pipeline,
-)
-from .logger import (
-    DFTRACER_ENABLE,
-    DFTRACER_ENABLE_ENV,
-    DFTRACER_LOG_LEVEL,
-    DFTRACER_LOG_LEVEL_ENV,
-    dft_fn,
-    dftracer,
-)
+from pipesight._shim_conflicts import refuse_beside
 
-__all__ = [
-    "DFTRACER_ENABLE",
-    "DFTRACER_ENABLE_ENV",
-    "DFTRACER_LOG_LEVEL",
-    "DFTRACER_LOG_LEVEL_ENV",
-    "INIT_NAME",
-    "ITER_COUNT_NAME",
-    "CheckpointEvent",
-    "CommunicationEvent",
-    "ComputeEvent",
-    "DFTracerAI",
-    "DataEvent",
-    "DataLoaderEvent",
-    "DeviceEvent",
-    "PipelineEvent",
-    "ProfileCategory",
-    "__version__",
-    "ai",
-    "checkpoint",
-    "comm",
-    "compute",
-    "data",
-    "dataloader",
-    "device",
-    "dft_fn",
-    "dftracer",
-    "pipeline",
-]
+from .ai import *  # noqa: F403
+from .ai import __all__ as _of_ai
+from .dynamo import Dynamo, create_backend, dynamo
+from .logger import *  # noqa: F403
+from .logger import __all__ as _of_logger
 
+__all__ = ["Dynamo", "__version__", *_of_ai, *_of_logger, "create_backend", "dynamo"]
+
+refuse_beside(__file__, "pipesight-dftracer", "dftracer", "pydftracer")
 __version__ = "2.0.6+pipesight"

@@ -1,33 +1,13 @@
-"""``dftracer.python.ai``, for pipesight."""
+"""``dftracer.python.ai``, for pipesight: the tree, with what DFTracer 2.2 has beyond the guide."""
 
 from pipesight.trace import ai
 
-from .ai_common import (
-    INIT_NAME,
-    ITER_COUNT_NAME,
-    CheckpointEvent,
-    CommunicationEvent,
-    ComputeEvent,
-    DataEvent,
-    DataLoaderEvent,
-    DeviceEvent,
-    DFTracerAI,
-    PipelineEvent,
-    ProfileCategory,
-)
+from .ai_classes import add_category, add_io
+from .ai_common import *  # noqa: F403
+from .ai_common import __all__ as _names
 
 __all__ = [
-    "INIT_NAME",
-    "ITER_COUNT_NAME",
-    "CheckpointEvent",
-    "CommunicationEvent",
-    "ComputeEvent",
-    "DFTracerAI",
-    "DataEvent",
-    "DataLoaderEvent",
-    "DeviceEvent",
-    "PipelineEvent",
-    "ProfileCategory",
+    *_names,
     "ai",
     "checkpoint",
     "comm",
@@ -35,8 +15,14 @@ __all__ = [
     "data",
     "dataloader",
     "device",
+    "other",
     "pipeline",
 ]
+
+if not hasattr(ai, "other"):  # this module may be loaded again
+    add_io(ai.data)
+    add_io(ai.checkpoint)
+    add_category(ai, "other")
 
 checkpoint = ai.checkpoint
 comm = ai.comm
@@ -44,4 +30,5 @@ compute = ai.compute
 data = ai.data
 dataloader = ai.dataloader
 device = ai.device
+other = ai.other
 pipeline = ai.pipeline
