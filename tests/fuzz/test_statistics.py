@@ -288,6 +288,7 @@ def chunks(small):
         return
     with (
         mock.patch.object(_rows, "CHUNK", 512),
+        mock.patch.object(_rows, "ROW", 256),
         mock.patch.object(_rows, "BLOCK", 4096),
         mock.patch.object(_exact, "CHUNK", 300),
         mock.patch.object(measuring, "SMALL", 200),
