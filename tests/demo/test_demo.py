@@ -96,7 +96,7 @@ def test_output_without_a_terminal_is_plain_lines():
     assert page == "the page is demo-run/report.html"
     assert "README.md" in following
     assert command == f"    {sys.executable} -m pipesight demo --help"
-    assert max(map(len, ended.stdout.splitlines())) <= 80
+    assert max(len(line) for line in ended.stdout.splitlines() if line != command) <= 80
 
 
 def test_same_seed_same_losses():
@@ -192,7 +192,7 @@ def test_live_display_shows_progress():
     number = r"\d\.\d{3}"
     numbers = rf"loss {number}   smoothed {number}   first {number} +\d+ samples/s *"
     assert any(re.fullmatch(numbers, line) for line in lines)
-    assert max(map(len, lines)) <= 80
+    assert max(len(line) for line in lines if sys.executable not in line) <= 80
 
 
 @pytest.mark.parametrize("columns", [80, 160])

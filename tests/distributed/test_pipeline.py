@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipesight._torch import pipelining
 from pipesight.distributed import DistributedPipeline, schedule_names
 from pipesight.distributed.agreement import differences
 from support.torchrun import torchrun
@@ -245,4 +246,11 @@ def test_many_ranks_that_differ():
 def test_without_a_process_group():
     """Outside of a job, the error says how to start one."""
     with pytest.raises(RuntimeError, match=r"torchrun.*init_process_group"):
+        DistributedPipeline(nn.Sequential(nn.Linear(1, 1)), [1], chunks=1, loss_fn=nn.functional.mse_loss)
+
+
+def test_old_torch_is_refused(monkeypatch):
+    """Before torch 2.10 schedules would not average replicas: the error says so before anything is built."""
+    monkeypatch.setattr(pipelining, "SUPPORTED", False)
+    with pytest.raises(RuntimeError, match=r"needs torch 2\.10 or newer, but this is torch \d"):
         DistributedPipeline(nn.Sequential(nn.Linear(1, 1)), [1], chunks=1, loss_fn=nn.functional.mse_loss)

@@ -23,6 +23,7 @@ from pipesight.cli import main
 from pipesight.stats.config import load
 from pipesight.stats.registry import ENTRY_POINTS, default_registry
 from support.documents import LANGUAGES, ROOT, Block, blocks, follow, leftovers, prose, write_files
+from support.torchrun import skip_old_torch
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKED = [*DOCUMENTS, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
@@ -137,6 +138,9 @@ def test_no_code_escapes(document):
 @documents
 def test_pages_can_be_followed_twice(document, tmp_path):
     """Every block runs, in order, and prints the output shown below it; once more in the same folder, all still run."""
+    code = "\n".join(line for block in of(document, "python", "console") for line in block.code)
+    if re.search(r"(pipesight\.|examples/)distributed", code):
+        skip_old_torch()
     printed = follow(document, tmp_path)
     last: Block | None = None
     for block in blocks(document.read_text(encoding="utf-8")):
@@ -168,9 +172,9 @@ def test_only_these_commands_are_not_run():
     assert found == {page: list(lines) for page, lines in NOT_RUN.items()}
 
 
-def of(document: Path, language: str) -> list[Block]:
-    """Return the blocks of a document in one language."""
-    return [block for block in blocks(document.read_text(encoding="utf-8")) if block.language == language]
+def of(document: Path, *languages: str) -> list[Block]:
+    """Return the blocks of a document in these languages."""
+    return [block for block in blocks(document.read_text(encoding="utf-8")) if block.language in languages]
 
 
 @documents

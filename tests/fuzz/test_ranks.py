@@ -18,6 +18,7 @@ from fuzz.rank_pool import Pool
 from fuzz.rank_steps import expected
 from pipesight.distributed import schedule_names, schedules
 from support import faults
+from support.torchrun import skip_old_torch
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 0.12}
 """Of the largest value of a tensor: gradients of micro-batches are summed in another order."""
@@ -26,6 +27,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 0.12}
 @pytest.fixture(scope="module")
 def pool():
     """Ranks for all cases."""
+    skip_old_torch()
     ranks = Pool()
     yield ranks
     ranks.close()

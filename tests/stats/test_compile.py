@@ -27,6 +27,7 @@ def layer(x, w):
     return x.sum(-1)
 
 
+@pytest.mark.slow  # before torch 2.7 its compiler starts processes for this
 def test_values(tmp_path):
     """A compiled function logs what it logs uncompiled, and computes the same."""
     debug_api.initialize(config(), log_dir=tmp_path)
@@ -84,7 +85,7 @@ def test_fullgraph_says_why(tmp_path):
     """With fullgraph=True torch's own error names the call."""
     debug_api.initialize(config(), log_dir=tmp_path)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?s)torch\.compiler\.disable.*log_tensor_stats"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?s)disable.*log_tensor_stats"):
         compiled(torch.randn(4, 3), torch.randn(3, 2))
 
 

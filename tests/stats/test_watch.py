@@ -725,6 +725,7 @@ def test_backward_after_remove(tmp_path):
     assert not lines(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.*jit:DeprecationWarning")  # of torch itself
 def test_torch_func_and_tracing(tmp_path):
     """Under torch.func, torch.export and torch.jit.trace a watched model works as before."""
     model, x = small(), torch.randn(2, 4)
@@ -734,8 +735,7 @@ def test_torch_func_and_tracing(tmp_path):
         grads = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(parameters)
         assert set(grads) == set(parameters)
         assert torch.equal(torch.func.vmap(model)(x), torch.func.vmap(small())(x))
-        with pytest.warns(DeprecationWarning, match="jit"):
-            assert torch.equal(torch.jit.trace(model, x)(x), expected)
+        assert torch.equal(torch.jit.trace(model, x)(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile, at any graph break

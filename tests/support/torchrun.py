@@ -30,6 +30,16 @@ dist.destroy_process_group()
 """
 
 
+def skip_old_torch():
+    """Skip a test of pipelines over ranks where torch is too old for them."""
+    import pytest  # ranks import this module, and need none
+
+    from pipesight._torch.pipelining import SUPPORTED
+
+    if not SUPPORTED:
+        pytest.skip("pipesight.distributed needs torch 2.10")
+
+
 def start(ranks, body, folder, *, options=(), **settings):
     """Start a job of as many ranks by torchrun itself."""
     program, environment = _written(body, folder, **settings)

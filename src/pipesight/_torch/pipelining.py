@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch._ops
 import torch.distributed as dist
 import torch.distributed._functional_collectives
@@ -14,7 +15,9 @@ __all__ = [
     "COLLECTIVE_FILES",
     "COLLECTIVE_WRAPPER_FILES",
     "STEP_FUNCTION",
+    "SUPPORTED",
     "PipelineStageBase",
+    "check_supported",
     "stage_backward_input",
     "stage_backward_weight",
 ]
@@ -25,5 +28,22 @@ COLLECTIVE_FILES = (dist.distributed_c10d.__file__, dist._functional_collectives
 COLLECTIVE_WRAPPER_FILES = (torch._ops.__file__, dist.c10d_logger.__file__)
 """Where what stands between them on a stack is written."""
 
+SUPPORTED = hasattr(PipelineStageBase, "perform_reduce_grad")
+"""Whether schedules have stages reduce the gradients of replicas: since torch 2.10. In torch 2.6 they also drop sends
+that are under way, which gloo then cancels, and cannot evaluate."""
+
 STEP_FUNCTION = "_step_microbatches"
 """The function of schedules that logs a drawing of the whole schedule before it raises what a layer raised."""
+
+
+def check_supported() -> None:
+    """Refuse a torch whose schedules cannot do what ``pipesight.distributed`` asks of them.
+
+    Raises:
+        RuntimeError: This torch is too old.
+    """
+    if not SUPPORTED:
+        raise RuntimeError(
+            f"pipesight.distributed needs torch 2.10 or newer, but this is torch {torch.__version__}: "
+            "upgrade torch, or train in one process with pipesight.GPipe"
+        )

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from pipesight import context
+from pipesight._torch.pipelining import check_supported
 from pipesight.context import Where
 from pipesight.distributed import saving, schedules
 from pipesight.distributed.agreement import LAYERS, Agreement, Message
@@ -92,6 +93,7 @@ class DistributedPipeline:
         data_parallel: Literal["ddp", "fsdp"] = "ddp",
         timeout: float | None = None,
     ) -> None:
+        check_supported()
         if data_parallel not in KINDS:
             raise ValueError(f"data_parallel is not one of 'ddp' or 'fsdp' (data_parallel: {data_parallel!r})")
         self._kind = schedules.choose(schedule)
