@@ -22,6 +22,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import yaml
 
+from benchmarks.ranks import pin
+
 __all__ = ["CALLS", "MANY", "TENSORS", "Logger"]
 
 SIX = ["min", "max", "mean", "std", "l1_norm", "l2_norm"]
@@ -185,6 +187,7 @@ def ranks(who: str, what: str, folder: Path) -> Iterator[Step]:
 
 
 def join(rank: int, port: int) -> None:
+    pin(rank)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
 

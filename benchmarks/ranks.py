@@ -17,11 +17,22 @@ from torch.distributed import pipelining
 from benchmarks.job import Job
 from benchmarks.steps import build_workload
 
-__all__ = ["Leader", "Stage", "broadcast", "follow", "gather_norms"]
+__all__ = ["Leader", "Stage", "broadcast", "follow", "gather_norms", "pin"]
 
 # What rank 0 broadcasts is a number of steps to run, or one of these.
 CLOSE = 0
 GRADIENT_NORMS = -1
+
+
+def pin(rank: int) -> None:
+    """Keep a rank, and the threads that it starts from now on, on a core of its own.
+
+    Linux likes to wake the receiver of a message on the core of its sender. Two ranks that compute right after a
+    message then share that core, for most of a step or all of it, while another one is idle.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if rank < len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
 
 
 def join(job: Job, rank: int, rendezvous: str) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import random
 import sys
 import time
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 
 from benchmarks.harness import PATIENCE_SECONDS, Turn, differ, progress
 from benchmarks.job import Job
-from benchmarks.ranks import Stage, broadcast, gather_norms
+from benchmarks.ranks import Stage, broadcast, gather_norms, pin
 from benchmarks.steps import build_workload
 from pipesight.distributed import DistributedPipeline, init_process_group
 from pipesight.recording import observe
@@ -54,6 +55,7 @@ class Plan:
 
 def main(plan: Plan) -> None:
     torch.set_num_threads(1)
+    pin(int(os.environ["RANK"]))
     init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     rank = dist.get_rank()
     engines = build(plan, rank)
