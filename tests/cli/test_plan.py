@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from pipesight.analysis.plan_outcome import best_of_each, make_plans
 from pipesight.cli import _quantities as quantities
 from pipesight.distributed import schedule_names
 from pipesight.distributed.schedules import choose
-from pipesight.plan import SCHEDULES, Setting
+from pipesight.plan import SCHEDULES, Setting, measure
 from pipesight.plan.plans import DISTRIBUTED_NAMES as NAMES
+from pipesight.runs.reading.run import open_run
+from pipesight.view.plan_table import plan_text
 from support import warm
 from support.processes import STRICT_PYTHON
 from support.schemas import validated
@@ -82,6 +85,22 @@ def test_table_has_the_recorded_schedule_and_plans(recorded):
     assert re.fullmatch(
         r'GPipe\(model, balance=\[3, 3\], devices=\["cpu", "cpu"\], chunks=\d+, checkpoint="never"\)', lines[-1]
     )
+
+
+@pytest.mark.parametrize("width", [70, 80, 200])
+def test_table_in_a_terminal(recorded, width):
+    """In a terminal, no line but the code is wider than it; a narrow one shows fewer columns, and says so."""
+    with open_run(recorded) as run:
+        measured = measure(run)
+    outcome = make_plans(measured.costs, measured)
+    whole = plan_text(outcome)
+    *lines, code = plan_text(outcome, width=width).splitlines()
+    assert code == whole.splitlines()[-1]
+    assert max(map(len, lines)) <= width
+    widest = max(map(len, whole.splitlines()[: 3 + len(best_of_each(outcome.plans))]))
+    assert ("memory" in lines[0]) == (widest <= width)
+    assert any(line.startswith(f"in {widest} columns") for line in lines) == (widest > width)
+    assert {"gpipe", "1f1b", "zero-bubble"} <= {*" ".join(lines).split()}
 
 
 def test_what_is_recorded_is_kept_if_nothing_is_faster(recorded):

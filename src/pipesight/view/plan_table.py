@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -18,8 +19,8 @@ SMALL = 0.5
 FAR_OFF = 0.1
 """The error of the simulated recording above which there is a note."""
 HEADINGS = ("", "schedule", "checkpoint", "chunks", "balance", "step", "saves", "bubble", "memory")
-OPTIONAL = ("memory", "bubble")
-"""Columns left out where the terminal is too narrow, in this order."""
+OPTIONAL = ("bubble", "memory")
+"""Columns that a narrow terminal does not show."""
 
 Row: TypeAlias = tuple[str, ...]
 """A cell for each of `HEADINGS`."""
@@ -34,35 +35,39 @@ def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = 
         width: Columns of the terminal; by default, there is no limit.
     """
     shown = outcome.plans if all_plans else best_of_each(outcome.plans)
-    lines, hidden = _fitted(table_rows(outcome, shown), width)
+    lines, whole = _fitted(table_rows(outcome, shown), width)
+    sentences = []
     if any(not plan.proven for plan in shown):
-        lines.append("* another balance may be faster: the search stopped before it had ruled out all others")
-    if hidden:
-        lines.append(f"a terminal of {hidden} columns has room for all of the table")
+        sentences.append("* another balance may be faster: the search stopped before it had ruled out all others")
+    if whole is not None:
+        sentences.append(f"in {whole} columns, the table also shows bubble and memory")
     if len(shown) < len(outcome.plans):
-        lines.append(
+        sentences.append(
             f"the best of {len(outcome.plans)} plans for each schedule and checkpoint mode; --all shows all of them"
         )
-    lines += [f"note: {note}" for note in notes_on(outcome, shown)]
+    sentences += [f"note: {note}" for note in notes_on(outcome, shown)]
     if (advice := outcome.keep()) is not None:
-        lines += ["", advice]
-    elif (plan := outcome.fastest_to_run()) is not None:
+        sentences += ["", advice]
+    for sentence in sentences:
+        lines += textwrap.wrap(sentence, width or 10_000, subsequent_indent="  ", break_on_hyphens=False) or [""]
+    if advice is None and (plan := outcome.fastest_to_run()) is not None:
         lines += ["", str(outcome.call(plan))]
     return "\n".join(lines)
 
 
-def _fitted(rows: Sequence[Row], width: int | None) -> tuple[list[str], int]:
-    """Lay the table out, without optional columns if it must be; return the width of the whole table if some are."""
-    left_out: set[str] = set()
-    widths = []
-    for heading in (None, *OPTIONAL):
-        left_out |= {heading} if heading is not None else set()
-        kept = [k for k, name in enumerate(HEADINGS) if name not in left_out]
-        lines = columns([[row[k] for k in kept] for row in (HEADINGS, *rows)], align="l" * len(kept))
-        widths.append(max(map(shown_width, lines)))
-        if width is None or widths[-1] <= width:
+def _fitted(rows: Sequence[Row], width: int | None) -> tuple[list[str], int | None]:
+    """Lay the table out; if it is too wide, without the optional columns. Return the width of the whole table then."""
+    lines = columns([HEADINGS, *rows], align="l" * len(HEADINGS))
+    whole = max(map(shown_width, lines))
+    if width is None or whole <= width:
+        return lines, None
+    kept = [k for k, heading in enumerate(HEADINGS) if heading not in OPTIONAL]
+    narrow = [[row[k] for k in kept] for row in (HEADINGS, *rows)]
+    for gap in (2, 1):
+        lines = columns(narrow, align="l" * len(kept), gap=gap)
+        if max(map(shown_width, lines)) <= width:
             break
-    return lines, widths[0] if left_out else 0
+    return lines, whole
 
 
 def table_rows(outcome: Outcome, plans: Iterable[Plan]) -> list[Row]:

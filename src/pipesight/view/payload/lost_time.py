@@ -22,7 +22,7 @@ MEANINGS = {
     "weight": "Computing weight gradients, in schedules that separate them.",
     "fill_and_drain": "The schedule's own: later partitions wait for the first micro-batch, earlier ones for the last. "
     "More micro-batches make it smaller.",
-    "sharing": "Partitions on one device take turns.",
+    "sharing": "Partitions on one device take turns, or slow each other down.",
     "imbalance": "Partitions take unequal time, so the others wait for the slowest. Rebalance.",
     "jitter": "Tasks of the same kind vary in time, and others wait for the slow ones.",
     "transfers": "Tensors are in transit from another device.",
