@@ -227,6 +227,15 @@ def test_statistics_of_features(namespace, feature, statistics, tmp_path):
     assert [record["statistic"] for record in records] == statistics.split()
 
 
+def test_features_are_printed(capsys):
+    """The features, and what they say of themselves, are printed as well as returned."""
+    assert "base.LogTensorStats" in debug_api.list_features()
+    assert "stats: min, max" in debug_api.explain_features("base.LogTensorStats")
+    printed = capsys.readouterr().out
+    assert "'base.LogTensorStats'" in printed
+    assert "stats: min, max" in printed
+
+
 def test_unknown_name(tmp_path):
     """A name that the API does not have is an AttributeError with the nearest one, with a session or without."""
     for begin in (lambda: None, lambda: debug_api.initialize(log_dir=str(tmp_path))):

@@ -262,6 +262,54 @@ def test_registry(mine):
     assert "LogTensorStats" in Registry.data["base"].features
 
 
+REGISTERED = """
+    from nvdlfw_inspect.registry import Registry, api_method
+    from nvdlfw_inspect.debug_features.generic_feature_api import GenericFrameworkAPI
+
+    @Registry.register_feature(namespace="routed")
+    class Counts:
+        @api_method
+        def count(self, config, layer_name):
+            return 1
+
+    @Registry.register_namespace_api(namespace="routed")
+    class API(GenericFrameworkAPI):
+        pass
+
+    @Registry.register_feature(namespace="unrouted")
+    class Waits:
+        pass
+"""
+
+
+def test_registry_without_a_session(tmp_path):
+    """What was registered is shown, and a reset forgets it, but not pipesight's own features."""
+    (tmp_path / "registered.py").write_text(textwrap.dedent(REGISTERED))
+    for _ in range(2):
+        import_and_exec_module(str(tmp_path / "registered.py"))
+        space = Registry.data["routed"]
+        assert isinstance(space.api, GenericFrameworkAPI)
+        assert (space.feat_api_to_features, space.deferred_features) == ({"count": ["Counts"]}, [])
+        Registry.validate_and_init()
+        assert (space.api.name, list(space.api.namespace_features)) == ("routed", ["Counts"])
+        waiting = Registry.data["unrouted"]
+        assert (waiting.api, [cls.__name__ for cls in waiting.deferred_features]) == (None, ["Waits"])
+        Registry.reset()
+        assert sorted(Registry.data) == ["base", "transformer_engine"]
+    debug_api.initialize(CONFIG_OF_MAX, log_dir=tmp_path)
+    log_max(3)
+
+
+def test_api_that_cannot_route():
+    """A class that does not route calls is refused when the APIs are introduced to their features."""
+    Registry.register_namespace_api(namespace="odd")(type("Odd", (), {}))
+    try:
+        with pytest.raises(TypeError, match=r"must have a method route_api \(namespace: odd, API: Odd\)"):
+            Registry.validate_and_init()
+    finally:
+        Registry.reset()
+
+
 # Settings.
 
 SETTINGS = {"enabled": True, "stats": ["max"], "freq": 2}
@@ -290,6 +338,17 @@ def test_settings_by_tensor(settings, tensor, expected):
     else:
         assert found == (True, {"stats": ["max"], "freq": 2, **expected})
     assert json.dumps(given) == before
+
+
+def test_settings_change_in_place():
+    """What a mapper of an extension passes on becomes the settings for the tensor; it need not look at the result."""
+    mapper = GenericConfigAPIMapper()
+    for settings in ({"tensors": ["a", "b"], "factor": 2}, {"tensors_struct": [{"tensor": "b", "factor": 2}]}):
+        assert mapper._process_tensor_config(settings, "b") is settings
+        assert settings == {"tensor": "b", "factor": 2}
+    settings = {"tensors": ["a"]}
+    assert mapper._process_tensor_config(settings, "b") is None
+    assert settings == {"tensors": ["a"]}
 
 
 def test_settings_without_tensors():

@@ -44,7 +44,7 @@ _apis: WeakKeyDictionary[features.Registry, dict[str, BaseNamespaceAPI]] = WeakK
 
 
 class _Registry:
-    """Registers features and APIs of namespaces, and shows those of the session, or of all that was registered.
+    """Registers features and APIs of namespaces, and shows them, those of the session first.
 
     Example::
 
@@ -57,28 +57,18 @@ class _Registry:
         """The namespaces, by name."""
         from nvdlfw_inspect.debug_manager import manager_of
 
+        registered = namespaces(default_registry(), _apis.get(default_registry(), {}))
         session = running_or_none()
-        if session is not None:
-            return manager_of(session).namespaces
-        return namespaces(default_registry(), _apis.get(default_registry(), {}))
+        return registered if session is None else registered | manager_of(session).namespaces
 
     def register_feature(self, namespace: str, name: str | None = None) -> Callable[[C], C]:
         """Return a decorator that makes a class a feature."""
         return features.register_feature(namespace, name)
 
     def register_namespace_api(self, namespace: str) -> Callable[[C], C]:
-        """Return a decorator that makes a class the API of a namespace; the last one counts.
-
-        Raises:
-            TypeError: The class cannot route calls.
-        """
+        """Return a decorator that makes a class the API of a namespace; the last one counts."""
 
         def register(cls: C) -> C:
-            if not callable(getattr(cls, "route_api", None)):
-                raise TypeError(
-                    f"the API of a namespace must have a method route_api (namespace: {namespace}, API: "
-                    f"{cls.__qualname__}); derive it from BaseNamespaceAPI"
-                )
             for registry in default_registry().targets(cls):
                 _apis.setdefault(registry, {})[namespace] = cls()
             return cls
@@ -86,7 +76,11 @@ class _Registry:
         return register
 
     def validate_and_init(self) -> None:
-        """Tell the API of each namespace its name and features; `debug_api.initialize` does that for the session."""
+        """Tell the API of each namespace its name and features; `debug_api.initialize` does that for the session.
+
+        Raises:
+            TypeError: One of them cannot route calls.
+        """
         for namespace in self.data.values():
             introduce(namespace)
 
@@ -121,9 +115,20 @@ def namespaces(registry: features.Registry, apis: dict[str, BaseNamespaceAPI]) -
 
 
 def introduce(namespace: NamespaceData) -> None:
-    """Tell the API of a namespace its name and features."""
-    if namespace.api is not None:
-        namespace.api.name = namespace.name
-        namespace.api.set_default_api_impl()
-        namespace.api.set_api_map(namespace.feat_api_to_features)
-        namespace.api.set_features(namespace.features)
+    """Tell the API of a namespace its name and features.
+
+    Raises:
+        TypeError: It cannot route calls.
+    """
+    api = namespace.api
+    if api is None:
+        return
+    if not callable(getattr(type(api), "route_api", None)):
+        raise TypeError(
+            f"the API of a namespace must have a method route_api (namespace: {namespace.name}, API: "
+            f"{type(api).__qualname__}); derive it from BaseNamespaceAPI"
+        )
+    api.name = namespace.name
+    api.set_default_api_impl()
+    api.set_api_map(namespace.feat_api_to_features)
+    api.set_features(namespace.features)
