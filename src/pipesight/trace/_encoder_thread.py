@@ -11,6 +11,7 @@ or in that count.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,9 +21,9 @@ from typing import Any, Protocol
 
 from pipesight._logger import own_logger
 from pipesight.trace import _span
+from pipesight.trace._background import BackgroundThread, wait
 from pipesight.trace._encode import THREAD, Encoder
 from pipesight.trace._span import EVENTS, FIELDS, NO_ARGS, thread_ids
-from pipesight.trace._waiting import wait
 
 __all__ = ["EncoderThread", "Sink"]
 
@@ -60,10 +61,7 @@ class EncoderThread:
     def __init__(self, interval: float = 0.5) -> None:
         self.interval = interval
         self.sinks: tuple[Sink, ...] = ()
-        self._thread: threading.Thread | None = None
-        self._requests: SimpleQueue[threading.Event] = SimpleQueue()
-        # A signal handler that ends the process may interrupt whoever holds one of these: all are reentrant.
-        self._starting = threading.RLock()
+        # A signal handler that ends the process may interrupt whoever holds one of these: both are reentrant.
         self._draining = threading.RLock()
         self._taking = threading.RLock()
         self._announced: dict[int, tuple[int, str]] = {}
@@ -71,6 +69,12 @@ class EncoderThread:
         self._batches = 0  # handed to the sinks
         self._stuck_at = -1  # `_batches` when somebody last waited in vain
         self._warned = False
+        self._renew_thread()
+
+    def _renew_thread(self) -> None:
+        """Leave the thread that there is: once its requests are no longer ours, it hands out nothing and ends."""
+        self._requests: SimpleQueue[threading.Event] = SimpleQueue()
+        self._thread = BackgroundThread("pipesight-trace", functools.partial(self._run, self._requests))
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -87,12 +91,12 @@ class EncoderThread:
 
     def drain(self, patience: float | None = None) -> bool:
         """Wait until the sinks have all events; return false if there is no progress. Does not wait for the disk."""
-        if not self.sinks or (self._thread is None and not EVENTS):
+        if not self.sinks or not (self._thread.was_started or EVENTS):
             return True
         done = threading.Event()
 
         def is_done(seconds: float) -> bool:
-            if threading.current_thread() is self._thread or not self.ensure_running():
+            if self._thread.is_current or not self.ensure_running():
                 self._drain(self._requests)
                 return True
             return done.wait(seconds)
@@ -104,7 +108,7 @@ class EncoderThread:
         """Wait until the sinks have all events; if this thread is stuck, count what is left as lost."""
         if self.drain():
             return
-        self._requests, self._thread = SimpleQueue(), None  # a thread with other requests hands out nothing
+        self._renew_thread()
         with self._taking:
             self._lose([*(self._in_hand.pop() if self._in_hand else ()), *EVENTS])
             EVENTS.clear()
@@ -116,7 +120,7 @@ class EncoderThread:
         """Wait for this thread if it is far behind; if it is stuck, drop the oldest events: memory stays bounded."""
         while len(EVENTS) > _BACKLOG:
             before = self._batches
-            if before != self._stuck_at and threading.current_thread() is not self._thread:
+            if before != self._stuck_at and not self._thread.is_current:
                 self.drain(_PATIENCE)
             if self._batches != before:
                 continue  # it is only slow
@@ -141,29 +145,15 @@ class EncoderThread:
             EVENTS.extend((THREAD, *known, moment, moment, 0, ident, NO_ARGS))
 
     def ensure_running(self) -> bool:
-        """Start the thread, unless it is running or being started; return false if that is impossible."""
-        if not self.sinks or (self._thread is not None and self._thread.is_alive()):
-            return True
-        if not self._starting.acquire(blocking=False):
-            return True
-        try:
-            if self._thread is None or not self._thread.is_alive():
-                thread = threading.Thread(target=self._run, args=(self._requests,), name="pipesight-trace", daemon=True)
-                thread.start()
-                self._thread = thread
-        except RuntimeError:  # the interpreter is shutting down
-            return False
-        finally:
-            self._starting.release()
-        return True
+        """Start the thread, if there is a sink; return false if that is impossible."""
+        return not self.sinks or self._thread.ensure_running()
 
     def stop(self) -> None:
         """End the thread."""
-        requests, self._requests = self._requests, SimpleQueue()
+        requests, thread = self._requests, self._thread
+        self._renew_thread()
         requests.put(threading.Event())
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_PATIENCE)
+        thread.join(_PATIENCE)
 
     # The thread itself.
 

@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from pipesight._logger import own_logger
 from pipesight._plurals import count_of
+from pipesight.trace._background import BackgroundThread, wait
 from pipesight.trace._encode import NAMING, Encoder
 from pipesight.trace._part_files import PartFiles
-from pipesight.trace._waiting import wait
 
 __all__ = ["TraceFile"]
 
@@ -69,8 +69,7 @@ class TraceFile:
             warn=self._warn,
         )
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._starting = threading.RLock()
+        self._thread = BackgroundThread("pipesight-trace-file", self._work)
         self._writing = threading.Lock()
         self._closing = False
         self._closed = threading.Event()
@@ -130,7 +129,7 @@ class TraceFile:
         self._jobs.put((block, events))
         while self._bytes_waiting() > _MOST_WAITING and self._drop_oldest():
             pass
-        self._ensure_thread()
+        self._thread.ensure_running()
 
     def _bytes_waiting(self) -> int:
         return self._bytes_put - self._bytes_dropped - self._bytes_done
@@ -177,13 +176,13 @@ class TraceFile:
 
     def _wait(self, done: threading.Event) -> bool:
         needed = self._events_put or self.lost or (self.keep_if_empty and done is self._closed)
-        if self._thread is None and not needed:
+        if not (self._thread.was_started or needed):
             return True  # there is no file, and none is needed
         if done is not self._closed:
             self._jobs.put(done)
 
         def is_done(seconds: float) -> bool:
-            if not self._ensure_thread():
+            if not self._thread.ensure_running():
                 self._work(until=done)
             return done.wait(seconds)
 
@@ -191,22 +190,6 @@ class TraceFile:
             return True
         self._warn("the disk does not respond")
         return False
-
-    def _ensure_thread(self) -> bool:
-        """Start the thread that writes, unless it is running or being started; return false if that is impossible."""
-        if self._thread is not None and self._thread.is_alive():
-            return True
-        if not self._starting.acquire(blocking=False):
-            return True
-        try:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._work, name="pipesight-trace-file", daemon=True)
-                self._thread.start()
-        except RuntimeError:  # the interpreter is shutting down
-            return False
-        finally:
-            self._starting.release()
-        return True
 
     # For the thread that writes.
 
