@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
+import os
+import threading
 
 import torch
 from torch import nn
 
-from pipesight import GPipe
+from pipesight import GPipe, context, trace
 from support.schemas import validated
 
 STATS = {
@@ -65,3 +68,37 @@ def statistics(run):
 
 def log_lines(run):
     return (run / "logs/rank-00000.log").read_text().splitlines()
+
+
+def attached():
+    """Return all that an observation puts somewhere."""
+    import torch.distributed as dist
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+    from torch.utils.data import dataloader
+
+    return (
+        logging.Logger.isEnabledFor,
+        logging.Logger.callHandlers,
+        list(logging.getLogger().handlers),
+        logging.getLogger().level,
+        context.observer._attached,
+        context.steps._counter,
+        dict(module._global_forward_pre_hooks),
+        dict(module._global_forward_hooks),
+        dict(optimizer._global_optimizer_pre_hooks),
+        dict(optimizer._global_optimizer_post_hooks),
+        torch.autograd.backward,
+        torch.autograd.grad,
+        torch.save,
+        torch.load,
+        torch.Tensor.to,
+        torch.cuda.CUDAGraph.capture_begin,
+        torch.amp.GradScaler.step,
+        dist.all_reduce,
+        dataloader._BaseDataLoaderIter.__next__,
+        os._exit,
+        {name: value for name, value in os.environ.items() if name.startswith("PIPESIGHT")},
+        sorted(t.name for t in threading.enumerate() if t.name.startswith("pipesight-trace")),
+        list(trace._span.on_pass),
+    )

@@ -1,10 +1,39 @@
-"""What the tests of tracing share: the tree as it was before, and ways to look at events."""
+"""What the tests of tracing share: programs that record, the tree as it was before, and ways to look at events."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-from pipesight.trace import ai
+from pipesight.trace import Node, ai
+
+NAP = 0.02  # seconds
+COVERED = NAP * 1e6 * 0.99  # microseconds, with room for a clock that rounds
+
+PREAMBLE = """
+import atexit, os, signal, sys, threading, time
+from pipesight.trace import ai, start, stop, flush
+def record(count, node=ai.compute.step):
+    for _ in range(count):
+        with node: pass
+"""
+
+
+def record(count: int, node: Node = ai.compute.step) -> None:
+    """Record this many spans."""
+    for _ in range(count):
+        with node:
+            pass
+
+
+def run_code(code: str, *, cwd: Path | None = None, **env: object) -> subprocess.CompletedProcess[str]:
+    """Run Python code, with warnings as errors; it must succeed."""
+    environment = {**os.environ, **{name: str(value) for name, value in env.items()}}
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=60, check=True)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from pipesight import GPipe, trace
 from pipesight.testing import capture_events
 from pipesight.trace import ai
 from support import warm
+from support.trace_files import lines_of
 
 
 @pytest.fixture
@@ -103,19 +104,12 @@ def test_dataloader_workers(tmp_path, method):
     assert done.returncode == 0, done.stderr
     files = sorted(tmp_path.glob("trace*.pfw.gz"))
     assert len(files) == 3
-    events = {file.name: read(file) for file in files}
+    events = {file.name: lines_of(file) for file in files}
     main = events.pop("trace.pfw.gz")
     assert sum(event["name"] == "fetch" for event in main) == 4
     fetches = [event for worker in events.values() for event in worker if event["name"] == "fetch"]
     assert sorted(event["args"]["worker"] for event in fetches) == [0, 0, 1, 1]
     assert len({event["pid"] for event in fetches}) == 2
-
-
-def read(file):
-    import gzip
-    import json
-
-    return [json.loads(line) for line in gzip.open(file, "rt") if line.strip() not in ("[", "]")]
 
 
 def test_training_step():
@@ -332,7 +326,7 @@ def test_point_to_point(tmp_path):
     for done in warm.torchrun(2, program, tmp_path, timeout=200):
         assert done.returncode == 0, done.stderr
     for rank, name in enumerate(("send", "receive")):
-        events = [e for e in read(tmp_path / f"trace-rank-{rank:05}.pfw.gz") if e["cat"] == "comm"]
+        events = [e for e in lines_of(tmp_path / f"trace-rank-{rank:05}.pfw.gz") if e["cat"] == "comm"]
         assert [e["name"] for e in events if e["name"].startswith(name)] == [name, name, f"{name}.wait"]
         assert [e["args"].get("size") for e in events if e["name"] == name] == [16, 8]
 

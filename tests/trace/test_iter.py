@@ -11,10 +11,7 @@ import torch
 
 from pipesight.testing import capture_events
 from pipesight.trace import ai
-from support.traced import args_of, named, names, parents, tree_put_back
-
-NAP = 0.02
-COVERED = NAP * 1e6 * 0.99  # microseconds, with room for a clock that rounds
+from support.traced import COVERED, NAP, args_of, named, names, parents, tree_put_back
 
 fetch = ai.dataloader.fetch
 

@@ -1,228 +1,16 @@
-"""Traces of many processes, and of processes that end in every way there is."""
+"""Traces of many processes: forked, spawned, launched, restarted."""
 
 from __future__ import annotations
 
-import functools
-import gzip
-import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-PREAMBLE = """
-import atexit, os, signal, sys, threading, time
-from pipesight.trace import ai, start, stop, flush
-def record(count, node=ai.compute.step):
-    for _ in range(count):
-        with node: pass
-"""
-
-
-@pytest.fixture
-def script(tmp_path):
-    """Run a script, with its trace in ``run`` of the test's directory."""
-
-    def run(body: str, *, wait: bool = True, launcher: tuple[str, ...] = (), **env: object) -> Any:
-        path = tmp_path / "script.py"
-        path.write_text(PREAMBLE + body)
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PIPESIGHT_")}
-        process = subprocess.Popen(
-            [*(launcher or (sys.executable,)), str(path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**inherited, **{name: str(value) for name, value in env.items()}},
-            cwd=tmp_path,
-        )
-        if wait:
-            process.output, process.errors = process.communicate(timeout=100)  # type: ignore[attr-defined]
-        return process
-
-    return run
-
-
-def events_of(path: Path) -> list[dict[str, Any]]:
-    return _read(path, path.stat().st_size)
-
-
-@functools.lru_cache(maxsize=4)
-def _read(path: Path, size: int) -> list[dict[str, Any]]:
-    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    return [json.loads(line) for line in lines if line not in "[]"]
-
-
-def steps(path: Path) -> list[dict[str, Any]]:
-    return [event for event in events_of(path) if event["cat"] != "dftracer"]
-
-
-def is_whole(path: Path) -> bool:
-    end = events_of(path)[-1]
-    return end["name"] == "end" and end["args"] | {"num_events": len(steps(path)), "lost_events": 0} == end["args"]
-
-
-def traces(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the events of all files in a folder by process, having checked that each has a file of its own."""
-    found = {}
-    for path in folder.glob("*.pfw.gz"):
-        events = steps(path)
-        (pid,) = {event["pid"] for event in events_of(path)}
-        assert is_whole(path), path
-        assert pid not in found
-        assert len({event["id"] for event in events}) == len(events)
-        found[pid] = events
-    return found
-
-
-# Ends.
-
-
-@pytest.mark.parametrize(
-    ("ending", "status"),
-    [
-        ("stop()", 0),
-        ("", 0),
-        ("sys.exit(3)", 3),
-        ("raise KeyError('mine')", 1),
-        ("os._exit(4)", 4),
-        ("threading.Thread(target=os._exit, args=(5,)).start(); time.sleep(30)", 5),
-        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)", -signal.SIGTERM),
-        ("os.kill(os.getpid(), signal.SIGHUP); time.sleep(30)", -signal.SIGHUP),
-        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(30)", -signal.SIGINT),
-        ("atexit.register(record, 0); threading.Thread(target=lambda: (time.sleep(0.2), record(0))).start()", 0),
-    ],
-)
-def test_every_end(script, tmp_path, ending, status):
-    """However a process ends, all its events are in a whole file, and its status is the same as without a trace."""
-    process = script(f"start('run', interval=60)\nrecord(1000)\n{ending}")
-    assert process.returncode == status, process.errors
-    assert len(steps(tmp_path / "run.pfw.gz")) == 1000
-    assert is_whole(tmp_path / "run.pfw.gz")
-
-
-def test_kill(script, tmp_path):
-    """After kill -9, all events that ended more than a second before are there, and plain zcat reads the file."""
-    process = script(
-        "start('run')\nrecord(2000)\nprint('recorded', flush=True)\nwhile True: record(100); time.sleep(0.01)",
-        wait=False,
-    )
-    assert process.stdout.readline() == "recorded\n"
-    time.sleep(1)
-    process.kill()
-    process.communicate()
-    result = subprocess.run(["zcat", str(tmp_path / "run.pfw.gz")], capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert sum('"step"' in line for line in result.stdout.splitlines()) >= 2000
-    assert not is_whole(tmp_path / "run.pfw.gz")
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_own_handler(script, tmp_path, when):
-    """A user's handler of SIGTERM, installed before or after the start, is called, and may go on recording."""
-    install = "signal.signal(signal.SIGTERM, lambda *_: (record(5), print('handled')))\n"
-    begin = "start('run', interval=60)\nrecord(10)\n"
-    both = install + begin if when == "before" else begin + install
-    process = script(both + "os.kill(os.getpid(), signal.SIGTERM)\nrecord(20)")
-    assert (process.returncode, process.output) == (0, "handled\n"), process.errors
-    assert len(steps(tmp_path / "run.pfw.gz")) == 35
-
-
-def test_own_handler_calls_ours(script, tmp_path):
-    """A user's handler that calls the one before it is not ended by ours, which writes what there is."""
-    body = """
-start('run', interval=60)
-before = signal.getsignal(signal.SIGTERM)
-signal.signal(signal.SIGTERM, lambda *args: (print('handled', flush=True), before(*args)))
-record(10)
-os.kill(os.getpid(), signal.SIGTERM)
-print(os.path.exists('run.pfw.gz'))
-record(5)
-"""
-    process = script(body)
-    assert (process.returncode, process.output) == (0, "handled\nTrue\n"), process.errors
-    assert len(steps(tmp_path / "run.pfw.gz")) == 15
-    assert is_whole(tmp_path / "run.pfw.gz")
-
-
-def test_handlers_are_put_back(script):
-    """After stop, SIGTERM, SIGHUP and os._exit are what they were."""
-    body = "exit = os._exit\nstart('run')\nrecord(1)\nstop()\n"
-    handlers = "[signal.getsignal(number) is signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)]"
-    process = script(body + f"print(os._exit is exit, *{handlers})")
-    assert process.output == "True True True\n"
-
-
-def test_exit_wrapped_by_others(script, tmp_path):
-    """Whoever replaces os._exit after us keeps doing so, through stop and another start."""
-    body = """
-start('run', interval=60)
-ours = os._exit
-def theirs(status):
-    print('theirs', flush=True)
-    ours(status)
-os._exit = theirs
-stop()
-start('run', interval=60)
-record(3)
-os._exit(6)
-"""
-    process = script(body)
-    assert (process.returncode, process.output) == (6, "theirs\n"), process.errors
-    assert len(steps(tmp_path / "run.pfw.gz")) == 3
-
-
-@pytest.mark.parametrize(("number", "status"), [("SIGTERM", -15), ("SIGINT", 0)])
-def test_signal_in_the_thick_of_it(script, tmp_path, number, status):
-    """A signal that comes while the recording thread helps the writer loses no event and does not hang."""
-    body = f"""
-start('run', interval=0.05)
-threading.Timer(0.6, os.kill, (os.getpid(), signal.{number})).start()
-count = 0
-try:
-    while True:
-        with ai.compute.step: pass
-        count += 1
-        if count % 500 == 0: flush()
-        if count % 20_000 == 0: print(count, flush=True)
-except KeyboardInterrupt:
-    pass
-"""
-    process = script(body)
-    assert process.returncode == status, process.errors
-    ids = sorted(event["id"] for event in steps(tmp_path / "run.pfw.gz"))
-    assert is_whole(tmp_path / "run.pfw.gz")
-    assert ids == list(range(ids[0], ids[-1] + 1))
-    assert len(ids) >= int((process.output.split() or [0])[-1])
-
-
-def test_daemon_thread(script, tmp_path):
-    """A daemon thread that records while the interpreter shuts down does no harm."""
-    body = """
-start('run')
-threading.Thread(target=lambda: [record(10) for _ in iter(int, 1)], daemon=True).start()
-time.sleep(0.1)
-record(7, ai.compute.forward)
-"""
-    process = script(body)
-    assert (process.returncode, process.errors) == (0, "")
-    assert sum(event["name"] == "forward" for event in steps(tmp_path / "run.pfw.gz")) == 7
-    assert is_whole(tmp_path / "run.pfw.gz")
-
-
-def test_recording_at_exit(script, tmp_path):
-    """What runs at the exit of the interpreter, before the trace ends, is recorded, from a first span on."""
-    process = script("start('run', interval=60)\natexit.register(record, 5)")
-    assert (process.returncode, process.errors) == (0, "")
-    assert len(steps(tmp_path / "run.pfw.gz")) == 5
-
-
-# Families.
-
+from support.trace_files import events_by_process, events_of, lines_of
+from support.traced import PREAMBLE
 
 FORK = """
 start('run', interval=60)
@@ -250,7 +38,7 @@ def test_fork(script, tmp_path, ending):
         body = body.replace("    os.wait()\n", "    else: os.wait()\n", 1)
     process = script(body)
     assert process.returncode == 0, process.errors
-    found = traces(tmp_path)
+    found = events_by_process(tmp_path)
     parent = found.pop(process.pid)
     ((child, events),) = found.items()
     assert (tmp_path / f"run-{child}.pfw.gz").exists()
@@ -260,7 +48,7 @@ def test_fork(script, tmp_path, ending):
     assert [event["name"] for event in events][:20] == ["step"] * 20
     assert not {"forward", "backward"} & {event["name"] for event in events}
     assert all(event["args"]["p_idx"] == 6 for event in events[:20])
-    start = next(event for event in events_of(tmp_path / f"run-{child}.pfw.gz") if event["name"] == "start")
+    start = next(event for event in lines_of(tmp_path / f"run-{child}.pfw.gz") if event["name"] == "start")
     assert start["args"]["ppid"] == process.pid
     assert all(event["ts"] >= start["ts"] for event in events)
     assert start["ts"] >= min(event["ts"] for event in parent)  # one clock
@@ -283,8 +71,8 @@ record(3)
     process = script(body)
     path, lost = process.output.split()
     assert lost == "0"
-    assert len(steps(Path(path))) == 2
-    assert len(steps(tmp_path / "run.pfw.gz")) == 4
+    assert len(events_of(Path(path))) == 2
+    assert len(events_of(tmp_path / "run.pfw.gz")) == 4
 
 
 def test_grandchildren(script, tmp_path):
@@ -303,7 +91,7 @@ fork(3)
 """
     process = script(body)
     assert process.returncode == 0, process.errors
-    assert [len(events) for events in traces(tmp_path).values()] == [1] * 4
+    assert [len(events) for events in events_by_process(tmp_path).values()] == [1] * 4
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -328,12 +116,12 @@ if __name__ == "__main__":
 """
     process = script(body)
     assert (process.returncode, process.output) == (0, "[0, 0]\n"), process.errors
-    found = traces(tmp_path)
+    found = events_by_process(tmp_path)
     train = found.pop(process.pid)[-1]
     assert sorted(len(events) for events in found.values()) == [10, 20]
     for event in (event for events in found.values() for event in events):
         assert train["ts"] <= event["ts"] <= train["ts"] + train["dur"]
-    names = [line["args"]["name"] for path in tmp_path.glob("run-*") for line in events_of(path)
+    names = [line["args"]["name"] for path in tmp_path.glob("run-*") for line in lines_of(path)
              if line["name"] == "process_name"]  # fmt: skip
     assert all("Process-" in name for name in names)
 
@@ -371,7 +159,7 @@ if __name__ == "__main__":
     assert (ended.returncode, ended.stderr) == (0, "")
     (one,) = tmp_path.glob("one-*.pfw.gz")
     (two,) = tmp_path.glob("two-*.pfw")
-    assert len(steps(one)) == 2
+    assert len(events_of(one)) == 2
     assert two.read_text().count('"name":"step"') == 4
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -416,8 +204,8 @@ record(3)
 """
     process = script(body)
     assert process.returncode == 0, process.errors
-    assert len(steps(tmp_path / "run.pfw.gz")) == 2
-    assert len(steps(tmp_path / f"run-{process.pid}.pfw.gz")) == 3
+    assert len(events_of(tmp_path / "run.pfw.gz")) == 2
+    assert len(events_of(tmp_path / f"run-{process.pid}.pfw.gz")) == 3
 
 
 def test_same_file_at_once(script, tmp_path):
@@ -428,7 +216,7 @@ def test_same_file_at_once(script, tmp_path):
     for process in processes:
         assert process.wait(30) == 0
         process.communicate()
-    assert [len(events) for events in traces(tmp_path).values()] == [5, 5]
+    assert [len(events) for events in events_by_process(tmp_path).values()] == [5, 5]
 
 
 LOADER = """
@@ -451,7 +239,7 @@ def test_dataloader(script, tmp_path, method):
     """All 64 items that the workers of a DataLoader make are there, in a file for each worker."""
     process = script(LOADER.format(method=method))
     assert process.returncode == 0, process.errors
-    found = traces(tmp_path)
+    found = events_by_process(tmp_path)
     fetches = found.pop(process.pid)
     assert sum(event["name"] == "fetch.iter" for event in fetches) == 16
     assert [len(events) for events in found.values()] == [32, 32]
@@ -466,10 +254,10 @@ def test_torchrun(script, tmp_path):
     assert process.returncode == 0, process.errors
     for rank in (0, 1):
         path = tmp_path / f"run-rank-0000{rank}.pfw.gz"
-        assert len(steps(path)) == 10 + rank
-        order = next(line for line in events_of(path) if line["name"] == "process_sort_index")
+        assert len(events_of(path)) == 10 + rank
+        order = next(line for line in lines_of(path) if line["name"] == "process_sort_index")
         assert order["args"]["sort_index"] == rank
-    assert len(traces(tmp_path)) == 4
+    assert len(events_by_process(tmp_path)) == 4
 
 
 def test_restart_keeps_what_was_written(script, tmp_path):
@@ -477,11 +265,11 @@ def test_restart_keeps_what_was_written(script, tmp_path):
     env = {"WORLD_SIZE": 2, "RANK": 1}
     script("start('run')\nrecord(1)", **env)
     script("start('run')\nrecord(2)", **env, TORCHELASTIC_RESTART_COUNT=1)
-    assert len(steps(tmp_path / "run-rank-00001.pfw.gz")) == 1
-    assert len(steps(tmp_path / "run-rank-00001-restart-1.pfw.gz")) == 2
+    assert len(events_of(tmp_path / "run-rank-00001.pfw.gz")) == 1
+    assert len(events_of(tmp_path / "run-rank-00001-restart-1.pfw.gz")) == 2
 
 
-def test_fork_in_the_thick_of_it(script, tmp_path):
+def test_fork_while_threads_record(script, tmp_path):
     """Forks while threads record, update and flush do not hang the children or write an event twice."""
     body = """
 start('run', interval=0.001)
@@ -508,7 +296,7 @@ print(set(statuses))
 """
     process = script(body)
     assert (process.returncode, process.output) == (0, "{7}\n"), process.errors
-    found = traces(tmp_path)
+    found = events_by_process(tmp_path)
     parent = found.pop(process.pid)
     assert {event["name"] for event in parent} == {"forward"}
     assert len(found) == 60
@@ -538,89 +326,4 @@ over.set()
 """
     process = script(body)
     assert (process.returncode, process.output) == (0, "7\n"), process.errors
-    assert [len(events) for events in traces(tmp_path).values()] == [1]
-
-
-UNHEARD = """
-import collections, ctypes, functools, multiprocessing, operator
-def work(count):
-    record(count)
-    lock = threading.Lock()
-    lock.acquire()
-    # In one call: Python notes the signal, and waits before it can call a handler.
-    raising = functools.partial(getattr(ctypes.CDLL(None), 'raise'), signal.{number})
-    collections.deque(map(operator.call, [raising, lock.acquire]), maxlen=0)
-if __name__ == '__main__':
-    start('run', interval=60)
-    process = multiprocessing.get_context('{method}').Process(target=work, args=({count},))
-    process.start()
-    process.join(20)
-    print(process.exitcode)
-    process.kill()
-"""
-
-
-@pytest.mark.parametrize(
-    ("method", "number", "count"),
-    [("fork", "SIGTERM", 0), ("fork", "SIGTERM", 2), ("fork", "SIGHUP", 2), ("spawn", "SIGTERM", 2)],
-)
-def test_signal_just_before_a_wait(script, tmp_path, method, number, count):
-    """A signal ends a process that begins to wait before Python can call a handler, and nothing is lost."""
-    process = script(UNHEARD.format(method=method, number=number, count=count))
-    assert process.output == f"{-getattr(signal, number)}\n", process.errors
-    assert [len(events) for events in traces(tmp_path).values()] == ([count] if count else [])
-
-
-EVENT_LOOP = """
-import asyncio
-loop = asyncio.new_event_loop()
-loop.add_signal_handler(signal.SIGUSR1, print)
-"""
-
-
-def test_signal_just_before_a_wait_in_a_child_of_an_event_loop(script, tmp_path):
-    """So it is where the parent runs an event loop, whose wakeup descriptor the child inherits."""
-    body = UNHEARD.format(method="fork", number="SIGTERM", count=2)
-    process = script(body.replace("    start('run'", EVENT_LOOP.replace("\n", "\n    ") + "\n    start('run'"))
-    assert process.output == f"{-signal.SIGTERM}\n", process.errors
-    assert [len(events) for events in traces(tmp_path).values()] == [2]
-
-
-def test_signal_right_after_a_fork(script):
-    """A forked process ends of a signal that comes before it has done anything."""
-    body = """
-start('run')
-def fork():
-    child = os.fork()
-    if child == 0:
-        time.sleep(20)
-        os._exit(0)
-    os.kill(child, signal.SIGTERM)
-    return child
-print({os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in [fork() for _ in range(20)]})
-"""
-    process = script(body)
-    assert process.output == f"{{{-signal.SIGTERM}}}\n", process.errors
-
-
-def test_signals_after_a_fork_are_as_before(script):
-    """A fork leaves the signals that a thread blocks, and the descriptor that they wake, as they were."""
-    body = """
-reader, writer = os.pipe()
-os.set_blocking(writer, False)
-signal.set_wakeup_fd(writer)
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
-start('run')
-def show():
-    record(1)
-    print(signal.pthread_sigmask(signal.SIG_BLOCK, []) == {signal.SIGHUP}, signal.set_wakeup_fd(writer) == writer)
-child = os.fork()
-if child == 0:
-    show()
-    sys.stdout.flush()
-    os._exit(0)
-os.waitpid(child, 0)
-show()
-"""
-    process = script(body)
-    assert process.output == "True True\n" * 2, process.errors
+    assert [len(events) for events in events_by_process(tmp_path).values()] == [1]

@@ -17,10 +17,7 @@ import pytest
 
 from pipesight.testing import capture_events
 from pipesight.trace import ai
-from support.traced import args_of, levels, named, names, parents, tree_put_back
-
-NAP = 0.02
-COVERED = NAP * 1e6 * 0.99  # microseconds, with room for a clock that rounds
+from support.traced import COVERED, NAP, args_of, levels, named, names, parents, tree_put_back
 
 
 @pytest.fixture(autouse=True)

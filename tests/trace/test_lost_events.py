@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
 import os
 import signal
@@ -19,6 +17,7 @@ from pipesight.trace._encode import Encoder
 from pipesight.trace._encoder_thread import EncoderThread
 from pipesight.trace._trace_file import TraceFile
 from support import warm
+from support.trace_files import lines_of
 
 ai = trace.ai
 
@@ -47,11 +46,6 @@ def run(tmp_path):
         return warm.run("script.py", cwd=tmp_path, env=env)
 
     return run_script
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    return [json.loads(line) for line in lines if line not in "[]"]
 
 
 def counts(path: Path) -> tuple[int, int, int]:
@@ -144,7 +138,7 @@ record(7)
     assert counts(tmp_path / "run.pfw.gz") == (5, 5, 7)
 
 
-def test_disk_that_does_not_answer(run, tmp_path):
+def test_disk_that_does_not_respond(run, tmp_path):
     """Where the disk does not respond, the number of events that it did not take is on stderr."""
     body = """
 _trace_file._PATIENCE = 0.5
@@ -256,7 +250,7 @@ def test_thread_name_beside_a_lost_event(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_overfull_buffer_is_said(tmp_path, monkeypatch, caplog):
+def test_events_dropped_from_a_full_buffer_are_counted(tmp_path, monkeypatch, caplog):
     """Events that are dropped because nothing takes them are counted once each, by however many threads, and said."""
     monkeypatch.setattr("pipesight.trace._encoder_thread._BACKLOG", 8 * 10_000)
     monkeypatch.setattr("pipesight.trace._encoder_thread._MOST_BACKLOG", 8 * 20_000)
@@ -282,7 +276,7 @@ def test_overfull_buffer_is_said(tmp_path, monkeypatch, caplog):
     assert f"lost {lost:,} events of the trace {session.path}" in caplog.text
 
 
-def test_becoming_another_program(run, tmp_path):
+def test_exec(run, tmp_path):
     """What was recorded before os.exec is on disk; if there is no such program, recording goes on."""
     body = """
 if len(sys.argv) > 1: sys.exit()
@@ -297,7 +291,7 @@ os.execl(sys.executable, sys.executable, 'script.py', 'again')
     assert sum(line["cat"] != "dftracer" for line in lines_of(tmp_path / "run.pfw.gz")) == 5
 
 
-def test_becoming_another_program_on_a_full_disk(run, tmp_path):
+def test_exec_on_a_full_disk(run, tmp_path):
     """What was lost is said before the process becomes another program, which cannot say it."""
     body = """
 def full(*_): raise OSError(28, "No space left on device")
