@@ -314,9 +314,9 @@ def test_import_is_light(tmp_path):
 # Beginning and ending.
 
 
-def test_one_instance():
+def test_one_instance(tmp_path):
     """There is one dftracer, whoever asks for it."""
-    assert tracer.get_instance() is tracer.get_instance() is tracer.initialize_log("unused.pfw")
+    assert tracer.get_instance() is tracer.get_instance() is tracer.initialize_log(str(tmp_path / "unused.pfw"))
     tracer.get_instance().finalize()
 
 
