@@ -495,6 +495,26 @@ def test_enabled_loggers(tmp_path):
     assert [line.split(" - INFO - ")[1].split(" ")[0] for line in file.read_text().splitlines()] == names
 
 
+def test_sinks_beside_loggers(tmp_path):
+    """One sink, or several, get the records that loggers get as scalars."""
+    kept = []
+
+    class Keeps:
+        def write(self, records):
+            kept.extend(record.statistic for record in records)
+
+        def close(self):
+            kept.append("closed")
+
+    for sinks in (Keeps(), [Keeps()]):
+        logger = Recorder()
+        debug_api.initialize(CONFIG_OF_MAX, statistics_logger=logger, sinks=sinks, log_dir=tmp_path)
+        log_max(0)
+        debug_api.end_debug()
+        assert (kept, len(logger.calls)) == (["max", "closed"], 1)
+        kept.clear()
+
+
 def test_loggers_of_a_session_that_fails(tmp_path):
     """A session that cannot be opened leaves the enabled loggers as they were."""
     before = Recorder()

@@ -54,6 +54,7 @@ def initialize(
     Loggers that `MetricLogger` already has are used too. Warnings on stderr begin with ``NVDLFW INSPECT``.
     """
     before = list(MetricLogger.enabled_loggers)
+    sinks = kwargs.pop("sinks", ())
     loggers: Any = statistics_logger if isinstance(statistics_logger, list | tuple | set) else [statistics_logger]
     try:
         for logger in loggers:
@@ -68,7 +69,8 @@ def initialize(
             log_dir=log_dir,
             init_training_step=init_training_step,
             default_logging_enabled=to_file,
-            **{**kwargs, "sinks": [LoggersSink(), *kwargs.get("sinks", ())]},
+            sinks=[LoggersSink(), *(sinks if isinstance(sinks, Iterable) else [sinks])],
+            **kwargs,
         )
         session = running()
         session.before_close.append(MetricLogger.enabled_loggers.clear)
@@ -122,5 +124,6 @@ def __getattr__(name: str) -> Any:
     session = running_or_none()
     if name == "DEBUG_MANAGER":
         return None if session is None else manager_of(session)
-    check_name(name, Registry.data)
+    if session is None:
+        check_name(name, Registry.data)
     return manager_of(running()).get_extension_api(name)

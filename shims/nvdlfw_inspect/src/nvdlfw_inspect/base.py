@@ -154,11 +154,9 @@ class BaseNamespaceAPI(ABC):
     # Calls.
 
     def __getattr__(self, api_name: str) -> Callable[..., Any]:
-        served = self.__dict__.get("api_to_features_map", {})
-        calls = {call for call, features in served.items() if features} | {
-            *(self.__dict__.get("_default_api_map") or ())
-        }
-        if api_name not in calls:
+        served, defaults = self.__dict__.get("api_to_features_map", {}), self.__dict__.get("_default_api_map") or {}
+        if not served.get(api_name) and api_name not in defaults:
+            calls = {*(call for call, features in served.items() if features), *defaults}
             rest = "" if api_name.startswith("_") else nearest(api_name, calls)
             raise AttributeError(f"no feature of this namespace serves the call {api_name!r}{rest}")
         return functools.partial(self.route_api, api_name=api_name)

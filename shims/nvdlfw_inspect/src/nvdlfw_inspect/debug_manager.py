@@ -41,9 +41,12 @@ class DebugManager:
         Raises:
             AttributeError: There is neither.
         """
-        check_name(name, self.namespaces)
         base = self.namespaces[BASE]
-        return getattr(base.api, name) if name in base.feat_api_to_features else self.namespaces[name].api
+        if base.feat_api_to_features.get(name):
+            return getattr(base.api, name)
+        if name not in self.namespaces:
+            check_name(name, self.namespaces)
+        return self.namespaces[name].api
 
     def _tell_namespaces(self, event: str) -> None:
         with serving(self._session):
@@ -71,7 +74,7 @@ class DebugManager:
 
 def check_name(name: str, namespaces: Mapping[str, NamespaceData]) -> None:
     """Raise ``AttributeError`` unless it is the name of a namespace, or of a call that the base namespace serves."""
-    known = {*namespaces, *namespaces[BASE].feat_api_to_features}
+    known = {*namespaces, *(call for call, features in namespaces[BASE].feat_api_to_features.items() if features)}
     if name not in known:
         rest = "" if name.startswith("_") else nearest(name, known)
         raise AttributeError(f"there is no function or namespace {name!r}{rest}")
