@@ -135,7 +135,7 @@ def test_initial_weights_as_on_the_cpu(tmp_path):
                 nn.init.normal_(self.drawn, 7.0)
 
     told = []
-    logger = logging.getLogger("pipesight.distributed.initial_weights")
+    logger = logging.getLogger("pipesight.distributed.model_building")
     logger.addFilter(lambda record: told.append(record.getMessage()))
     for kind, word in ((Asks, None), (Looks, "item"), (Skips, "leaves '0.drawn' without values")):
         def factory():

@@ -1,24 +1,14 @@
 """When a rank fails or hangs, the others find out which one and why, and stop waiting for it.
 
-The ranks share notes in the store of the process group::
-
-    failure          the note of the first rank that failed: all ranks raise it
-    told/RANK        this rank has read it
-    question         how often a rank has asked all others where they are, after a timeout or a broken connection
-    state/RANK       the answer of each
-    left/RANK        how many calls a rank made that has exited since
-    address/RANK     where to check whether the process is alive
-
-A rank that fails writes its note and closes its connections. Ranks that wait for it get an error at once, wherever they
-wait: in the pipeline, in a collective of a layer, or in one of the user's between steps. They read the note and raise
-`RankFailedError` with the cause.
+A rank that fails writes a note for the others (`rank_notes`) and closes its connections. Ranks that wait for it get an
+error at once, wherever they wait: in the pipeline, in a collective of a layer, or in one of the user's between steps.
+They read the note and raise `RankFailedError` with the cause.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 import threading
@@ -33,19 +23,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipesight._torch.process_group import default_store
 from pipesight.context import Where
 from pipesight.distributed import diagnosis
 from pipesight.distributed.diagnosis import Answers, LivenessPort, is_gone
 from pipesight.distributed.process_group import wait_for_gloo_at_exit
+from pipesight.distributed.rank_notes import ANSWERS, RankNotes, State, store_outlives_ranks
 from pipesight.distributed.symptoms import collective_of, is_late, is_symptom, seconds_waited
+from pipesight.pipeline.workers import place_of
 
 __all__ = ["RankFailedError", "RankMonitor"]
 
 _PATIENCE = 1.0  # seconds for a note to appear, after a connection broke
-_ANSWERS = 5.0  # seconds for ranks to answer
-_STORE = 15.0  # and for the store
-_LINGERS = 5.0  # seconds that the rank with the store waits for others to read a note
+_STORE = 15.0  # seconds for the store to answer
 _NO_TAG = 1_000_003  # of nothing that is ever sent: a real message must not meet a receiver of another size
 _COURTESY = 0.3  # seconds for the rank that failed to print its error first
 
@@ -84,7 +73,8 @@ class RankMonitor:
     def __init__(self, groups: Sequence[dist.ProcessGroup], where: Where, timeout: float | None) -> None:
         self._groups, self._where, self._timeout = groups, where, timeout
         self._ranks, self._rank = dist.get_process_group_ranks(groups[0]), dist.get_rank()
-        self._store: Any = dist.distributed_c10d.PrefixStore(f"pipesight/{groups[0].group_name}", _own_client())
+        self._port = LivenessPort()
+        self._notes = RankNotes(groups[0].group_name, self._rank, self._ranks, self._port.address())
         self._main = threading.get_ident()
         self.calls = Calls()
         self.waits_for: str | None = None
@@ -93,8 +83,6 @@ class RankMonitor:
         self._lost = False  # the store
         self._rounds = 0  # of the thread that answers
         self._keeper: dict[str, Any] | None = None  # where the first rank is, which may keep the store
-        self._port = LivenessPort()
-        self._store.set(f"address/{self._rank}", json.dumps(self._port.address()))
         self._ended = threading.Event()
         self._interval = 0.5 if timeout is None else min(0.5, max(0.1, timeout / 10))
         _tell_uncaught(self)
@@ -102,8 +90,8 @@ class RankMonitor:
         self._thread.name = "pipesight-monitor"
         self._thread.start()
         wait_for_gloo_at_exit()
-        kept = (self._ended, self._thread, self._port, self._store, self._rank, self._ranks, self.calls)
-        weakref.finalize(self, _leave, *kept)  # at exit at the latest
+        # At exit at the latest.
+        weakref.finalize(self, _leave, self._ended, self._thread, self._port, self._notes, self.calls)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank fails, and end their wait for it."""
@@ -112,13 +100,7 @@ class RankMonitor:
 
     def _note(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception_only(error)).rstrip()
-        self._post(f"rank {self._rank} failed: {text}", error)
-
-    def _post(self, text: str, error: BaseException | None = None) -> None:
-        lines = traceback.format_exception(error) if error is not None else []
-        note = json.dumps({"rank": self._rank, "text": text, "traceback": "".join(lines)[-20_000:]})
-        with contextlib.suppress(Exception):  # the store may be gone
-            self._store.compare_set("failure", "", note)
+        self._notes.write_failure(f"rank {self._rank} failed: {text}", error)
 
     def _break(self) -> None:
         """Close the connections, with a wait that times out at once: gloo has no other way."""
@@ -161,8 +143,7 @@ class RankMonitor:
         self._break()
         if note is None:
             return RankFailedError(self._store_gone(waited_for))
-        with contextlib.suppress(Exception):
-            self._store.set(f"told/{self._rank}", "")
+        self._notes.confirm()
         if note["rank"] != self._rank and note["traceback"]:
             time.sleep(_COURTESY)
         return RankFailedError(note["text"])
@@ -175,19 +156,9 @@ class RankMonitor:
         return self._rounds != before
 
     def _read(self, patience: float) -> dict[str, Any] | None:
-        """Return the note of a failure; wait a while for it, and longer if a rank is about to write one."""
-        until = latest = time.monotonic() + patience
+        """Return the note of a failure, if there is one and the store answers."""
         try:
-            asked = self._store.add("question", 0) if patience else 0
-            while True:
-                if self._store.check(["failure"]):
-                    note: dict[str, Any] = json.loads(self._store.get("failure"))
-                    return note
-                if time.monotonic() > until:
-                    return None
-                if patience and self._store.add("question", 0) > asked:
-                    until = latest + _ANSWERS
-                time.sleep(0.02)
+            return self._notes.read_failure(patience)
         except Exception:
             self._lost = True
             return None
@@ -195,14 +166,14 @@ class RankMonitor:
     def _diagnose(self, error: BaseException, waited_for: str, hurry: bool) -> None:
         """Ask all ranks where they are, and write a note that names the cause, unless another rank has."""
         with contextlib.suppress(Exception):
-            number = self._store.add("question", 1)
-            states: dict[int, Any] = {self._rank: self._state()}
+            number = self._notes.ask()
+            states: dict[int, State] = {self._rank: self._state()}
             silent, gone = [rank for rank in self._ranks if rank not in states], set[int]()
-            until = time.monotonic() + _ANSWERS
-            while not self._store.check(["failure"]) and time.monotonic() < until:
+            until = time.monotonic() + ANSWERS
+            while not self._notes.has_failure() and time.monotonic() < until:
                 # First: a rank that exited left its note before its process ended.
-                gone = {rank for rank in silent if is_gone(json.loads(self._store.get(f"address/{rank}")))}
-                answers = {rank: answer for rank in silent if (answer := self._answer_of(rank, number)) is not None}
+                gone = {rank for rank in silent if self._notes.is_gone(rank)}
+                answers = {rank: state for rank in silent if (state := self._notes.answer_of(rank, number)) is not None}
                 states |= answers
                 silent = [rank for rank in silent if rank not in answers]
                 gone &= set(silent)
@@ -215,32 +186,23 @@ class RankMonitor:
                 if hurry
                 else diagnosis.broken(known, str(error))
             )
-            self._post(text)
+            self._notes.write_failure(text)
 
     def _store_gone(self, waited_for: str) -> str:
-        if _outlives_ranks():
+        if store_outlives_ranks():
             host = os.environ.get("MASTER_ADDR", "?")
             return f"waited for {waited_for}, but the store on {host} is gone; see the log there for the cause"
         what = "does not answer" if self._keeper is not None and not is_gone(self._keeper) else "died"
         return f"rank 0 {what}, and with it the store: rank {self._rank} waited for {waited_for}"
-
-    def _answer_of(self, rank: int, number: int) -> dict[str, Any] | None:
-        for key in (f"left/{rank}", f"state/{rank}"):
-            if self._store.check([key]):
-                state: dict[str, Any] = json.loads(self._store.get(key))
-                if state["left"] or state["question"] >= number:
-                    return state
-        return None
 
     def _place(self) -> str:
         """Return the partition, layer, micro-batch and phase that this rank is in."""
         where = self._where
         if where.phase is None:
             return "outside the pipeline" if not self.calls.inside else "between tasks of the pipeline"
-        layer = "" if where.layer is None else f", layer '{where.layer}'"
-        return f"in partition {where.partition}{layer}, micro-batch {where.microbatch}, {where.phase}"
+        return place_of(where, where.layer)
 
-    def _state(self, question: int = 0) -> dict[str, Any]:
+    def _state(self, question: int = 0) -> State:
         frame = sys._current_frames().get(self._main)
         collective = collective_of(frame)
         place = self._place()
@@ -254,24 +216,10 @@ class RankMonitor:
         return {"waits": waits, "where": place, **calls, "left": False, "question": question}
 
     def _answer_if_asked(self) -> None:
-        if self._keeper is None and not _outlives_ranks() and self._store.check(["address/0"]):
-            self._keeper = json.loads(self._store.get("address/0"))
-        if (number := self._store.add("question", 0)) > 0:
-            self._store.set(f"state/{self._rank}", json.dumps(self._state(number)))
-
-
-def _own_client() -> Any:
-    """Return a client of the default store that can be used while the main thread waits for the store."""
-    store: Any = default_store()
-    try:
-        return store.clone()
-    except Exception:  # not before torch 2.8, nor for every kind
-        return store
-
-
-def _outlives_ranks() -> bool:
-    """Return whether torchrun hosts the store, and not the first rank."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self._keeper is None and not store_outlives_ranks():
+            self._keeper = self._notes.address_of(0)
+        if (number := self._notes.asked()) > 0:
+            self._notes.answer(self._state(number))
 
 
 def _answer(monitor: weakref.ref[RankMonitor], ended: threading.Event) -> None:
@@ -290,33 +238,14 @@ def _answer(monitor: weakref.ref[RankMonitor], ended: threading.Event) -> None:
 
 
 def _leave(
-    ended: threading.Event,
-    thread: threading.Thread,
-    port: LivenessPort,
-    store: Any,
-    rank: int,
-    ranks: Sequence[int],
-    calls: Calls,
+    ended: threading.Event, thread: threading.Thread, port: LivenessPort, notes: RankNotes, calls: Calls
 ) -> None:
-    """Leave a note for the remaining ranks; if this rank hosts the store, let them read it first."""
+    """End the thread that answers, and tell the remaining ranks that this one has exited."""
     ended.set()
     if thread is not threading.current_thread():
         thread.join(timeout=1)  # at work while Python ends, it could crash it
-    with contextlib.suppress(Exception):
-        if _outlives_ranks():
-            left = {"waits": None, "calls": calls.begun, "in_call": False, "left": True, "question": 0}
-            store.set(f"left/{rank}", json.dumps(left))
-        elif rank == 0 and store.check(["failure"]):
-            _wait_for_readers(store, [other for other in ranks if other != rank])
+    notes.leave(calls.begun)
     port.close()
-
-
-def _wait_for_readers(store: Any, ranks: Sequence[int]) -> None:
-    until = time.monotonic() + _LINGERS
-    while ranks and time.monotonic() < until:
-        unread = [rank for rank in ranks if not store.check([f"told/{rank}"])]
-        ranks = [rank for rank in unread if not is_gone(json.loads(store.get(f"address/{rank}")))]
-        time.sleep(0.02)
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]

@@ -10,24 +10,15 @@ initialise the layers of one partition, the operators that made their tensors ru
 Each layer draws from a stream seeded by ``torch.initial_seed()`` and its name, so that its weights depend neither on
 the layers before it nor on the number of ranks.
 
-A model that looks at values while it is built, or leaves a tensor without any, cannot be built so. It is built whole on
-the CPU, by one rank of a machine after the other: each keeps its own layers and frees the others before the next rank
-begins, so that a machine holds one whole model at a time.
+A model that looks at values while it is built cannot be built so: see `model_building`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
-import logging
-import os
-import random
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,50 +28,12 @@ from torch.overrides import TorchFunctionMode
 from pipesight._torch.module_internals import TRUNCATED_NORMAL
 from pipesight._torch.operators import TorchDispatchMode, schema_of, takes_device, tree_leaves, tree_map_only
 from pipesight._torch.tensors import storage_id
+from pipesight.pipeline.randomness import seed_of
 
-__all__ = ["Recipe", "build_model"]
-
-logger = logging.getLogger(__name__)
-
-
-def build_model(
-    factory: Callable[[], nn.Module], own: Callable[[int], set[int]], *, first: bool
-) -> tuple[nn.Module, Recipe | None]:
-    """Return the model that a factory builds, and the recipe for its weights unless it already has them.
-
-    Args:
-        factory: Builds it.
-        own: Returns which layers belong to this rank, given how many there are.
-        first: Whether this rank logs a warning if the model has to be built on the CPU.
-    """
-    states = _generators()
-    try:
-        module, recipe = _build_on_meta(factory)
-        if not isinstance(module, nn.Module):
-            return module, recipe
-        name = recipe.without_values(module)
-        why = None if name is None else f"leaves '{name}' without values"
-    except Exception as error:
-        why = f"needs values ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-    if why is None:
-        return module, recipe
-    if first:
-        logger.warning(
-            "the model %s when it is built on the meta device, so the ranks of each machine build it on the CPU, one "
-            "after the other",
-            why,
-        )
-    for restore in states:
-        restore()
-    with _turn(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(torch.initial_seed())
-        module = factory()
-        if isinstance(module, nn.Sequential):
-            _give_up(module, own(len(module)))
-    return module, None
+__all__ = ["Recipe", "build_on_meta"]
 
 
-def _build_on_meta(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
+def build_on_meta(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
     """Call ``factory`` on the meta device; return its module, and the recipe for its weights."""
     recipe = Recipe()
     with torch.random.fork_rng(devices=[]), _Pretending(recipe), _Noting(recipe), _whole_truncated_normal(recipe):
@@ -153,7 +106,7 @@ class Recipe:
                 needed |= {storage_id(t) for t in operator.tensors() if t.is_meta}
         real: dict[int, Tensor] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-            torch.default_generator.manual_seed(_seed(name))
+            torch.default_generator.manual_seed(seed_of(torch.initial_seed(), "initial weights", name))
             for operator in reversed(chosen):
                 _run(operator, real)
         found: dict[int, Tensor] = {}  # tensors that two modules of the layer share stay shared
@@ -282,63 +235,3 @@ def _run(operator: _Operator, real: dict[int, Tensor]) -> None:
                 real[storage_id(theirs)] = mine
             else:
                 _view(theirs, real).copy_(mine)
-
-
-def _seed(name: str) -> int:
-    text = repr((torch.initial_seed(), "initial weights", name))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _give_up(module: nn.Sequential, own: set[int]) -> None:
-    """Free the memory of all layers but some."""
-    mine = {id(t) for k, layer in enumerate(module) if k in own for t in (*layer.parameters(), *layer.buffers())}
-    hollow: dict[int, Tensor] = {}
-    for k, layer in enumerate(module):
-        for child in () if k in own else layer.modules():
-            places: list[dict[str, Any]] = [child._parameters, child._buffers]
-            for values in places:
-                for key, tensor in values.items():
-                    if tensor is not None and id(tensor) not in mine:
-                        values[key] = hollow.setdefault(id(tensor), _hollow(tensor))
-
-
-def _hollow(tensor: Tensor) -> Tensor:
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _generators() -> list[Callable[[], Any]]:
-    """Return functions that reset the generators of Python and NumPy, for a second attempt to draw the same."""
-    state = random.getstate()
-    found: list[Callable[[], Any]] = [lambda: random.setstate(state)]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        theirs = numpy.random.get_state()
-        found.append(lambda: numpy.random.set_state(theirs))
-    return found
-
-
-@contextlib.contextmanager
-def _turn() -> Iterator[None]:
-    """Hold a lock between the ranks of this job on this machine."""
-    path = Path(tempfile.gettempdir()) / f"pipesight-{os.getuid()}-{os.environ.get('MASTER_PORT', '0')}.lock"
-    while True:
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not _is_there(path, descriptor):  # the rank before has removed it
-                continue
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
-        finally:
-            os.close(descriptor)
-
-
-def _is_there(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from pipesight._torch.autograd import sequence_number
 from pipesight.context import Where, enter_thread
 
-__all__ = ["Job", "Pace", "Workers", "annotate"]
+__all__ = ["Job", "Pace", "Workers", "annotate", "place_of"]
 
 Job: TypeAlias = Callable[[Where], None]
 """What one worker does in one pass. It must not raise."""
@@ -172,9 +172,7 @@ def annotate(error: BaseException, where: Where) -> None:
     if where.phase is None:
         note = f"in partition {where.partition}, between tasks"
     else:
-        name = where.layer if where.layer is not None else _layer_of_backward(error, where)
-        layer = "" if name is None else f", layer '{name}'"
-        note = f"in partition {where.partition}{layer}, micro-batch {where.microbatch}, {where.phase}"
+        note = place_of(where, where.layer if where.layer is not None else _layer_of_backward(error, where))
     with contextlib.suppress(Exception):  # an exception may refuse attributes, or have an add_note of its own
         # One object may be raised many times; what is left of earlier mini-batches would mislead. A pipeline inside a
         # layer of this one began after it, and its note stays.
@@ -184,6 +182,12 @@ def annotate(error: BaseException, where: Where) -> None:
                 error.__notes__.remove(old)
         error._pipesight_notes = [*(o for o in ours if o[0] >= where.serial and o[1] != note), (where.serial, note)]  # type: ignore[attr-defined]
         error.add_note(note)
+
+
+def place_of(where: Where, layer: str | None) -> str:
+    """Return where a task is, such as ``in partition 1, layer '2', micro-batch 0, forward``."""
+    name = "" if layer is None else f", layer '{layer}'"
+    return f"in partition {where.partition}{name}, micro-batch {where.microbatch}, {where.phase}"
 
 
 def _layer_of_backward(error: BaseException, where: Where) -> str | None:
