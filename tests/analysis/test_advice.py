@@ -1,0 +1,151 @@
+"""Advice: each gain is what the change gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipesight.analysis.planned_changes import AT_LEAST, AT_MOST, SIMULATED, Change
+from pipesight.analysis.report import Report
+from pipesight.plan import settings as planned_settings
+from pipesight.plan.plans import best_plans
+from support.analysed import analysed, even
+from support.synthetic import Made
+
+
+def time_of(tmp_path: Path, name: str, balance: list[int], chunks: int, cost: Callable, **options) -> Report:
+    """Analyse runs of 6 steps in which layer k takes ``cost(phase, k)`` for each sample of 16."""
+    made = Made(tmp_path / name, balance=balance, chunks=chunks)
+    names = [f"l{k}" for k in range(sum(balance))]
+    ends = np.cumsum(balance)
+    own = [list(range(end - size, end)) for size, end in zip(balance, ends, strict=True)]
+    at = 0
+    for step in range(6):
+        at = _gpipe_of_layers(made, step, at, own, names, lambda phase, k: cost(phase, k) * 16 // chunks, **options)
+    return analysed(made)
+
+
+def _gpipe_of_layers(made, step, at, own, names, cost, checkpointed=0):
+    times = {}
+
+    def time(phase, i, j):
+        times[phase, i, j] = {names[k]: cost(phase, k) for k in own[j]}
+        return sum(times[phase, i, j].values())
+
+    before = len(made.events.get(0, []))
+    end = made.gpipe(step, time, at=at, checkpointed=checkpointed)
+    for event in made.events[0][before:]:
+        args = event["args"]
+        phase = {"forward": "forward", "forward.recompute": "recompute", "backward": "backward"}[event["name"]]
+        begin = event["ts"]
+        for name, dur in times[phase, args["microbatch"], args["partition"]].items():
+            layer = {**event, "name": f"{event['name']}.layer", "ts": begin, "dur": dur}
+            made.events[0].append({**layer, "args": {**args, "layer": name}})
+            begin += dur
+    return end
+
+
+def change(report: Report, word: str) -> Change:
+    (found,) = [change for change in report.verdict.changes if change.what.startswith(word)]
+    return found
+
+
+def test_gain_of_a_balance_is_what_it_gives(tmp_path):
+    """The balance that is proposed gains what is said: a run with it is that much faster."""
+    cost = lambda phase, k: [30_000, *[10_000] * 5][k] * (2 if phase == "backward" else 1)
+    before = time_of(tmp_path, "before", [3, 1, 2], 4, cost)
+    found = change(before, "balance")
+    assert found.what == "balance=[1, 2, 3] instead of [3, 1, 2]"
+    assert found.promise == SIMULATED
+    after = time_of(tmp_path, "after", [1, 2, 3], 4, cost)
+    assert found.gain == pytest.approx(1 - after.overall.time.mean / before.overall.time.mean)
+    assert not any(c.what.startswith("balance") for c in after.verdict.changes)
+
+
+def test_gain_of_chunks_is_what_they_give(tmp_path):
+    """More micro-batches gain what is said, if tasks take time in proportion to their samples."""
+    cost = lambda phase, k: 160_000 if phase == "backward" else 80_000
+    before = time_of(tmp_path, "before", [1, 1, 1, 1], 4, cost)
+    found = change(before, "chunks")
+    chunks = int(found.what.split("=")[1].split()[0])
+    after = time_of(tmp_path, "after", [1, 1, 1, 1], chunks, cost)
+    assert chunks > 4
+    assert found.promise == AT_MOST
+    assert found.gain == pytest.approx(1 - after.overall.time.mean / before.overall.time.mean, abs=0.005)
+
+
+def test_chunks_are_the_best_of_all_that_are_planned(tmp_path):
+    """Tiny tasks cost the same for any samples, so that one micro-batch is best: not just half or a quarter as many."""
+    report = time_of(tmp_path, "run", [1, 1], 16, lambda phase, k: 40 if phase == "backward" else 20)
+    found = change(report, "larger micro-batches")
+    assert found.what == "larger micro-batches: chunks=1 instead of 16"
+    assert found.why.startswith("the tasks are too small for splitting to pay: ")
+    assert found.promise == AT_LEAST
+    measured = report.measured
+    possible = planned_settings(measured.costs, partitions=2, schedules=["gpipe"], checkpoints=["never"], recorded=16)
+    best = best_plans(measured.costs, possible)[0]
+    assert found.gain == pytest.approx(1 - best.step_seconds / measured.predicted_seconds)
+
+
+def test_one_micro_batch_is_not_advised_to_save_recomputation(tmp_path):
+    """With `except_last`, a single micro-batch is not recomputed: that is `checkpoint="never"`, not larger tasks."""
+    cost = lambda phase, k: (200_000 if phase == "backward" else 100_000) // (1 + 9 * k)  # nearly all in partition 0
+    report = time_of(tmp_path, "run", [1, 1], 4, cost, checkpointed=3)
+    change(report, 'checkpoint="never"')
+    found = [entry.what for entry in report.verdict.changes if "chunks=" in entry.what]
+    assert all("chunks=1 " not in what for what in found), found
+
+
+def test_gain_without_checkpoints_is_what_it_gives(tmp_path):
+    """Without recomputation, a run is faster by what is said."""
+    cost = lambda phase, k: 160 if phase == "backward" else 80
+    before = time_of(tmp_path, "before", [1, 1], 8, cost, checkpointed=7)
+    found = change(before, "checkpoint")
+    assert found.what == 'checkpoint="never" instead of "except_last"'
+    after = time_of(tmp_path, "after", [1, 1], 8, cost)
+    assert found.gain == pytest.approx(1 - after.overall.time.mean / before.overall.time.mean)
+
+
+def test_nothing_to_change(tmp_path):
+    """Where nothing gains more than 1%, nothing is proposed, and the verdict says so."""
+    made = Made(tmp_path / "run", balance=[1], chunks=1)
+    made.gpipe(1, even, at=made.gpipe(0, even))
+    report = analysed(made)
+    assert report.verdict.changes == ()
+    assert "no change" in report.verdict.text
+
+
+@pytest.mark.parametrize(
+    ("category", "name", "words"),
+    [
+        ("dataloader", "fetch", "num_workers"),
+        ("compute", "step", "fused"),
+        ("checkpoint", "capture", "checkpoints"),
+        ("comm", "all_reduce", "communication"),
+    ],
+)
+def test_time_between_steps_is_to_be_gained(made, category, name, words):
+    """What the main thread spends half of a step with is named first, with what there is to gain at most."""
+    at = 0
+    for step in range(4):
+        end = made.gpipe(step, even, at=at)
+        made.span(category, name, begin=end, dur=900)
+        at = end + 900
+    first = analysed(made).verdict.changes[0]
+    assert words in first.what
+    assert first.promise == AT_MOST
+    assert first.gain == pytest.approx(0.5)
+
+
+def test_at_most_three(made):
+    """There are at most three changes."""
+    at = 0
+    for step in range(4):
+        at = made.gpipe(step, lambda phase, i, j: even(phase, i, j) + 10 * j, at=at, checkpointed=1)
+        for category, name in (("dataloader", "fetch"), ("compute", "step"), ("checkpoint", "capture")):
+            made.span(category, name, begin=at, dur=500)
+            at += 500
+    assert len(analysed(made).verdict.changes) == 3
