@@ -65,7 +65,7 @@ def test_checkpoint_stop_counts_the_checkpointed_microbatches(caplog, checkpoint
     assert flags == {i: f"checkpoint_stop={stop}, using_checkpointing={i < stop}" for i in range(3)}
 
 
-def test_layer_lines_bear_the_names_of_the_original_model(debug):
+def test_layer_lines_use_the_names_of_the_original_model(debug):
     """A layer keeps the name that it has in the model, whatever its partition."""
     model = named_model(chunks=2, checkpoint="never")
     register_layer_logging_hooks(model.partitions)
@@ -128,7 +128,7 @@ def test_hooks_work_after_earlier_runs(debug):
             hook.remove()
 
 
-def test_hooks_go_with_a_copy(debug):
+def test_hooks_are_copied_with_the_model(debug):
     """A deep copy of the model logs its layers too."""
     model = named_model(chunks=2, checkpoint="never")
     register_layer_logging_hooks(model.partitions)
@@ -203,7 +203,7 @@ class Talkative(nn.Linear):
         return super().forward(input)
 
 
-def test_context_filter_serves_other_loggers():
+def test_context_filter_works_for_other_loggers():
     """With ContextFilter on a handler, lines that a layer logs by itself show where; elsewhere it shows None."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
@@ -226,7 +226,7 @@ def test_context_filter_serves_other_loggers():
     ]
 
 
-def test_context_filter_keeps_attributes_that_are_there():
+def test_context_filter_keeps_existing_attributes():
     """ContextFilter overwrites nothing that the record has."""
     record = logging.makeLogRecord({"layer": "mine"})
     assert ContextFilter().filter(record)
@@ -249,7 +249,7 @@ for name in (None, "pipesight", "pipesight.pipeline", "pipesight.context"):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_lines_come_whatever_was_imported():
+def test_lines_are_logged_whatever_was_imported():
     """A program that imports GPipe alone gets the lines of partitions."""
     script = """
 import logging, sys, torch

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from pipesight.trace import Node, ai
@@ -71,3 +73,51 @@ def parents(events):
 
 def levels(events):
     return {event["name"]: event["args"]["level"] for event in events}
+
+
+def run_threads(n, target):
+    """Run ``target(k)`` in n threads that are alive at the same time."""
+    together = threading.Barrier(n)
+
+    def run(k):
+        together.wait()
+        target(k)
+        together.wait()
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def check_nesting(events):
+    """Check that every span lies in its parent, one level deeper, in its thread, and overlaps no sibling."""
+    by_id = {event["id"]: event for event in events}
+    assert len(by_id) == len(events)
+    children = {}
+    for event in events:
+        assert event["dur"] >= 0
+        parent = by_id.get(event["args"]["p_idx"])
+        if parent is None:
+            assert (event["args"]["p_idx"], event["args"]["level"]) == (6, 2)
+        else:
+            assert event["args"]["level"] == parent["args"]["level"] + 1
+            assert event["tid"] == parent["tid"]
+            assert parent["ts"] <= event["ts"]
+            assert event["ts"] + event["dur"] <= parent["ts"] + parent["dur"]
+        children.setdefault((event["tid"], event["args"]["p_idx"]), []).append(event)
+    for siblings in children.values():
+        siblings.sort(key=lambda event: event["id"])
+        for one, other in itertools.pairwise(siblings):
+            assert one["ts"] + one["dur"] <= other["ts"]
+
+
+def check_nested_only(events):
+    """Check that every span lies in its parent; siblings of one thread may overlap, as tasks do."""
+    by_id = {event["id"]: event for event in events}
+    for event in events:
+        parent = by_id.get(event["args"]["p_idx"])
+        if parent is not None:
+            assert parent["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= parent["ts"] + parent["dur"]
+            assert event["args"]["level"] == parent["args"]["level"] + 1

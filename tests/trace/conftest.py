@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 import pipesight.trace as trace
-from support.traced import PREAMBLE
+from support.traced import PREAMBLE, tree_put_back
 
 
 @pytest.fixture(autouse=True)
 def _no_trace(monkeypatch):
-    """Start without settings in the environment, and leave no trace running."""
+    """Start without settings in the environment; leave no trace running, and the tree of events as it was."""
     for name in list(os.environ):
         if name.startswith(("PIPESIGHT_", "DFTRACER_")):
             monkeypatch.delenv(name)
-    yield
-    trace.stop()
+    with tree_put_back():
+        yield
+        trace.stop()
 
 
 @pytest.fixture

@@ -20,13 +20,7 @@ from hypothesis import strategies as st
 
 from pipesight.testing import capture_events
 from pipesight.trace import ai, counter, instant
-from support.traced import args_of, tree_put_back
-
-
-@pytest.fixture(autouse=True)
-def tree():
-    with tree_put_back():
-        yield
+from support.traced import args_of
 
 
 def written(**args):

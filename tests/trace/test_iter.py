@@ -11,15 +11,9 @@ import torch
 
 from pipesight.testing import capture_events
 from pipesight.trace import ai
-from support.traced import COVERED, NAP, args_of, named, names, parents, tree_put_back
+from support.traced import COVERED, NAP, args_of, named, names, parents
 
 fetch = ai.dataloader.fetch
-
-
-@pytest.fixture(autouse=True)
-def tree():
-    with tree_put_back():
-        yield
 
 
 def slow(n):

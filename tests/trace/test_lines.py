@@ -88,8 +88,8 @@ def test_header_and_footer(tmp_path):
 
 def test_json_array(tmp_path):
     """The file as a whole is the array that Chrome and Perfetto read, commas aside."""
-    text = zcat(varied(tmp_path / "run").path)
-    json.loads(text.replace("}\n{", "},\n{"))
+    path = varied(tmp_path / "run").path
+    assert json.loads(zcat(path).replace("}\n{", "},\n{")) == lines_of(path)
 
 
 def test_spans(tmp_path):

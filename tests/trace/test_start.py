@@ -50,11 +50,17 @@ def test_threads_end_with_trace(tmp_path):
             assert not thread.is_alive()
 
 
-def test_stop_without_start():
-    """Stop without start does nothing, also twice."""
+def test_stop_without_start(tmp_path, monkeypatch):
+    """Stop and flush without start do nothing: there is no file, no thread, and the next trace is as usual."""
+    monkeypatch.chdir(tmp_path)
     trace.stop()
     trace.stop()
     trace.flush()
+    assert not list(tmp_path.iterdir())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pipesight-trace")]
+    with trace.start("run"), ai.compute.step:
+        pass
+    assert event_names(tmp_path / "run.pfw.gz") == ["step"]
 
 
 def test_stop_twice(tmp_path):

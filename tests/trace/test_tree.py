@@ -9,7 +9,7 @@ import pytest
 
 from pipesight.testing import capture_events
 from pipesight.trace import Node, ai
-from support.traced import args_of, levels, named, names, parents, tree_put_back
+from support.traced import args_of, levels, named, names, parents
 
 CONVENTIONS = {
     "compute": "forward backward step",
@@ -22,12 +22,6 @@ CONVENTIONS = {
 }
 CATEGORIES = list(CONVENTIONS)
 PATHS = [f"{category}.{name}" for category, names in CONVENTIONS.items() for name in names.split()]
-
-
-@pytest.fixture(autouse=True)
-def tree():
-    with tree_put_back():
-        yield
 
 
 def find(path):
