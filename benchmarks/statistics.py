@@ -18,7 +18,7 @@ MICROSECONDS = Quantity("µs per call", lambda turn: turn.seconds * 1e6 / CALLS)
 def run(options: Options) -> bool:
     """Measure; return whether no contender crashed."""
     sound = True
-    for dtype, limit in (("float32", 5.0), ("bfloat16", 12.0)):
+    for dtype, limit in (("float32", 2.5), ("bfloat16", 6.0)):
         outcomes = take(options, [f"{who} {dtype}" for who in ("sum", "pipesight", "nvdlfw")], rounds=11, seconds=0.1)
         title = f"Six statistics of 16M numbers, {dtype}, one thread"
         sound &= show(title, outcomes, reference=f"sum {dtype}", kind="cost")

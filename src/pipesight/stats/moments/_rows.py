@@ -13,7 +13,6 @@ float32 cannot serve (NaN, infinities, magnitudes whose squares it cannot hold) 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,12 +28,13 @@ __all__ = ["FLOAT32", "in_rows"]
 ROW = 1024
 CHUNK = 1 << 19  # elements: 2 MiB of float32. Smaller ones, in L2, lose more to calls than they gain
 COPIED = 2  # such chunks at a time, where a copy is worked on in place
-BLOCK = 1 << 23  # elements that share one shift
+BLOCK = 1 << 24  # elements that share one shift
+ON_DEVICE = 1 << 23  # elements of a chunk elsewhere than on the CPU
 RUNS, RUN = 64, 16  # of neighbours that are sampled: elements on their own would be a cache miss each
 LEAST, GREATEST = 2.0**-45, 2.0**55  # squares of such magnitudes, and sums of them, are float32s with all digits
 CANCELLED = 4.0  # the greatest Σ (x - K)² / Σ (x - mean)² that is good for 1e-6
 ATTEMPTS = 3
-VECDOT = hasattr(np, "vecdot")  # numpy 2: in one thread, torch takes twice as long
+SHORT = (torch.bfloat16, torch.float16)  # whose ends take as long as those of float32: they are the first pass
 
 # The dtypes whose every value is a float32.
 FLOAT32 = frozenset(
@@ -51,7 +51,7 @@ def in_rows(x: Tensor, *, smallest: bool, chunk: int | None = None) -> Moments:
     """The moments of a flat tensor of one of the dtypes in ``FLOAT32``."""
     size = x.numel()
     if chunk is None:
-        chunk = BLOCK
+        chunk = ON_DEVICE
         if x.device.type == "cpu":
             chunk = CHUNK * min(torch.get_num_threads(), 4) * (1 if x.dtype == torch.float32 else COPIED)
     whole = size - size % ROW
@@ -133,7 +133,9 @@ def _sums(x: Tensor, shift: float, chunk: int, smallest: bool) -> Sums:
     work = take("buffer", chunk, device)
     copy = None if x.dtype == torch.float32 else take("copies", chunk, device)
     work_table = work.view(-1, ROW)
-    square_sums = _square_sums(x)
+    short = x.dtype in SHORT
+    alone = x.is_cpu and torch.get_num_threads() == 1
+    square_sums = _square_sums_by_numpy if alone and hasattr(np, "vecdot") else _square_sums
     result = Sums(shift)
     if not smallest:
         result.zeros = result.tiny = math.nan
@@ -143,10 +145,12 @@ def _sums(x: Tensor, shift: float, chunk: int, smallest: bool) -> Sums:
         if count < chunk:  # the last one
             work, work_table = work.narrow(0, 0, count), work_table.narrow(0, 0, count // ROW)
             copy = None if copy is None else copy.narrow(0, 0, count)
-        if copy is not None:
+        if copy is not None and not short:
             part = copy.copy_(part)
         least, greatest = torch.aminmax(part)
         low, high = least.item(), greatest.item()
+        if copy is not None and short:
+            part = copy.copy_(part)
         if low == high or not LEAST < max(-low, high) < GREATEST:
             same = low == high and math.isfinite(low)  # a chunk that overflowed holds nothing but one infinity
             odd = constant(low, count) if same else exact(part, powers=False, smallest=smallest)
@@ -185,18 +189,13 @@ def _sums(x: Tensor, shift: float, chunk: int, smallest: bool) -> Sums:
     return result
 
 
-def _square_sums(x: Tensor) -> Callable[[Tensor, Tensor], object]:
-    """A function that sums the squares of each row of a table."""
-    if VECDOT and x.is_cpu and torch.get_num_threads() == 1:
-        return _by_numpy
-    return _by_torch
-
-
-def _by_numpy(table: Tensor, out: Tensor) -> None:
-    array = table.numpy()
-    np.vecdot(array, array, out=out.numpy())
-
-
-def _by_torch(table: Tensor, out: Tensor) -> None:
+def _square_sums(table: Tensor, out: Tensor) -> None:
+    """Sum the squares of each row."""
     # It adds to one register, so that more numbers meet in a lane than elsewhere: in quarters of rows, as many do.
     torch.sum(torch.linalg.vector_norm(table.view(-1, 4, ROW // 4), 2, 2).square_(), 1, out=out)
+
+
+def _square_sums_by_numpy(table: Tensor, out: Tensor) -> None:
+    """The same, on one thread in half the time."""
+    array = table.numpy()
+    np.vecdot(array, array, out=out.numpy())
