@@ -69,7 +69,7 @@ def loop_of(span: Any) -> Loop:
 def pipesight_recording(folder: Path) -> Iterator[Loop]:
     """What a span costs where it is: nothing is written, but what was recorded is let go of."""
     from pipesight.trace import _span, ai
-    from pipesight.trace.node import set_recording
+    from pipesight.trace._recording_switch import set_recording
 
     set_recording(True)
     ai.update(epoch=1, step=2)

@@ -306,11 +306,11 @@ print(set(statuses))
 def test_fork_while_the_tree_changes(script, tmp_path):
     """A fork while another thread changes the tree does not leave the child without the tree's lock."""
     body = """
-from pipesight.trace import node
+from pipesight.trace import _recording_switch
 start('run')
 held, over = threading.Event(), threading.Event()
 def hold():
-    with node._changing:
+    with _recording_switch.changing():
         held.set()
         over.wait()
 threading.Thread(target=hold).start()

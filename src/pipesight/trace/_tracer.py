@@ -11,8 +11,8 @@ from pipesight.trace import _span
 from pipesight.trace._encode import Encoder
 from pipesight.trace._encoder_thread import EncoderThread, Sink
 from pipesight.trace._exit_hooks import ExitHooks
+from pipesight.trace._recording_switch import set_recording
 from pipesight.trace._span import EVENTS
-from pipesight.trace.node import set_recording
 
 __all__ = ["Tracer", "tracer"]
 

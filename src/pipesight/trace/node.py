@@ -8,28 +8,25 @@ looks up both ends of a ``with`` block when it starts, so a switch in the middle
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections.abc import AsyncIterable, Iterable, Iterator
 from typing import Any, Literal, TypeVar, overload
 
 from pipesight.trace import _span, _started_spans
 from pipesight.trace._args import named_args
 from pipesight.trace._loop import Loop
+from pipesight.trace._recording_switch import ALWAYS, changing, roots
 from pipesight.trace._span import BACKLOG_MASK, EVENTS, METADATA, NO_ARGS, Args, end_innermost, next_id, now
 from pipesight.trace._wrap import wrap
-from pipesight.trace.use import ALWAYS, Use
+from pipesight.trace.use import Use
 
-__all__ = ["Node", "SilentNode", "is_recording", "set_recording"]
+__all__ = ["Node", "SilentNode"]
 
 F = TypeVar("F")
 T = TypeVar("T")
 
 _get, _set, _ident = _span.current, _span.resume, threading.get_ident
 _add = EVENTS.extend
-_changing = threading.RLock()
-_roots: weakref.WeakSet[Node] = weakref.WeakSet()
 
 
 class Node:
@@ -71,8 +68,8 @@ class Node:
         self._added: dict[str, Node] = {}
         self._derived: dict[str, Node] = {}
         if parent is None:
-            with _changing:
-                _roots.add(self)
+            with changing():
+                roots.add(self)
         self._choose_class()
 
     def __repr__(self) -> str:
@@ -226,7 +223,7 @@ class Node:
             raise ValueError(f"the name of a derived event must be a string that is not empty (name: {name!r})")
         if _span.is_compiling():
             return self  # any node will do: it is silent, and a new one would break the graph
-        with _changing:
+        with changing():
             if name not in self._derived:
                 self._derived[name] = Node(f"{self.name}.{name}", self.category, self)
             return self._derived[name]
@@ -241,7 +238,7 @@ class Node:
 
     def named(self, name: str, category: str | None = None) -> Node:
         """Return the event below this one that is called just ``name``, made on the first call."""
-        with _changing:
+        with changing():
             if name not in self._added:
                 self._added[name] = Node(name, category or self.category, self)
             return self._added[name]
@@ -272,7 +269,7 @@ class Node:
         """Add arguments to the spans of this event and all below it that end from now on."""
         new = named_args(epoch, step, image_idx, image_size, args)
         if new:
-            with _changing:
+            with changing():
                 for node in self.subtree():
                     node.args = {**node.args, **new}
         return self
@@ -286,12 +283,13 @@ class Node:
         self._switch(False)
 
     def _switch(self, enabled: bool) -> None:
-        with _changing:
+        with changing():
             for node in self.subtree():
                 node.enabled = enabled
                 node._choose_class()
 
     def _choose_class(self) -> None:
+        """Become a `SilentNode` or a `Node`, as the switches say."""
         self.__class__ = Node if self.enabled and ALWAYS.recording else SilentNode
 
 
@@ -307,37 +305,12 @@ class SilentNode(Node):  # noqa: D101
         return None
 
 
-def is_recording() -> bool:
-    """Tell whether a trace is being written."""
-    return ALWAYS.recording
-
-
-def set_recording(on: bool) -> None:
-    """Let all enabled nodes record, or none."""
-    with _changing:
-        if ALWAYS.recording == on:
-            return
-        ALWAYS.recording = on
-        for root in list(_roots):
-            for node in root.subtree():
-                node._choose_class()
-
-
 def _find(path: tuple[tuple[str, str], ...]) -> Node:
     """Return the node of this process that a pickled one stands for."""
-    with _changing:
+    with changing():
         (name, category), *rest = path
-        node = next((root for root in _roots if (root.name, root.category) == (name, category)), None)
+        node: Node | None = next((root for root in roots if (root.name, root.category) == (name, category)), None)
         node = node or Node(name, category)
         for name, _ in rest:
             node = node._added.get(name) or node.derive(name)
     return node
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked process: a thread that exists only in the parent may have held it."""
-    global _changing
-    _changing = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)

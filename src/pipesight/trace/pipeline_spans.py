@@ -20,6 +20,7 @@ import threading
 from pipesight.context import Observer, Where
 from pipesight.trace import _span
 from pipesight.trace._pipeline_lines import carried
+from pipesight.trace._recording_switch import is_recording
 from pipesight.trace._span import (
     BACKLOG_MASK,
     EVENTS,
@@ -35,7 +36,7 @@ from pipesight.trace._span import (
 )
 from pipesight.trace.ai import ai
 from pipesight.trace.gpu_spans import DeviceTask, device_spans, is_capturing
-from pipesight.trace.node import Node, is_recording
+from pipesight.trace.node import Node
 
 __all__ = ["PipelineSpans"]
 

@@ -8,27 +8,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from pipesight.trace import _span
 from pipesight.trace._args import named_args
 from pipesight.trace._loop import Loop
+from pipesight.trace._recording_switch import ALWAYS, NEVER, Switch
 from pipesight.trace._span import Args, begin, begin_silently, end_innermost
 from pipesight.trace._wrap import wrap
 
 if TYPE_CHECKING:
     from pipesight.trace.node import Node
 
-__all__ = ["ALWAYS", "Switch", "Use"]
+__all__ = ["Use"]
 
 F = TypeVar("F")
 T = TypeVar("T")
-
-
-class Switch:
-    """Tells whether spans that start now are recorded: by an attribute, which costs less than a call."""
-
-    recording = False
-
-
-ALWAYS = Switch()
-"""On while a trace is being written."""
-_NEVER = Switch()
 
 
 class Use:
@@ -68,7 +58,7 @@ class Use:
     @property
     def switch(self) -> Node | Switch:
         """What decides whether this use is recorded."""
-        return self._node if self._enable is None else ALWAYS if self._enable else _NEVER
+        return self._node if self._enable is None else ALWAYS if self._enable else NEVER
 
     @property
     def args(self) -> Args:

@@ -13,10 +13,10 @@ from pipesight.trace import _span
 from pipesight.trace._args import named_args, plain_args
 from pipesight.trace._compile import register_with_compiler
 from pipesight.trace._loop import Loop
+from pipesight.trace._recording_switch import is_recording
 from pipesight.trace._span import NO_ARGS, Args, begin, begin_silently, end, remove
 from pipesight.trace._wrap import wrap
 from pipesight.trace.dftracer.log import dftracer
-from pipesight.trace.node import is_recording
 
 __all__ = ["dft_fn"]
 

@@ -14,10 +14,10 @@ from pipesight._logger import own_logger
 from pipesight.trace import _span, trace_session
 from pipesight.trace._args import plain, plain_args
 from pipesight.trace._file_names import is_device
+from pipesight.trace._recording_switch import is_recording
 from pipesight.trace._span import EVENTS, METADATA, begin, begin_silently, remove
 from pipesight.trace._tracer import tracer
 from pipesight.trace.environment_settings import Settings
-from pipesight.trace.node import is_recording
 
 __all__ = ["DFTRACER_ENABLE", "DFTRACER_LOG_LEVEL", "dftracer"]
 
