@@ -137,11 +137,14 @@ def test_no_code_escapes(document):
 
 @documents
 def test_pages_can_be_followed_twice(document, tmp_path):
-    """Every block runs, in order, and prints the output shown below it; once more in the same folder, all still run."""
+    """Every block runs, in order, and prints the output shown below it; once more in the same folder, what writes files
+    still runs.
+    """
+    done: set[str] = set()
     code = "\n".join(line for block in of(document, "python", "console") for line in block.code)
     if re.search(r"(pipesight\.|examples/)distributed", code):
         skip_old_torch()
-    printed = follow(document, tmp_path)
+    printed = follow(document, tmp_path, done=done)
     last: Block | None = None
     for block in blocks(document.read_text(encoding="utf-8")):
         if block.language == "output":
@@ -154,7 +157,7 @@ def test_pages_can_be_followed_twice(document, tmp_path):
     script = {block.line for block in blocks(document.read_text(encoding="utf-8")) if block.is_script}
     assert {line: output for line, output in printed.items() if output and line in script} == {}, "not shown"
     if leftovers(document, tmp_path):  # else the second time is the first
-        follow(document, tmp_path)
+        follow(document, tmp_path, done=done)
 
 
 def said(printed: str) -> list[str]:

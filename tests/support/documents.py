@@ -150,11 +150,17 @@ def leftovers(path: Path, folder: Path) -> set[str]:
     return {name for name in found if name not in shown and name != "examples" and not name.endswith(".script.py")}
 
 
-def follow(path: Path, folder: Path) -> dict[int, str]:
+def follow(path: Path, folder: Path, *, done: set[str] | None = None) -> dict[int, str]:
     """Do in a folder what a document shows, from top to bottom; return what each block printed, by its line.
 
     A block that fails is an `AssertionError`. Warnings in the script are errors.
+
+    Args:
+        path: The document.
+        folder: Where to do it.
+        done: Commands to pass over. Those that leave no file are added: a second time they find nothing of their own.
     """
+    done = set() if done is None else done
     text = path.read_text(encoding="utf-8")
     examples = folder / "examples"
     if not examples.exists():
@@ -171,7 +177,7 @@ def follow(path: Path, folder: Path) -> dict[int, str]:
                     script.wait_for_turn(block)
                 _write(block, folder)
                 if block.language == "console":
-                    printed[block.line] = _commands(block, folder)
+                    printed[block.line] = _commands(block, folder, done)
                 if script:
                     script.give_turn(block)
             return printed | (script.end() if script else {})
@@ -187,14 +193,24 @@ def _write(block: Block, folder: Path) -> None:
         file.write_text("\n".join([*block.code, ""]), encoding="utf-8")
 
 
-def _commands(block: Block, folder: Path) -> str:
+def _commands(block: Block, folder: Path, done: set[str]) -> str:
     printed = ""
     for line in block.code:
-        console = Console.parsed(line)
+        if line in done:
+            continue
+        console, before = Console.parsed(line), _files(folder)
         ended = console.run(folder)
         assert ended.returncode == console.exit_code, f"{line}\n{ended.stdout}{ended.stderr}"
         printed += ended.stdout
+        if _files(folder) == before:
+            done.add(line)
     return printed
+
+
+def _files(folder: Path) -> dict[Path, int]:
+    """Return the files in a folder, with when each was written last."""
+    found = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    return {path: path.stat().st_mtime_ns for path in found if path.is_file()}
 
 
 class _Script:
