@@ -8,6 +8,8 @@ import signal
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; processes of tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup; these tests go on, but not their processes
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # Tests run beside each other, and threads that wait for work of a few numbers spin. Processes that tests start get it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

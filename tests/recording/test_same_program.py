@@ -5,6 +5,7 @@ import json
 import pytest
 
 from support import warm
+from support.torchrun import skip_old_torch
 
 LOADERS = """
 import torch
@@ -118,6 +119,7 @@ def test_one_process(tmp_path, program):
 
 def test_pipelines_of_torch(tmp_path):
     """torch.distributed.pipelining by itself, with its schedules; statistics are merged while ranks wait for others."""
+    skip_old_torch()  # in torch 2.6 the plain program hangs with gloo, too
     (tmp_path / "program.py").write_text(PIPELINES)
     chosen = {"enabled": True, "tensors": ["activation"], "stats": ["mean"]}
     config = {"all": {"enabled": True, "layers": {"layer_name_regex_pattern": ".*"}, "LogTensorStats": chosen}}

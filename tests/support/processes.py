@@ -2,5 +2,7 @@
 
 import sys
 
-# Before torch 2.10, its compiler, once imported, leaves a folder to Python to remove at exit.
-STRICT_PYTHON = [sys.executable, "-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning"]
+# Before torch 2.10, its compiler, once imported, leaves a folder to Python to remove at exit. Torch 2.6 warns of every
+# mesh of CPUs.
+IGNORED = ("Implicitly cleaning up:ResourceWarning", "DTensor random operators may not have complete:UserWarning")
+STRICT_PYTHON = [sys.executable, "-W", "error", *(word for text in IGNORED for word in ("-W", f"ignore:{text}"))]
