@@ -90,16 +90,16 @@ class Agreement:
 
 def differences(arguments: Mapping[int, Mapping[str, Any]]) -> str:
     """Return which arguments differ between ranks, in words; an empty string if none does."""
-    told: list[str] = []
+    found: list[str] = []
     for name in next(iter(arguments.values())):
         groups = _by_value({rank: given[name] for rank, given in arguments.items()})
-        if len(groups) > 1 and not (name == LAYERS and any(text.startswith("balance:") for text in told)):
+        if len(groups) > 1 and not (name == LAYERS and any(text.startswith("balance:") for text in found)):
             # A fingerprint means nothing to a reader.
             values = ["some", *["others"] * (len(groups) - 1)] if name == LAYERS else list(groups)
-            told.append(
+            found.append(
                 f"{name}: " + _few([f"{v} on {_named(r)}" for v, r in zip(values, groups.values(), strict=True)])
             )
-    return "; ".join(told)
+    return "; ".join(found)
 
 
 def _by_value(values: Mapping[int, Any]) -> dict[str, list[int]]:

@@ -243,7 +243,7 @@ def _leave(
     """End the thread that answers, and tell the remaining ranks that this one has exited."""
     ended.set()
     if thread is not threading.current_thread():
-        thread.join(timeout=1)  # at work while Python ends, it could crash it
+        thread.join(timeout=1)  # if it runs while Python shuts down, Python may crash
     notes.leave(calls.begun)
     port.close()
 
@@ -252,11 +252,11 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def _tell_uncaught(monitor: RankMonitor) -> None:
-    """Also write a note if an exception outside the pipeline ends the program, or name the cause of it."""
+    """If an exception outside the pipeline ends the program, write a note, or add its cause if that is another rank."""
     before: Hook = sys.excepthook
     reference = weakref.ref(monitor)
 
-    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         mine = reference()
         if mine is None or isinstance(error, RankFailedError):
             before(kind, error, trace)
@@ -270,4 +270,4 @@ def _tell_uncaught(monitor: RankMonitor) -> None:
             sys.stderr.flush()
             mine._note(error)
 
-    sys.excepthook = told
+    sys.excepthook = report

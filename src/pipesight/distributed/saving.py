@@ -72,8 +72,8 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
             return path.name
         broken[path] = why
     if broken:
-        told = "; ".join(f"{path.name}: {why}" for path, why in broken.items())
-        raise ValueError(f"no checkpoint in {folder} is complete ({told}); remove them to start from scratch")
+        reasons = "; ".join(f"{path.name}: {why}" for path, why in broken.items())
+        raise ValueError(f"no checkpoint in {folder} is complete ({reasons}); remove them to start from scratch")
     return None
 
 

@@ -74,7 +74,7 @@ class BackwardPass(Pass):
         try:
             self.run_workers()
         except BaseException:
-            self.tape.graphs = {}  # not emptied: after a second interrupt, workers may still be at it
+            self.tape.graphs = {}  # a new one: after a second interrupt, workers may still use the old one
             raise
         for partition in self.partitions:
             partition.new = False

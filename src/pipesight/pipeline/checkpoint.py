@@ -144,8 +144,8 @@ class SavedBuffers:
 class Buffers:
     """Shows a recomputation the buffers that the first forward saw, and undoes what it changes.
 
-    A recomputation must see the values that the first forward saw, and must not update them again. Batch
-    normalisation is simply told not to track. Other buffers are copied before each checkpointed forward: small ones
+    A recomputation must see the values that the first forward saw, and must not update them again. For batch
+    normalisation, tracking is switched off. Other buffers are copied before each checkpointed forward: small ones
     always, large ones, which are mostly constants, once they have been seen to change.
     """
 
@@ -240,8 +240,8 @@ def _differ(before: Tensor | None, after: Tensor | None) -> bool:
 def changes_input(partition: nn.Module, seen_not_to: bool) -> bool:
     """Return whether a partition may change its input in place, by the attribute ``inplace`` of its layers.
 
-    The first layer is believed. A later one may get the input, too, if those before hand it through; the first time,
-    it is taken to, and the caller sees what comes of it.
+    The attribute of the first layer decides. A later layer may get the same tensor, if those before it pass it through;
+    that is assumed until the input has been seen to stay unchanged (``seen_not_to``).
     """
     first = next(partition.children(), partition)
     return any(getattr(m, "inplace", False) is True for m in (first if seen_not_to else partition).modules())

@@ -116,10 +116,10 @@ class ForwardPass(Pass):
     def _run_checkpointed(
         self, partition: PlacedPartition, i: int, inputs: Inputs, where: Where
     ) -> list[Packet] | None:
-        """Run a task and keep what it takes to run it again; ``None`` if it turns out that it cannot be.
+        """Run a task and keep what is needed to run it again; return ``None`` if it cannot be repeated.
 
-        It has a graph like any other, which tells what leads where, and goes when the task ends. No more memory is
-        needed for it than backward needs: then, too, one micro-batch has its activations and all have their inputs.
+        It builds a graph, to see which outputs depend on what, and frees it when the task ends. Peak memory does not
+        grow: backward, too, holds the activations of one micro-batch and the inputs of all.
         """
         graph = LocalGraph(partition.j)
         given = inputs.safe_from(partition)

@@ -255,7 +255,7 @@ def _undisturbed(place: torch.device) -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        if cuda:  # let the backward's own thread meet the device, or cuBLAS warns that it has not
+        if cuda:  # use the device in the backward's own thread once, or cuBLAS warns
             torch.ones(1, device=place, requires_grad=True).exp().backward()
         yield
     if cuda:
