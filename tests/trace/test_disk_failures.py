@@ -225,11 +225,11 @@ def test_slow_encoder_thread(tmp_path, monkeypatch):
     monkeypatch.setattr("pipesight.trace._encoder_thread._MOST_BACKLOG", 8 * 20_000)
     monkeypatch.setattr("pipesight.trace._encoder_thread._PATIENCE", 0.2)
     real = EncoderThread._hand_out
-    monkeypatch.setattr(EncoderThread, "_hand_out", lambda self, batch: (time.sleep(0.02), real(self, batch)))
+    monkeypatch.setattr(EncoderThread, "_hand_out", lambda self, batch: (time.sleep(0.01), real(self, batch)))
     with trace.start(tmp_path / "run", interval=0.01) as session:
-        record(50_000)
+        record(30_000)
     assert session.lost == 0
-    assert len(events_of(session.path)) == 50_000
+    assert len(events_of(session.path)) == 30_000
 
 
 class Unfinished:
