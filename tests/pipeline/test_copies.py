@@ -516,7 +516,7 @@ def test_compiled_layers(checkpoint):
 @QUIET_COMPILER
 @MODES
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_dropout_in_a_compiled_layer(checkpoint, backend):
+def test_dropout_in_a_compiled_layer(checkpoint, backend):  # inductor takes long, but has random numbers of its own
     """Compiled dropout drops the same values when recomputed, others in other micro-batches, all by the seed."""
     compiler = Compiler(backend)
     block = compiler.compile(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.1)))

@@ -743,6 +743,7 @@ def test_second_interrupt_on_the_way_out():
     )
 
 
+# Long, but an interrupt may come between any two lines, and nothing else tries them all.
 def test_interrupts_at_every_line():
     """An interrupt at any one line of the engine, or at two in a row, neither hangs nor harms the next pass."""
     run_script(

@@ -94,18 +94,18 @@ def test_duckdb_on_a_dataset(dataset, expected):
         assert tables(run) == expected
 
 
-@pytest.mark.parametrize("given", ["the client", "dask"])
-def test_dask(given, dask_client, dataset, expected):
-    """Dask gives the tables of DuckDB, on a cluster of processes, by a client that is given or is there."""
-    with open_run(dataset, engine=dask_client if given == "the client" else "dask") as run:
+def test_dask(dask_client, dataset, expected):
+    """Dask gives the tables of DuckDB, on a cluster of processes."""
+    with open_run(dataset, engine=dask_client) as run:
         assert tables(run) == expected
     assert len(dask_client.scheduler_info()["workers"]) == 2  # the cluster is left as it was
 
 
-def test_dask_computes_on_its_workers(dask_client, dataset):
-    """Queries run in the processes of the cluster, not in this one."""
+@pytest.mark.parametrize("given", ["the client", "dask"])
+def test_dask_computes_on_its_workers(given, dask_client, dataset):
+    """Queries run in the processes of the cluster, not in this one, by a client that is given or is there."""
     before = dask_client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.transition_counter)
-    with open_run(dataset, engine=dask_client) as run:
+    with open_run(dataset, engine=dask_client if given == "the client" else "dask") as run:
         assert len(run.layer_times()) > 0
     after = dask_client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.transition_counter)
     assert after > before
