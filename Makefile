@@ -8,6 +8,7 @@
 # make fuzz   the fuzzers, with other cases than the few of make test: make fuzz CASES=10000 ONLY=engine
 # make bench  the benchmarks, against peers in a virtual environment of their own; writes docs/benchmarks.md.
 #             Some of them, or fewer rounds: make bench BENCH="cpu_step spans --brief"
+# make clients  programs written for the peers on the shims: those that pip can install, or CLIENTS="torchgpipe dlio"
 # make docs   the documentation as a site, in build/site
 # make pictures  the pictures of the documents; those of the page need Chromium and chromedriver
 # make clean  remove everything these commands made
@@ -25,6 +26,7 @@ TORCHES ?= 2.6.0 2.13.0
 INDEX  ?=
 ONLY   ?=
 BENCH  ?=
+CLIENTS ?=
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -34,7 +36,7 @@ BIOME  := node_modules/.bin/biome
 # Tests start many processes; none of them should have to compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test cover compat lint lint-js fuzz bench docs pictures clean
+.PHONY: demo quick test cover compat lint lint-js fuzz bench clients docs pictures clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -88,6 +90,9 @@ fuzz: $(VENV)/.developed
 bench: $(VENV)/.developed $(PEERS)/.installed
 	$(BIN)/python -m benchmarks --peers $(PEERS)/bin/python --json docs/benchmarks.json $(BENCH)
 	$(BIN)/python -m benchmarks page
+
+clients: $(VENV)/.developed
+	$(BIN)/python -m benchmarks.clients $(CLIENTS)
 
 # Warnings are errors: a dead link, a page that no menu leads to, a docstring that cannot be read.
 docs: $(VENV)/.documented
