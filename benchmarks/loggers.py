@@ -5,6 +5,7 @@ pipesight | nvdlfw                  1,000 calls for small tensors of 100 layers 
 pipesight | nvdlfw                  16M numbers on each of two processes             "pipesight ranks"
 train | watched | seldom            steps of the demo's model, activations watched   "watched demo"
 sum | six | pipesight               on a GPU, of 10 tensors of 2^n numbers           "six float32:30"
+train | watched | seldom            on a GPU, steps of a GPT, all tensors watched    "watched gpt:piped"
 sum | pipesight | together          on a GPU, of many tensors of 2^n numbers         "together many:12"
 """
 
@@ -223,6 +224,21 @@ def training(who: str, what: str, folder: Path) -> Iterator[Step]:
             yield train.step
 
 
+@contextlib.contextmanager
+def training_gpt(who: str, what: str, folder: Path) -> Iterator[Step]:
+    from benchmarks.gpt import Training
+    from pipesight.stats import watch
+
+    train = Training(what.partition(":")[2])
+    if who == "train":
+        yield train.step
+        return
+    every = config(tensors=["activation", "gradient"], **({"freq": 10} if who == "seldom" else {}))
+    every["all"]["layers"] = {"layer_name_regex_pattern": ".*"}
+    with watch(train.model, every, log_dir=folder):
+        yield train.step
+
+
 WORKLOADS: dict[str, Callable[[str, str, Path], contextlib.AbstractContextManager[Step]]] = {
     "selected": calls,
     "unselected": calls,
@@ -230,6 +246,7 @@ WORKLOADS: dict[str, Callable[[str, str, Path], contextlib.AbstractContextManage
     "ranks": ranks,
     "demo": training,
     "many": cuda_many,
+    "gpt": training_gpt,
 }
 
 if __name__ == "__main__":

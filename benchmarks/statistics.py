@@ -12,6 +12,7 @@ from benchmarks.tables import Goal, Quantity, show, show_goals
 
 __all__ = ["run"]
 
+STEPS_SECONDS = 5.0  # 20 steps and more, so that two of each ten are the watched ones
 MICROSECONDS = Quantity("µs per call", lambda turn: turn.seconds * 1e6 / CALLS)
 
 
@@ -51,6 +52,18 @@ def on_gpu(options: Options) -> bool:
             )
             if exponent > 20:
                 show_goals(outcomes, [Goal(f"pipesight {what}", f"sum {what}", "cost", limit)])
+    for how in ("plain", "piped", "compiled"):
+        outcomes = take(
+            options, [f"{who} gpt:{how}" for who in ("train", "watched", "seldom")], rounds=9, seconds=STEPS_SECONDS
+        )
+        title = (
+            f"GPU: a training step of GPT, 124M parameters, bfloat16, {how}; activations and gradients of all modules"
+        )
+        sound &= show(f"{title}, at each step and at each tenth", outcomes, reference=f"train gpt:{how}", kind="cost")
+        limits = {"watched": 1.10, "seldom": 1.02}
+        show_goals(
+            outcomes, [Goal(f"{who} gpt:{how}", f"train gpt:{how}", "cost", limit) for who, limit in limits.items()]
+        )
     outcomes = take(options, [f"{who} many:12" for who in ("sum", "pipesight", "together")], rounds=9, seconds=0.05)
     sound &= show(f"GPU: {MANY} tensors of 2^12 numbers", outcomes, reference="sum many:12", kind="cost")
     return sound

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "current_gpu",
     "in_transform",
     "is_fake",
     "is_functional",
@@ -41,6 +42,11 @@ _innermost_transform: Callable[[], object] = torch._C._functorch.peek_interprete
 def in_transform() -> bool:
     """Tell whether a ``torch.func`` transform, such as ``vmap`` or ``grad``, calls this code."""
     return _innermost_transform() is not None
+
+
+def current_gpu() -> int:
+    """Return the calling thread's GPU: ``torch.cuda.current_device`` where CUDA is known to be initialised."""
+    return int(torch._C._cuda_getDevice())  # builds without CUDA do not have it
 
 
 def raw_stream(device: int) -> int:

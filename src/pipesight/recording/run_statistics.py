@@ -16,7 +16,7 @@ from pipesight.stats.api import open_session
 from pipesight.stats.model_watch import Watch
 from pipesight.stats.model_watch.model_part import Model
 from pipesight.stats.sinks import Record
-from pipesight.stats.stats_session import StatsSession
+from pipesight.stats.stats_session import StatsSession, Tap
 from pipesight.trace import ai
 
 __all__ = ["Config", "RunStatistics"]
@@ -159,12 +159,12 @@ class _RunWatch(Watch):
         self._statistics.trained |= counts
         return counts
 
-    def _wanted(self, layer: str, tensors: tuple[str, ...]) -> bool:
-        return self._statistics.observing and super()._wanted(layer, tensors)
+    def _wants(self, tap: Tap) -> bool:
+        return self._statistics.observing and super()._wants(tap)
 
-    def _log(self, layer: str, name: str, value: Any) -> None:
+    def _log(self, tap: Tap, value: Any) -> None:
         if self._statistics.observing:
-            super()._log(layer, name, value)
+            super()._log(tap, value)
 
     def _log_weights(self, weights: list[tuple[str, str, Tensor]], early: bool) -> None:
         if self._statistics.observing and (self._part.is_first or not self._part.alike):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipesight import context
 from pipesight.stats.actions import Action
-from pipesight.stats.measurements import TensorMeasurements
+from pipesight.stats.measurements import TensorMeasurements, merge_all
 from pipesight.stats.message_log import MessageLog
 from pipesight.stats.moments.cuda_moments import DeviceRows
 from pipesight.stats.moments.moments import LaterMoments
@@ -43,18 +43,21 @@ class IterationBuffer:
 
     Attributes:
         iteration: The current one; ``None`` if nothing was measured since the last one ended.
+        entries: What was measured in it. Each iteration has a dict of its own.
         layers: The layers of the watched models.
+        at_once: Layers and tensors that change in place, so that they cannot wait to be measured with others.
     """
 
     def __init__(self, merging: RankMerging, sinks: Sinks, messages: MessageLog, reporter: NonfiniteReporter) -> None:
         self.iteration: int | None = None
         self.layers = Layers()
+        self.at_once: set[tuple[str, str]] = set()
         self._numbers = itertools.count()
         self._merging, self._sinks, self._messages, self._reporter = merging, sinks, messages, reporter
         self._lock = threading.RLock()
-        self._entries: dict[Key, TensorMeasurements] = {}
+        self.entries: dict[Key, TensorMeasurements] = {}
         self._unread: deque[list[TensorMeasurements]] = deque()
-        self._devices: dict[torch.device, DeviceRows] = {}
+        self._devices: dict[int, DeviceRows] = {}
         self._small = SmallRows()
         self._told_of_ranks = False
 
@@ -84,16 +87,22 @@ class IterationBuffer:
         spot: Spot,
     ) -> None:
         """Add what was measured in a call; ``None`` if other ranks of the group measure the same elements."""
+        entry = self.entry(layer, tensor, iteration, action, group)
+        if records is not None:
+            entry.calls.append((records, spot))
+
+    def entry(
+        self, layer: str, tensor: str, iteration: int, action: Action, group: dist.ProcessGroup | None
+    ) -> TensorMeasurements:
+        """Return where the calls of a tensor are kept until the iteration ends."""
         key = (layer, tensor, group, action)
         with self._lock:
             if iteration != self.iteration:
                 self.turn_to(iteration)
-            entry = self._entries.get(key)
+            entry = self.entries.get(key)
             if entry is None:
-                entry = self._entries[key] = TensorMeasurements(layer, tensor, iteration, action)
-            if records is not None:
-                entry.calls.append(records)
-                entry.spots.append(spot)
+                entry = self.entries[key] = TensorMeasurements(layer, tensor, iteration, action)
+            return entry
 
     def look(self, bad: Bad, actions: Collection[str], tensor: Tensor) -> None:
         """Have a tensor with NaN or Inf dumped, or raise, as the actions say.
@@ -104,16 +113,16 @@ class IterationBuffer:
         with self._lock:
             for device in self._devices:
                 torch.cuda.synchronize(device)  # others may have been measured on other streams
-            known = [found for entry in self._entries.values() if (found := entry.bad(self.layers)) is not None]
+            known = [found for entry in self.entries.values() if (found := entry.bad(self.layers)) is not None]
             first = in_order([*known, bad], self.layers)[0]
         self._reporter.look(bad, first, actions, tensor)
 
-    def rows(self, device: torch.device) -> DeviceRows:
-        """Return where tensors of a device are measured."""
+    def rows(self, device: int) -> DeviceRows:
+        """Return where tensors of a GPU are measured."""
         rows = self._devices.get(device)
         if rows is None:
             with self._lock:
-                rows = self._devices.setdefault(device, DeviceRows(device))
+                rows = self._devices.setdefault(device, DeviceRows(torch.device("cuda", device)))
         return rows
 
     def small(self, tensor: Tensor, source: Source) -> LaterMoments | None:
@@ -146,7 +155,7 @@ class IterationBuffer:
                 return
             self._write_read(wait=True)
             found = self._look(entries.values())
-            self._log(alone, [entry.merged() for entry in alone])
+            self._log(alone, merge_all(alone))
             for group in groups:
                 members = [entry for (*_, of, _), entry in entries.items() if of is group]
                 self._log(members, self._merging.merge(members, group, iteration))
@@ -178,16 +187,28 @@ class IterationBuffer:
             self._write_read(wait=True)
             found = self._look(entries.values())  # what is bad is logged even if other ranks may have more of it
             rest = [entry for key, entry in entries.items() if key[2] is None or entry.first is not None]
-            self._log(rest, [entry.merged() for entry in rest])
+            self._log(rest, merge_all(rest))
             if entries:
                 self._reporter.end(next(iter(entries.values())).iteration, found)
 
     def _begin_anew(self) -> dict[Key, TensorMeasurements]:
-        entries, self._entries, self.iteration = self._entries, {}, None
+        entries, self.entries, self.iteration = self.entries, {}, None
         for rows in self._devices.values():
             rows.send()
         self._small.measure_all()
+        for key in [key for key, entry in entries.items() if entry.changed]:
+            entry = entries.pop(key)
+            self.at_once.add((entry.layer, entry.tensor))
+            self._messages.warning(
+                f"{entry.tensor!r} of layer {entry.layer!r} is not logged in iteration {entry.iteration}: it was "
+                "changed in place before it was measured; from now on it is measured at once"
+            )
         return entries
+
+    def measure_waiting(self) -> None:
+        """Measure the tensors that wait for others, before they can change."""
+        for rows in self._devices.values():
+            rows.flush()
 
     def _write_read(self, *, wait: bool) -> None:
         """Log the iterations whose values have come, in order."""
@@ -196,7 +217,7 @@ class IterationBuffer:
 
     def _write(self, entries: list[TensorMeasurements]) -> None:
         found = self._look(entries)
-        self._log(entries, [entry.merged() for entry in entries])
+        self._log(entries, merge_all(entries))
         self._reporter.end(entries[0].iteration, found)
 
     def _look(self, entries: Iterable[TensorMeasurements]) -> list[Bad]:

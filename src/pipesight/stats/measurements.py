@@ -10,56 +10,55 @@ import torch
 from torch import Tensor
 
 from pipesight.stats.actions import Action
-from pipesight.stats.moments.moments import LaterMoments
+from pipesight.stats.moments.cuda_moments import Calls, DeviceRow, merge_calls
+from pipesight.stats.moments.moments import LaterMoments, Moments
 from pipesight.stats.moments.quantity import MOMENTS
-from pipesight.stats.nonfinite import Bad, Layers, Place, Spot
+from pipesight.stats.nonfinite import Bad, Layers, Place
 from pipesight.stats.sinks import Record
 
-__all__ = ["Statistics", "TensorMeasurements"]
+__all__ = ["Statistics", "TensorMeasurements", "merge_all"]
 
 
 class TensorMeasurements:
     """Records of one tensor: of its micro-batches, or of several calls.
 
     Attributes:
-        calls: A record a source for each call, in order of time; none if this rank's copy does not count.
-        spots: When and where each of them was.
+        calls: A record a source for each call, and when and where it was, in order of time; none if this rank's copy
+            does not count. Several threads may append.
         bad_ranks: Those with NaN or Inf, where ranks were merged; the first to have them first.
         first: The first call with NaN or Inf, and its place among the bad tensors of the iteration and its rank.
     """
 
-    __slots__ = ("action", "bad_ranks", "calls", "first", "iteration", "layer", "spots", "tensor")
+    __slots__ = ("action", "bad_ranks", "calls", "first", "iteration", "layer", "tensor")
 
     def __init__(self, layer: str, tensor: str, iteration: int, action: Action) -> None:
         self.layer, self.tensor, self.iteration, self.action = layer, tensor, iteration, action
-        self.calls: list[Sequence[Any]] = []
-        self.spots: list[Spot] = []
+        self.calls: Calls = []
         self.bad_ranks: list[int] = []
         self.first: tuple[int, Place] | None = None
 
     @property
+    def changed(self) -> bool:
+        """Whether a tensor changed before it was measured."""
+        return any(records is None for records, _ in self.calls)
+
+    @property
     def ready(self) -> bool:
-        """Whether :meth:`merged` does not wait for a device."""
-        return all(not isinstance(call[0], LaterMoments) or call[0].ready for call in self.calls)
+        """Whether `merge_all` does not wait for a device."""
+        firsts = (records[0] for records, _ in self.calls if records)
+        return all(not isinstance(first, LaterMoments) or first.ready for first in firsts)
 
     def bad(self, layers: Layers) -> Bad | None:
         """Return the first call with NaN or Inf."""
         found: Bad | None = None
-        for (first, *_), spot in zip(self.calls, self.spots, strict=True):
+        for records, spot in self.calls:
+            first = records[0] if records else Moments.EMPTY
+            if isinstance(first, DeviceRow) and not first.is_bad:
+                continue
             moments = _resolve(first)
             if (moments.nans or moments.infs) and (found is None or spot[0] < found.number):
                 found = layers.bad(self.layer, self.tensor, self.iteration, spot, moments)
         return found
-
-    def merged(self) -> dict[str, Any]:
-        """Return one record a source, none if there was no call that counts."""
-        if not self.calls:
-            return {}
-        records = zip(*self.calls, strict=True)
-        return {
-            source.key: reduce(lambda a, b: a.merge(b), map(_resolve, records_of_it))
-            for source, records_of_it in zip(self.action.sources, records, strict=True)
-        }
 
     def records(self, merged: Mapping[str, Any]) -> Iterator[Record]:
         """Yield what is to be logged."""
@@ -74,6 +73,22 @@ class TensorMeasurements:
             values = [(label, count) for label, count in (("nans", nans), ("infs", infs)) if count]
         for label, value in values:
             yield Record(self.layer, self.tensor, label, self.iteration, float(value), nans, infs, ranks, *where)
+
+
+def merge_all(entries: Sequence[TensorMeasurements]) -> list[dict[str, Any]]:
+    """Return one record a source for each entry, none for one without a call that counts."""
+    merged: list[dict[str, Any]] = [{} for _ in entries]
+    on_device: list[tuple[dict[str, Any], str, list[DeviceRow]]] = []
+    for entry, result in zip(entries, merged, strict=True):
+        records_of = zip(*(records for records, _ in entry.calls if records), strict=True)
+        for source, records in zip(entry.action.sources, records_of, strict=False):
+            if all(isinstance(record, DeviceRow) for record in records):
+                on_device.append((result, source.key, list(records)))
+            else:
+                result[source.key] = reduce(lambda a, b: a.merge(b), map(_resolve, records))
+    for (result, key, _), moments in zip(on_device, merge_calls([rows for *_, rows in on_device]), strict=True):
+        result[key] = moments
+    return merged
 
 
 class Statistics(Mapping[str, Tensor]):

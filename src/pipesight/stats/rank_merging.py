@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipesight.context import Phase
 from pipesight.stats.config import Config
-from pipesight.stats.measurements import TensorMeasurements
+from pipesight.stats.measurements import TensorMeasurements, merge_all
 from pipesight.stats.moments import FIELDS, Moments, merge_rows
 from pipesight.stats.moments.quantity import MOMENTS, Source
 from pipesight.stats.nonfinite import Place
@@ -153,9 +153,8 @@ class RankMerging:
         wanted: dict[str, tuple[int, Source]] = {}
         mine: dict[str, list[float]] = {}
         places: dict[str, tuple[TensorMeasurements, list[tuple[int, list[float]]]]] = {}
-        for i, entry in enumerate(entries):
+        for i, (entry, merged) in enumerate(zip(entries, merge_all(entries), strict=True)):
             labels = ",".join(quantity.label for quantity in entry.action.quantities)
-            merged = entry.merged()
             for source in entry.action.sources:
                 name = "\0".join((entry.layer, entry.tensor, labels, source.key))
                 wanted[name] = (i, source)

@@ -21,11 +21,12 @@ from pipesight.stats.config.rules import StatisticRequest, TensorRule
 from pipesight.stats.config.steps import steps_of
 from pipesight.stats.current_session import serving
 from pipesight.stats.iteration_buffer import IterationBuffer
-from pipesight.stats.measurements import Statistics
+from pipesight.stats.measurements import Statistics, TensorMeasurements
 from pipesight.stats.measuring_feature import MeasuringFeature
 from pipesight.stats.message_log import MessageLog
 from pipesight.stats.moments._tensor_kinds import ORDINARY
-from pipesight.stats.moments.cuda_moments import has_kernels, is_capturing
+from pipesight.stats.moments.cuda_launch import has_kernels
+from pipesight.stats.moments.cuda_moments import Calls, DeviceRow, is_capturing, is_quick
 from pipesight.stats.moments.delayed_scaling import DelayedScaling
 from pipesight.stats.moments.moments import LaterMoments
 from pipesight.stats.moments.quantity import Source
@@ -37,7 +38,7 @@ from pipesight.stats.recomputation import is_recomputing
 from pipesight.stats.registry import Registry
 from pipesight.stats.sinks import Sinks
 
-__all__ = ["StatsSession"]
+__all__ = ["StatsSession", "Tap"]
 
 MOST_TENSORS = 100_000
 
@@ -162,6 +163,58 @@ class StatsSession:
             )
         return capturing
 
+    def wants(self, tap: Tap) -> bool:
+        """Whether a tensor is to be measured in the current step."""
+        if tap.step != self.step_count or tap.entries is not self._pending.entries:
+            self._prepare(tap)
+        return tap.action is not None
+
+    def measure_quickly(self, tap: Tap, tensor: Tensor) -> bool:
+        """Measure a tensor as `log_tensor_stats` does, if that takes no more than a kernel; else return False."""
+        if not tensor.is_cuda or not self.wants(tap) or not tap.quick or not is_quick(tensor):
+            return False
+        if torch.cuda.is_current_stream_capturing():
+            return self._captured()
+        if tap.entry is None:
+            assert tap.action is not None
+            tap.entry = self._pending.entry(tap.layer, tap.tensor, tap.step, tap.action, None)
+            tap.entries = self._pending.entries
+            self.met = True
+        rows, spot = self._pending.rows(tensor.get_device()), self._pending.spot()
+        if tap.waits:
+            rows.measure_later(tensor, tap.powers, tap.entry.calls, spot)
+            return True
+        row = rows.measure_quickly(tensor, tap.powers)
+        tap.entry.calls.append(((row,), spot))
+        if tap.trial is not None and tap.trial.step == tap.step:
+            tap.trial.at_once.append(row)
+            rows.measure_later(tensor, tap.powers, tap.trial.afterwards, spot)
+        return True
+
+    def measure_waiting(self) -> None:
+        """Measure what waits to be measured together, before somebody else gets hold of it."""
+        self._pending.measure_waiting()
+
+    def _prepare(self, tap: Tap) -> None:
+        """Look up what there is to do with a tensor in the step that has begun."""
+        actions = self.actions_of(tap.layer, tap.tensor)
+        tap.step, tap.entries, tap.entry = self.step_count, self._pending.entries, None
+        tap.action = action = actions.at(tap.step) if actions else None
+        if action is not None:
+            if tap.waits is None and (tap.trial is None or not tap.trial.at_once):
+                tap.trial = Trial(tap.step)
+            elif tap.trial is not None and tap.trial.ready:
+                tap.waits, tap.trial = tap.trial.passed, None
+            if tap.waits and (tap.layer, tap.tensor) in self._pending.at_once:
+                tap.waits = False
+            tap.powers = action.sources[0].powers if action.sources else False
+            tap.quick = (
+                (len(action.sources), len(action.custom)) == (1, 0)
+                and action.on_nonfinite <= {"warn"}
+                and has_kernels(torch.device("cuda"))
+                and self.merging.group_for(None, tap.layer) is None
+            )
+
     @property
     def layers(self) -> Layers:
         """The layers of the models that are watched."""
@@ -192,7 +245,7 @@ class StatsSession:
             else:
                 self.log_tensor_stats(layer, tensor, name, skip_reduction=skip_reduction, early=early)
         for (device, powers), members in together.items():
-            rows = self._pending.rows(device).measure([tensor for _, _, tensor, _ in members], powers=powers)
+            rows = self._pending.rows(device.index).measure([tensor for _, _, tensor, _ in members], powers=powers)
             for (layer, name, tensor, action), row in zip(members, rows, strict=True):
                 spot = self._pending.spot(early=early)
                 records = [row, *self._measure(action.sources[1:], layer, name, self.step_count, tensor)]
@@ -247,7 +300,7 @@ class StatsSession:
         part = local_part(tensor, None if group is None else dist.get_process_group_ranks(group))
         sources, spot = action.sources, self._pending.spot(early=early)
         if part.tensor.is_cuda and has_kernels(part.tensor.device):
-            first: Any = self._pending.rows(part.tensor.device).measure([part.tensor], powers=sources[0].powers)[0]
+            first: Any = self._pending.rows(part.tensor.get_device()).measure_one(part.tensor, powers=sources[0].powers)
         else:
             busy = context.current() is not None  # a worker of a pipeline, beside others
             first = self._pending.small(part.tensor, sources[0]) if busy and action.on_nonfinite <= {"warn"} else None
@@ -334,6 +387,61 @@ class StatsSession:
         """Save what a script that never closed the session has measured; a forked child leaves that to its parent."""
         if os.getpid() == self._process:
             self.close(alone=True)
+
+
+class Trial:
+    """A step in which a tensor is measured twice, at once and with others: is it the same by then?
+
+    Layers that work in place change the output of the layer before, some without torch knowing.
+    """
+
+    __slots__ = ("afterwards", "at_once", "step")
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.at_once: list[DeviceRow] = []
+        self.afterwards: Calls = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether the values of both have come."""
+        rows = [*self.at_once, *(records[0] for records, _ in self.afterwards if records)]
+        return all(row.ready for row in rows)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was the same, each time."""
+        after = [records[0].moments() for records, _ in self.afterwards if records]
+        return len(after) == len(self.at_once) > 0 and all(
+            row.moments().is_like(other) for row, other in zip(self.at_once, after, strict=True)
+        )
+
+
+class Tap:
+    """A tensor of a watched layer, with what is looked up once a step.
+
+    Attributes:
+        action: What to do with it in that step.
+        quick: Whether one kernel is all that it takes on a GPU.
+        entry: Where its calls are kept.
+        powers: Whether its third and fourth moments are wanted.
+        trial: Whether it can wait to be measured with others, while that is found out.
+        waits: Whether it can.
+        step: The step that was looked up.
+        entries: Those of its iteration.
+    """
+
+    __slots__ = ("action", "entries", "entry", "layer", "powers", "quick", "step", "tensor", "trial", "waits")
+
+    def __init__(self, layer: str, tensor: str) -> None:
+        self.layer, self.tensor = layer, tensor
+        self.action: Action | None = None
+        self.entry: TensorMeasurements | None = None
+        self.quick = self.powers = False
+        self.trial: Trial | None = None
+        self.waits: bool | None = None
+        self.step = -1
+        self.entries: object = None
 
 
 class _NoActions(dict[TensorKey, TensorActions | None]):

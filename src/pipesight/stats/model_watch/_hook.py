@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.compiler import is_compiling
+
 from pipesight._torch.module_internals import not_compiled
 from pipesight._torch.tensors import in_transform, is_tracing
 
@@ -21,9 +23,14 @@ class Hook:
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
 
-    @not_compiled  # all of it: dynamo would compile this frame by itself
     def __call__(self, *args: Any) -> Any:
         """Is called by the layer."""
+        if is_compiling():
+            return self._uncompiled(*args)
+        return None if is_tracing() or in_transform() else self._function(*args)
+
+    @not_compiled
+    def _uncompiled(self, *args: Any) -> Any:
         return None if is_tracing() or in_transform() else self._function(*args)
 
     def stop(self) -> None:

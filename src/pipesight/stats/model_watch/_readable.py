@@ -14,6 +14,8 @@ __all__ = ["has_values", "numbers"]
 
 def numbers(value: Any) -> list[Tensor]:
     """Return the tensors in an argument or a result; masks and indices only where there is nothing else."""
+    if type(value) is Tensor:
+        return [value]
     tensors = list(tensors_in(value))
     return [t for t in tensors if t.is_floating_point() or t.is_complex()] or tensors
 

@@ -31,7 +31,7 @@ from pipesight.stats.model_watch._readable import has_values, numbers
 from pipesight.stats.model_watch._weights import Weights
 from pipesight.stats.model_watch.model_part import Model, is_distributed, part_of
 from pipesight.stats.recomputation import in_checkpoint, is_recomputing
-from pipesight.stats.stats_session import StatsSession
+from pipesight.stats.stats_session import StatsSession, Tap
 from pipesight.stats.unmatched_names import OUTPUTS, TENSORS, missing_layers, unknown_tensors
 
 __all__ = ["TENSORS", "Watch", "watch"]
@@ -215,22 +215,26 @@ class Watch:
 
     def _attach(self, name: str, layer: nn.Module, tensors: tuple[str, ...]) -> None:
         if "input" in tensors:
-            hook = self._hook(partial(self._before_layer, name))
+            hook = self._hook(partial(self._before_layer, Tap(name, "input")))
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
         if "dgrad" in tensors:
             self._attach_to_inputs(name, layer)
-        outputs = tuple(t for t in OUTPUTS if t in tensors)
+        outputs = tuple(Tap(name, t) for t in OUTPUTS if t in tensors)
         if outputs or "gradient" in tensors:
-            hook = self._hook(partial(self._after_layer, name, outputs, "gradient" in tensors))
+            gradient = Tap(name, "gradient")
+            after_backward = partial(self._after_backward, gradient) if "gradient" in tensors else None
+            hook = self._hook(partial(self._after_layer, outputs, gradient, after_backward))
             self._handles.append(layer.register_forward_hook(hook))
         if "weight" in tensors or "wgrad" in tensors:
             self._weights.add(name, layer, tensors)
 
     def _attach_to_inputs(self, name: str, layer: nn.Module) -> None:
-        inputs = InputGradients(layer, partial(self._hook_gradient, name, "dgrad"), partial(self._warn_of_change, name))
+        tap = Tap(name, "dgrad")
+        hook = partial(self._hook_gradient, partial(self._after_backward, tap))
+        inputs = InputGradients(layer, hook, partial(self._warn_of_change, name))
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return inputs.before(args, kwargs) if self._differentiates() else None
+            return inputs.before(args, kwargs) if self._differentiates(tap) else None
 
         def after(*_: object) -> None:
             inputs.after()
@@ -282,6 +286,7 @@ class Watch:
 
     def _after_model(self, *_: object) -> None:
         self._inside = None
+        self._session.measure_waiting()
 
     def _counts(self) -> bool:
         """Whether a forward that begins is one of training, and the first of it: one that keeps a graph, or will."""
@@ -307,48 +312,57 @@ class Watch:
         self._begin()
         return True
 
-    def _wanted(self, layer: str, tensors: tuple[str, ...]) -> bool:
-        """Whether anything of a layer is logged in this step."""
-        found = (self._session.actions_of(layer, tensor) for tensor in tensors)
-        return any(actions is not None and actions.at(self._session.step_count) is not None for actions in found)
+    def _wants(self, tap: Tap) -> bool:
+        """Whether a tensor is logged in this step."""
+        return self._session.wants(tap)
 
-    def _before_layer(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if (self._inside is None or self._wanted(name, ("input",))) and self._counted():
-            self._log(name, "input", (args, kwargs))
+    def _before_layer(self, tap: Tap, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if (self._inside is None or self._wants(tap)) and self._counted():
+            self._log(tap, (args, kwargs))
 
     def _after_layer(
-        self, name: str, outputs: tuple[str, ...], gradient: bool, _: nn.Module, args: Any, output: Any
+        self,
+        outputs: tuple[Tap, ...],
+        gradient: Tap,
+        after_backward: Callable[[Tensor], None] | None,
+        _: nn.Module,
+        args: Any,
+        output: Any,
     ) -> None:
-        if outputs and (self._inside is None or self._wanted(name, outputs)) and self._counted():
-            for tensor_name in outputs:
-                self._log(name, tensor_name, output)
-        if gradient and self._differentiates():
+        if outputs and (self._inside is None or any(map(self._wants, outputs))) and self._counted():
+            for tap in outputs:
+                self._log(tap, output)
+        if after_backward is not None and self._differentiates(gradient):
             for tensor in numbers(output):
                 if tensor.requires_grad:
-                    self._hook_gradient(name, "gradient", tensor)
+                    self._hook_gradient(after_backward, tensor)
 
-    def _differentiates(self) -> bool:
-        """Whether gradients of this forward will be logged."""
-        return torch.is_grad_enabled() and (self._model.training or not self._auto)
+    def _differentiates(self, gradient: Tap) -> bool:
+        """Whether a gradient of this forward will be logged."""
+        if not torch.is_grad_enabled():
+            return False
+        # Without auto_step, the backward may belong to another step than the forward.
+        return not self._auto or (self._model.training and self._wants(gradient))
 
-    def _hook_gradient(self, name: str, tensor_name: str, tensor: Tensor) -> None:
-        hook: Callable[..., object] = partial(self._after_backward, name, tensor_name)
-        handle = tensor.register_hook(hook if self._part.group is None else Once(hook))
+    def _hook_gradient(self, after_backward: Callable[[Tensor], None], tensor: Tensor) -> None:
+        handle = tensor.register_hook(after_backward if self._part.group is None else Once(after_backward))
         if tensor.is_leaf:
             self._leaves.append(handle)
 
-    def _after_backward(self, name: str, tensor_name: str, gradient: Tensor) -> None:
-        if self._handles and (self._part.replicas == 1 or self._wanted(name, (tensor_name,))):
-            self._log(name, tensor_name, self._part.of_whole_batch(gradient))
+    def _after_backward(self, tap: Tap, gradient: Tensor) -> None:
+        if self._handles and (self._part.replicas == 1 or self._wants(tap)):
+            self._log(tap, self._part.of_whole_batch(gradient))
 
-    def _log(self, layer: str, name: str, value: Any) -> None:
+    def _log(self, tap: Tap, value: Any) -> None:
         for tensor in numbers(value):
+            if self._session.measure_quickly(tap, tensor):
+                continue
             if has_values(tensor):
-                self._session.log_tensor_stats(layer, tensor, name)
-            elif (layer, name) not in self._skipped:
-                self._skipped.add((layer, name))
+                self._session.log_tensor_stats(tap.layer, tensor, tap.tensor)
+            elif (name := (tap.layer, tap.tensor)) not in self._skipped:
+                self._skipped.add(name)
                 self._session.messages.warning(
-                    f"{name!r} of layer {layer!r} is skipped: its values cannot be read as real numbers "
+                    f"{tap.tensor!r} of layer {tap.layer!r} is skipped: its values cannot be read as real numbers "
                     f"({type(tensor).__name__}, {tensor.dtype})"
                 )
 

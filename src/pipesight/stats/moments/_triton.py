@@ -3,11 +3,12 @@
 A program walks over tiles of ``DEPTH`` rows and ``BLOCK`` columns. Each column keeps moments of its own in registers,
 so that nothing crosses threads until the program ends: the rows of a tile are summed in float32 about the column's
 first value, and the sums join the column's moments in float64 (Chan et al.). At its end a program merges its columns
-into one row; a second kernel merges the programs' rows.
+into one row, and the last program of a tensor to end merges the rows of all.
 
     tile 0   x x x x ...  |        columns 0..BLOCK-1: mean, m2, l1, min, max, smallest, zeros
     tile 1   x x x x ...  |  -->   merged into one row a program
     ...                   v        merged into one row a tensor
+    x x x                 -->      what is left is no tile: a program of its own measures it in float64
 
 Where float32 cannot hold the squares (values beyond 2^55, or none above 2^-45), or something is not finite, the program
 goes over its tiles again, in float64 and with each value looked at. So do dtypes that float32 does not hold.
@@ -18,7 +19,7 @@ goes over its tiles again, in float64 and with each value looked at. So do dtype
 import triton
 import triton.language as tl
 
-__all__ = ["measure_kernel", "measure_many_kernel", "merge_kernel"]
+__all__ = ["measure_kernel", "measure_many_kernel"]
 
 
 @triton.jit
@@ -67,8 +68,8 @@ def _store(row, n, nans, infs, zeros, low, high, mean, m2, l1, small, m3, m4):
 
 
 @triton.jit
-def _slowly(x_ptr, numel, first, stride, tiles, row, BLOCK: tl.constexpr, DEPTH: tl.constexpr, POWERS: tl.constexpr):
-    """Measure tiles ``first, first + stride, ...`` below ``tiles``, the last of which may be ragged, in float64."""
+def _slowly(x_ptr, numel, first, stride, row, BLOCK: tl.constexpr, DEPTH: tl.constexpr, POWERS: tl.constexpr):
+    """Measure tiles ``first, first + stride, ...``, the last of which may be ragged, in float64."""
     columns = tl.arange(0, BLOCK)
     nothing = tl.zeros([BLOCK], tl.float64)
     n, mean, m2, m3, m4 = nothing, nothing, nothing, nothing, nothing
@@ -76,7 +77,7 @@ def _slowly(x_ptr, numel, first, stride, tiles, row, BLOCK: tl.constexpr, DEPTH:
     low = nothing + float("inf")
     high = nothing - float("inf")
     small = nothing + float("inf")
-    for tile in range(first, tiles, stride):
+    for tile in range(first, tl.cdiv(numel, BLOCK * DEPTH), stride):
         start = tile.to(tl.int64) * (BLOCK * DEPTH)
         for depth in range(DEPTH):
             at = start + depth * BLOCK + columns
@@ -118,6 +119,59 @@ def _slowly(x_ptr, numel, first, stride, tiles, row, BLOCK: tl.constexpr, DEPTH:
         tl.min(small, 0),
         m3_,
         m4_,
+    )
+
+
+@triton.jit
+def _rest(x_ptr, numel, row, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+    """Measure what the last whole tile leaves: once for the mean, and once more for what is about it."""
+    start = x_ptr + (numel // (BLOCK * DEPTH)).to(tl.int64) * (BLOCK * DEPTH)
+    left = (numel % (BLOCK * DEPTH)).to(tl.int32)
+    columns = tl.arange(0, BLOCK)
+    nothing = tl.zeros([BLOCK], tl.float64)
+    total, l1, m2 = nothing, nothing, nothing
+    n, nans, infs, zeros = columns * 0, columns * 0, columns * 0, columns * 0
+    low = tl.full([BLOCK], float("inf"), tl.float32)
+    high = tl.full([BLOCK], -float("inf"), tl.float32)
+    small = tl.full([BLOCK], float("inf"), tl.float32)
+    for depth in range(DEPTH):
+        at = depth * BLOCK + columns
+        there = at < left
+        x = tl.load(start + at, mask=there, other=0).to(tl.float32)
+        size = tl.abs(x)
+        valid = there & (size < float("inf"))
+        n += valid.to(tl.int32)
+        nans += (x != x).to(tl.int32)
+        infs += (size == float("inf")).to(tl.int32)
+        zeros += (valid & (x == 0)).to(tl.int32)
+        low = tl.minimum(low, tl.where(valid, x, float("inf")))
+        high = tl.maximum(high, tl.where(valid, x, -float("inf")))
+        small = tl.minimum(small, tl.where(valid & (x != 0), size, float("inf")))
+        total += tl.where(valid, x, 0.0).to(tl.float64)
+        l1 += tl.where(valid, size, 0.0).to(tl.float64)
+    n_ = tl.sum(n, 0).to(tl.float64)
+    mean_ = tl.sum(total, 0) / tl.where(n_ > 0, n_, 1.0)
+    for depth in range(DEPTH):
+        at = depth * BLOCK + columns
+        there = at < left
+        x = tl.load(start + at, mask=there, other=0).to(tl.float32)
+        away = tl.where(there & (tl.abs(x) < float("inf")), x.to(tl.float64) - mean_, 0.0)
+        m2 += away * away
+    unknown = n_ * float("nan")
+    _store(
+        row,
+        n_,
+        tl.sum(nans, 0).to(tl.float64),
+        tl.sum(infs, 0).to(tl.float64),
+        tl.sum(zeros, 0).to(tl.float64),
+        tl.min(low, 0).to(tl.float64),
+        tl.max(high, 0).to(tl.float64),
+        mean_,
+        tl.sum(m2, 0),
+        tl.sum(l1, 0),
+        tl.min(small, 0).to(tl.float64),
+        unknown,
+        unknown,
     )
 
 
@@ -171,10 +225,9 @@ def _range(
     HALVES: tl.constexpr = 2 if dtype.primitive_bitwidth == 16 else 1
     PACKED: tl.constexpr = PAIRS and HALVES == 2
     TILE: tl.constexpr = BLOCK * DEPTH
-    tiles = tl.cdiv(numel, TILE)
+    whole = numel // TILE
     good = False
     if QUICK:
-        whole = numel // TILE
         columns = tl.arange(0, BLOCK)
         mean = tl.zeros([BLOCK], tl.float64)
         m2 = tl.zeros([BLOCK], tl.float64)
@@ -253,13 +306,14 @@ def _range(
         greatest = tl.max(high, 0)
         amax = tl.maximum(tl.abs(least), tl.abs(greatest))
         total = tl.sum(l1, 0)
-        last = tiles - 1
-        ragged = (whole < tiles) & (last % stride == first % stride) & (last >= first)
         # 3.6e16 = 2^55; 2.9e-14 = 2^-45. Comparisons with NaN are false.
-        good = (total < float("inf")) & (amax < 3.6e16) & ((amax > 2.9e-14) | (total == 0)) & (k > 0) & (ragged == 0)
+        good = (total < float("inf")) & (amax < 3.6e16) & ((amax > 2.9e-14) | (total == 0))
         if good:
-            n = tl.zeros([BLOCK], tl.float64) + k * DEPTH
-            n_, mean_, m2_ = tl.reduce((n, mean, m2), 0, _merge_pair_2)
+            n_ = k * (DEPTH * BLOCK)  # columns have equally many
+            anchor = least.to(tl.float64)  # among the numbers, so that what is next to a large one keeps its digits
+            mean_ = anchor + tl.sum(mean - anchor, 0) / BLOCK
+            away = mean - mean_
+            m2_ = tl.sum(m2 + away * away * (k * DEPTH), 0)
             zero_ = tl.zeros([], tl.float64)
             zeros_ = tl.sum(zeros.to(tl.float64), 0)
             _store(
@@ -278,76 +332,133 @@ def _range(
                 zero_ + float("nan"),
             )
     if not good:
-        _slowly(x_ptr, numel, first, stride, tiles, row, BLOCK, DEPTH, POWERS)
+        _slowly(x_ptr, whole * TILE if QUICK else numel, first, stride, row, BLOCK, DEPTH, POWERS)
 
 
 @triton.jit
-def measure_kernel(
+def _measure(
     x_ptr,
     numel,
+    program,
+    programs,
     rows,
+    done,
+    out,
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
     POWERS: tl.constexpr,
     QUICK: tl.constexpr,
     PAIRS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
-    """Measure one tensor: program p writes row p."""
-    program = tl.program_id(0)
-    _range(x_ptr, numel, program, tl.num_programs(0), rows + program * 12, BLOCK, DEPTH, POWERS, QUICK, PAIRS)
+    """Be one of the programs that measure a tensor; the last of them to end writes ``out``.
+
+    Program p writes row p of ``rows``, which hold ``SIZE`` at most. ``done`` counts the programs that have ended and is
+    0 again afterwards, so kernels that follow each other on a stream share both.
+    """
+    row = out if programs == 1 else rows + program * 12
+    if QUICK:
+        rest = numel % (BLOCK * DEPTH) != 0
+        walkers = programs - rest.to(tl.int32)
+        if program < walkers:
+            _range(x_ptr, numel, program, walkers, row, BLOCK, DEPTH, POWERS, QUICK, PAIRS)
+        else:
+            _rest(x_ptr, numel, row, BLOCK, DEPTH)
+    else:
+        _range(x_ptr, numel, program, programs, row, BLOCK, DEPTH, POWERS, QUICK, PAIRS)
+    if programs > 1:
+        tl.debug_barrier()  # all threads have written before one of them says so
+        if tl.atomic_add(done, 1, sem="acq_rel") == programs - 1:
+            _merge(rows, programs, out, SIZE, POWERS)
+            tl.store(done, 0)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def measure_kernel(
+    x_ptr,
+    numel,
+    rows,
+    done,
+    out,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    POWERS: tl.constexpr,
+    QUICK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Measure one tensor into the row ``out``."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    _measure(x_ptr, numel, program, programs, rows, done, out, BLOCK, DEPTH, POWERS, QUICK, PAIRS, SIZE)
 
 
 @triton.jit
 def measure_many_kernel(
     table,
-    owners,
     rows,
+    done,
+    out,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
     POWERS: tl.constexpr,
     QUICK: tl.constexpr,
     PAIRS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
-    """Measure several tensors of one dtype, whose addresses are multiples of 16: program p serves tensor ``owners[p]``.
+    """Measure several tensors of one dtype, whose addresses are multiples of 16: programs (p, i) serve tensor i.
 
-    A line of the table says of a tensor: address, elements, its first program, its programs.
+    The table has three lines, with a column for each tensor: address, elements, programs.
     """
-    program = tl.program_id(0)
-    line = table + tl.load(owners + program) * 4
-    x_ptr = tl.multiple_of(tl.load(line).to(tl.pointer_type(DTYPE)), 16)
-    first = (program - tl.load(line + 2)).to(tl.int32)
-    stride = tl.load(line + 3).to(tl.int32)
-    _range(x_ptr, tl.load(line + 1), first, stride, rows + program * 12, BLOCK, DEPTH, POWERS, QUICK, PAIRS)
+    i, tensors = tl.program_id(1), tl.num_programs(1)
+    program, programs = tl.program_id(0), tl.load(table + 2 * tensors + i).to(tl.int32)
+    if program < programs:
+        x_ptr = tl.multiple_of(tl.load(table + i).to(tl.pointer_type(DTYPE)), 16)
+        numel = tl.load(table + tensors + i)
+        rows += i.to(tl.int64) * (SIZE * 12)
+        _measure(
+            x_ptr,
+            numel,
+            program,
+            programs,
+            rows,
+            done + i,
+            out + i * 12,
+            BLOCK,
+            DEPTH,
+            POWERS,
+            QUICK,
+            PAIRS,
+            SIZE,
+        )
 
 
 @triton.jit
-def merge_kernel(rows, out, table, programs, SIZE: tl.constexpr, POWERS: tl.constexpr, MANY: tl.constexpr):
-    """Merge the rows of the programs into one row a tensor, which program p writes for tensor p."""
-    if MANY:
-        line = table + tl.program_id(0) * 4
-        rows += tl.load(line + 2) * 12
-        programs = tl.load(line + 3)
-        out += tl.program_id(0) * 12
+def _merge(rows, programs, out, SIZE: tl.constexpr, POWERS: tl.constexpr):
     at = tl.arange(0, SIZE)
     there = at < programs
     row = rows + at * 12
-    n = tl.load(row + 0, mask=there, other=0.0)
-    nans = tl.sum(tl.load(row + 1, mask=there, other=0.0), 0)
-    infs = tl.sum(tl.load(row + 2, mask=there, other=0.0), 0)
-    zeros = tl.sum(tl.load(row + 3, mask=there, other=0.0), 0)
-    low = tl.min(tl.load(row + 4, mask=there, other=float("inf")), 0)
-    high = tl.max(tl.load(row + 5, mask=there, other=-float("inf")), 0)
-    mean = tl.load(row + 6, mask=there, other=0.0)
-    m2 = tl.load(row + 7, mask=there, other=0.0)
-    l1 = tl.sum(tl.load(row + 8, mask=there, other=0.0), 0)
-    small = tl.min(tl.load(row + 9, mask=there, other=float("inf")), 0)
+    # Other programs wrote the rows: they are in the cache that all share, not in the nearest.
+    n = tl.load(row + 0, mask=there, other=0.0, cache_modifier=".cg")
+    nans = tl.sum(tl.load(row + 1, mask=there, other=0.0, cache_modifier=".cg"), 0)
+    infs = tl.sum(tl.load(row + 2, mask=there, other=0.0, cache_modifier=".cg"), 0)
+    zeros = tl.sum(tl.load(row + 3, mask=there, other=0.0, cache_modifier=".cg"), 0)
+    low = tl.min(tl.load(row + 4, mask=there, other=float("inf"), cache_modifier=".cg"), 0)
+    high = tl.max(tl.load(row + 5, mask=there, other=-float("inf"), cache_modifier=".cg"), 0)
+    mean = tl.load(row + 6, mask=there, other=0.0, cache_modifier=".cg")
+    m2 = tl.load(row + 7, mask=there, other=0.0, cache_modifier=".cg")
+    l1 = tl.sum(tl.load(row + 8, mask=there, other=0.0, cache_modifier=".cg"), 0)
+    small = tl.min(tl.load(row + 9, mask=there, other=float("inf"), cache_modifier=".cg"), 0)
     if POWERS:
-        m3 = tl.load(row + 10, mask=there, other=0.0)
-        m4 = tl.load(row + 11, mask=there, other=0.0)
+        m3 = tl.load(row + 10, mask=there, other=0.0, cache_modifier=".cg")
+        m4 = tl.load(row + 11, mask=there, other=0.0, cache_modifier=".cg")
         n_, mean_, m2_, m3_, m4_ = tl.reduce((n, mean, m2, m3, m4), 0, _merge_pair)
     else:
-        n_, mean_, m2_ = tl.reduce((n, mean, m2), 0, _merge_pair_2)
+        n_ = tl.sum(n, 0)
+        anchor = tl.where(n_ > 0, low, 0.0)
+        mean_ = anchor + tl.sum((mean - anchor) * n, 0) / tl.where(n_ > 0, n_, 1.0)
+        away = tl.where(n > 0, mean - mean_, 0.0)
+        m2_ = tl.sum(m2 + away * away * n, 0)
         m3_ = m2_ * float("nan")
         m4_ = m3_
     _store(out, n_, nans, infs, zeros, low, high, mean_, m2_, l1, small, m3_, m4_)

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pipesight._torch.tensors import is_transformed, raw_stream
+from pipesight._torch.tensors import current_gpu, is_transformed, raw_stream
 from pipesight.stats.moments._tensor_kinds import ORDINARY, flat_pieces, plain
+from pipesight.stats.moments.cuda_launch import QUICK, Kernels
 from pipesight.stats.moments.measuring import measure_on_device
-from pipesight.stats.moments.moments import FIELDS, LaterMoments, Moments
+from pipesight.stats.moments.moments import FIELDS, LaterMoments, Moments, merge_rows
 
-__all__ = ["DeviceRow", "DeviceRows", "has_kernels", "is_capturing"]
+__all__ = ["Calls", "DeviceRow", "DeviceRows", "is_capturing", "is_quick", "merge_calls"]
 
-BLOCK, DEPTH, WARPS = 1024, 16, 8
-PROGRAMS = 2  # a multiprocessor: as many as it holds
-REGISTERS = 128  # so that it holds two
-ROWS = 256
-
-QUICK = frozenset({torch.float32, torch.bfloat16, torch.float16})
+ROWS = 512  # a block
+TOGETHER = 64  # tensors, at most, that one kernel measures
+MEMORY_SHIFT = 7  # a 128th of the device's memory, at most, waits to be measured
+ROW_BYTES = len(FIELDS) * 8
 SLOW = frozenset({torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
-
-
-@functools.cache
-def has_kernels(device: torch.device) -> bool:
-    """Whether tensors on this device are measured by our kernels; else ordinary operations do it."""
-    if device.type != "cuda":
-        return False
-    try:
-        import triton  # type: ignore  # noqa: F401, PGH003 (which error it is depends on whether it is installed)
-    except ImportError:
-        return False
-    return True
+_NANS, _INFS = FIELDS.index("nans"), FIELDS.index("infs")
 
 
 def is_capturing() -> bool:
@@ -50,70 +39,148 @@ class _Readback:
         self._rows = rows
         self._event = torch.cuda.Event()
         self._event.record()
-        self._read: list[list[float]] | None = None
+        self._read: NDArray[np.float64] | None = None
+        self._bad: frozenset[int] = frozenset()
+        self._arrived = False
 
     def ready(self) -> bool:
-        return self._read is not None or bool(self._event.query())
+        if not self._arrived:
+            self._arrived = self._event.query()
+        return self._arrived
 
-    def row(self, index: int) -> list[float]:
+    @property
+    def rows(self) -> NDArray[np.float64]:
+        """All rows; waits for them."""
         if self._read is None:
             self._event.synchronize()
-            self._read = self._rows.tolist()
-        return self._read[index]
+            self._arrived = True
+            rows: NDArray[np.float64] = self._rows.numpy()
+            self._bad = frozenset(np.flatnonzero((rows[:, _NANS] != 0) | (rows[:, _INFS] != 0)).tolist())
+            self._read = rows
+        return self._read
+
+    def is_bad(self, index: int) -> bool:
+        """Whether a tensor has NaN or Inf."""
+        return bool(len(self.rows)) and index in self._bad
 
 
 class DeviceRow(LaterMoments):
     """The moments of one tensor, on a device or on their way from it."""
 
-    __slots__ = ("_index", "_readback", "_rows")
+    __slots__ = ("_at", "_block", "index", "readback")
 
-    def __init__(self, rows: Tensor, index: int) -> None:
-        self._rows: Tensor | None = rows
-        self._index = index
-        self._readback: _Readback | None = None
+    def __init__(self, block: Tensor, at: int, index: int) -> None:
+        self._block: Tensor | None = block
+        self._at = at
+        self.index = index
+        self.readback: _Readback | None = None
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`moments` does not wait."""
-        return self._readback is not None and self._readback.ready()
+        return self.readback is not None and self.readback.ready()
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the tensor has NaN or Inf; waits for the device."""
+        if self.readback is not None:
+            return self.readback.is_bad(self.index)
+        moments = self.moments()
+        return bool(moments.nans or moments.infs)
 
     def moments(self) -> Moments:
         """Return the moments; waits for them."""
-        if self._readback is not None:
-            return Moments.from_row(self._readback.row(self._index))
-        assert self._rows is not None
-        return Moments.from_row(self._rows.tolist())
+        if self.readback is not None:
+            return Moments.from_row(self.readback.rows[self.index].tolist())
+        assert self._block is not None
+        return Moments.from_row(self._block[self._at].tolist())
 
     def sent(self, readback: _Readback, start: int) -> None:
         """The row is on its way, with others; those of its stream begin at ``start``."""
-        self._index += start
-        self._readback, self._rows = readback, None
+        self.index += start
+        self.readback, self._block = readback, None
+
+
+def merge_calls(tensors: Sequence[Sequence[DeviceRow]]) -> list[Moments]:
+    """Merge the rows of the calls of each tensor, as `Moments.merge` does one after the other; waits for them."""
+    merged: list[Moments] = [Moments.EMPTY] * len(tensors)
+    alike: dict[tuple[int, int], list[int]] = {}  # those with as many calls, read back together
+    for i, calls in enumerate(tensors):
+        alike.setdefault((len(calls), id(calls[0].readback)), []).append(i)
+    for (count, _), members in alike.items():
+        readback = tensors[members[0]][0].readback
+        if readback is None or any(call.readback is not readback for i in members for call in tensors[i]):
+            rows = torch.tensor([[call.moments().row() for call in tensors[i]] for i in members], dtype=torch.float64)
+        else:
+            indices = [call.index for i in members for call in tensors[i]]
+            rows = torch.from_numpy(readback.rows[indices]).view(len(members), count, len(FIELDS))
+        for i, row in zip(members, merge_rows(rows.transpose(0, 1)).tolist(), strict=True):
+            merged[i] = Moments.from_row(row)
+    return merged
+
+
+Calls: TypeAlias = list[tuple[Sequence[Any] | None, Any]]
+_Waiting: TypeAlias = tuple[Tensor, int, bool, Calls, Any]  # with its version, whether powers, where the row goes
 
 
 class _Lane:
-    """The rows that one stream, the current one, writes: memory belongs to the stream it was taken on."""
+    """What belongs to one stream, the current one: memory is that of the stream it was taken on.
 
-    def __init__(self) -> None:
+    Attributes:
+        used: How many rows of the blocks are taken, of those that were skipped at the end of a block too.
+    """
+
+    def __init__(self, device: torch.device, scratch_rows: int) -> None:
         self.stream = torch.cuda.current_stream()
-        self.blocks: list[Tensor] = []
-        self.used = 0
-        self.given: list[DeviceRow] = []
+        # Memory of the kernels, which follow each other: the programs' rows, and how many of them have ended.
+        self._rows = torch.empty(TOGETHER * scratch_rows, len(FIELDS), dtype=torch.float64, device=device)
+        self._done = torch.zeros(TOGETHER, dtype=torch.int32, device=device)
+        self.rows, self.done = self._rows.data_ptr(), self._done.data_ptr()
+        self._device = device
+        self.waiting: list[_Waiting] = []
+        self.bytes_waiting = 0
+        self.begin()
 
-    def reserve(self, count: int, device: torch.device) -> tuple[Tensor, list[DeviceRow]]:
-        """Return ``count`` new rows, one after the other in memory."""
+    def take_waiting(self) -> list[_Waiting]:
+        """Return the tensors that wait to be measured; they wait no longer."""
+        waiting, self.waiting, self.bytes_waiting = self.waiting, [], 0
+        return waiting
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.blocks: list[Tensor] = []
+        self.given: list[DeviceRow] = []
+        self.used = 0
+        self._left = self._address = 0
+
+    def reserve_one(self) -> tuple[int, DeviceRow]:
+        """Return the address of a new row, and the row."""
+        if not self._left:
+            self._add_blocks(1)
+        at = ROWS - self._left
+        address = self._address + at * ROW_BYTES
+        row = DeviceRow(self.blocks[-1], at, self.used)
+        self.given.append(row)
+        self.used += 1
+        self._left -= 1
+        return address, row
+
+    def reserve(self, count: int) -> tuple[Tensor, list[DeviceRow]]:
+        """Return new rows, one after the other in memory."""
+        block = self._add_blocks(-(-count // ROWS)) if count > self._left else self.blocks[-1]
         at = self.used % ROWS
-        if not at or at + count > ROWS:
-            block = torch.empty(-(-count // ROWS) * ROWS, len(FIELDS), dtype=torch.float64, device=device)
-            self.used = len(self.blocks) * ROWS
-            self.blocks += block.split(ROWS)
-            at = 0
-        else:
-            block = self.blocks[-1]
-        rows = block[at : at + count]
-        given = [DeviceRow(rows[i], self.used + i) for i in range(count)]
+        given = [DeviceRow(block, at + i, self.used + i) for i in range(count)]
         self.given += given
         self.used += count
-        return rows, given
+        self._left = -self.used % ROWS
+        return block[at : at + count], given
+
+    def _add_blocks(self, count: int) -> Tensor:
+        block = torch.empty(count * ROWS, len(FIELDS), dtype=torch.float64, device=self._device)
+        self.used = len(self.blocks) * ROWS
+        self.blocks += block.split(ROWS)
+        self._left, self._address = ROWS, self.blocks[-1].data_ptr()
+        return block
 
 
 class DeviceRows:
@@ -131,122 +198,165 @@ class DeviceRows:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._index = device.index
         self._lock = threading.Lock()
-        properties = torch.cuda.get_device_properties(device)
-        self._multiprocessors = properties.multi_processor_count
-        self._pairs = properties.major >= 9 and not torch.version.hip  # has instructions for two values of 16 bits
-        self._lanes: dict[int, _Lane] = {}  # by the number of the stream
+        self._kernels = Kernels(device)
+        self._most_bytes = torch.cuda.get_device_properties(device).total_memory >> MEMORY_SHIFT
+        self._lanes: dict[int, _Lane] = {}  # by the address of the stream
+
+    def measure_one(self, tensor: Tensor, *, powers: bool = False) -> DeviceRow:
+        """Measure a tensor on the current stream, by one kernel."""
+        if current_gpu() != self._index:
+            with torch.cuda.device(self.device):
+                return self.measure_one(tensor, powers=powers)
+        x = _flat(tensor)
+        if x is None:
+            return self._put(measure_on_device(tensor, powers=powers))  # this waits for the device
+        return self.measure_quickly(x, powers)
+
+    def measure_quickly(self, x: Tensor, powers: bool) -> DeviceRow:
+        """Measure a dense tensor of a dtype that the kernels take, such as one that `is_quick`."""
+        if current_gpu() != self._index:
+            with torch.cuda.device(self.device):
+                return self.measure_quickly(x, powers)
+        stream = raw_stream(self._index)
+        with self._lock:
+            lane = self._lanes.get(stream) or self._add_lane(stream)
+            address, row = lane.reserve_one()
+        self._kernels.measure(x, powers, stream, lane.rows, lane.done, address)
+        return row
+
+    def measure_later(self, x: Tensor, powers: bool, calls: Calls, spot: Any) -> None:
+        """Measure a tensor that `is_quick` together with others, until `flush` at the latest.
+
+        Args:
+            x: It must not change until then.
+            powers: Whether the third and fourth moments are wanted.
+            calls: Gets ``((row,), spot)``, or ``(None, spot)`` where torch knows that the tensor has changed.
+            spot: When and where the tensor was.
+        """
+        stream = raw_stream(self._index)
+        with self._lock:
+            lane = self._lanes.get(stream) or self._add_lane(stream)
+            lane.waiting.append((x, x._version, powers, calls, spot))
+            lane.bytes_waiting += x.nbytes
+            if len(lane.waiting) < TOGETHER and lane.bytes_waiting < self._most_bytes:
+                return
+            waiting = lane.take_waiting()
+        self._measure_waiting(waiting)
+
+    def flush(self) -> None:
+        """Measure all tensors that wait."""
+        with self._lock:
+            lanes = [(lane.stream, lane.take_waiting()) for lane in self._lanes.values() if lane.waiting]
+        for stream, waiting in lanes:
+            with torch.cuda.stream(stream):
+                self._measure_waiting(waiting)
+
+    def _measure_waiting(self, waiting: list[_Waiting]) -> None:
+        if current_gpu() != self._index:
+            with torch.cuda.device(self.device):
+                self._measure_waiting(waiting)
+            return
+        alike: dict[tuple[torch.dtype, bool], list[_Waiting]] = {}
+        for item in waiting:
+            x, version, powers, calls, spot = item
+            if x._version != version or not (address := x.data_ptr()):
+                calls.append((None, spot))
+            elif address % 16:
+                calls.append(((self.measure_quickly(x, powers),), spot))
+            else:
+                alike.setdefault((x.dtype, powers), []).append(item)
+        for (_, powers), items in alike.items():
+            rows = self._measure_many([x for x, *_ in items], powers)
+            for (*_, of_tensor, at), row in zip(items, rows, strict=True):
+                of_tensor.append(((row,), at))
 
     def measure(self, tensors: Sequence[Tensor], *, powers: bool = False) -> list[DeviceRow]:
-        """Measure tensors on the current stream: two kernels for one, and two for all those of one dtype."""
-        if torch.cuda.current_device() != self.device.index:
+        """Measure tensors on the current stream, by one kernel for those of one dtype."""
+        if current_gpu() != self._index:
             with torch.cuda.device(self.device):
                 return self.measure(tensors, powers=powers)
-        with torch.no_grad():
-            flat = [_flat(tensor) for tensor in tensors]
-            found: dict[int, DeviceRow] = {}
-            together: dict[torch.dtype, list[int]] = {}
-            for i, x in enumerate(flat):
-                if x is None:
-                    found[i] = self._put(measure_on_device(tensors[i], powers=powers))  # this waits for the device
-                elif len(flat) == 1 or x.data_ptr() % 16:
-                    found[i] = self._measure_one(x, powers)
-                else:
-                    together.setdefault(x.dtype, []).append(i)
-            for members in together.values():
-                rows = self._measure_many([x for i in members if (x := flat[i]) is not None], powers)
-                found.update(zip(members, rows, strict=True))
+        flat = [_flat(tensor) for tensor in tensors]
+        found: dict[int, DeviceRow] = {}
+        together: dict[torch.dtype, list[int]] = {}
+        for i, x in enumerate(flat):
+            if x is None or len(flat) == 1 or x.data_ptr() % 16:
+                found[i] = self.measure_one(tensors[i], powers=powers)
+            else:
+                together.setdefault(x.dtype, []).append(i)
+        for members in together.values():
+            for start in range(0, len(members), TOGETHER):
+                some = members[start : start + TOGETHER]
+                rows = self._measure_many([x for i in some if (x := flat[i]) is not None], powers)
+                found.update(zip(some, rows, strict=True))
         return [found[i] for i in range(len(tensors))]
 
     def send(self) -> None:
         """Start to read the rows back, and begin anew."""
+        self.flush()
         with self._lock:
-            lanes, self._lanes = self._lanes, {}
+            lanes = [(lane, lane.blocks, lane.given, lane.used) for lane in self._lanes.values() if lane.given]
+            for lane, *_ in lanes:
+                lane.begin()
         if not lanes:
             return
         with torch.cuda.device(self.device):
             here = torch.cuda.current_stream()
-            host = torch.empty(
-                sum(lane.used for lane in lanes.values()), len(FIELDS), dtype=torch.float64, pin_memory=True
-            )
+            host = torch.empty(sum(used for *_, used in lanes), len(FIELDS), dtype=torch.float64, pin_memory=True)
             start = 0
             starts = []
-            for lane in lanes.values():
-                here.wait_stream(lane.stream)
+            for lane, blocks, _, used in lanes:
+                if lane.stream != here:
+                    here.wait_stream(lane.stream)
                 starts.append(start)
-                for block in lane.blocks:
+                for block in blocks:
                     block.record_stream(here)
-                    size = min(ROWS, lane.used + starts[-1] - start)
+                    size = min(ROWS, used + starts[-1] - start)
                     host[start : start + size].copy_(block[:size], non_blocking=True)
                     start += size
             readback = _Readback(host)
-        for lane, start in zip(lanes.values(), starts, strict=True):
-            for row in lane.given:
+        for (_, _, given, _), start in zip(lanes, starts, strict=True):
+            for row in given:
                 row.sent(readback, start)
 
-    def _reserve(self, count: int) -> tuple[Tensor, list[DeviceRow]]:
-        stream = raw_stream(self.device.index)
+    def _add_lane(self, stream: int) -> _Lane:
+        return self._lanes.setdefault(stream, _Lane(self.device, self._kernels.scratch_rows))
+
+    def _reserve(self, count: int) -> tuple[_Lane, Tensor, list[DeviceRow]]:
+        stream = raw_stream(self._index)
         with self._lock:
-            if stream not in self._lanes:
-                self._lanes[stream] = _Lane()
-            return self._lanes[stream].reserve(count, self.device)
+            lane = self._lanes.get(stream) or self._add_lane(stream)
+            return lane, *lane.reserve(count)
 
     def _put(self, moments: Moments) -> DeviceRow:
-        rows, given = self._reserve(1)
+        _, rows, given = self._reserve(1)
         rows.copy_(torch.tensor([moments.row()], dtype=torch.float64))
         return given[0]
 
-    def _measure_one(self, x: Tensor, powers: bool) -> DeviceRow:
-        from pipesight.stats.moments import _triton
-
-        programs = self._programs(x.numel())
-        rows = torch.empty(programs, len(FIELDS), dtype=torch.float64, device=self.device)
-        out, given = self._reserve(1)
-        quick = x.dtype in QUICK and not powers
-        kernel: Any = _triton.measure_kernel[(programs,)]
-        kernel(x, x.numel(), rows, BLOCK, DEPTH, powers, quick, self._pairs, num_warps=WARPS, **_limits())
-        merge: Any = _triton.merge_kernel[(1,)]
-        merge(rows, out, rows, programs, _power_of_2(programs), powers, False)
-        return given[0]
-
     def _measure_many(self, tensors: list[Tensor], powers: bool) -> list[DeviceRow]:
-        import triton.language as tl  # type: ignore  # noqa: PGH003
-
-        from pipesight.stats.moments import _triton
-
-        programs = [self._programs(x.numel()) for x in tensors]
-        firsts = [0]
-        for count in programs:
-            firsts.append(firsts[-1] + count)
-        lines = [
-            [x.data_ptr(), x.numel(), first, count] for x, first, count in zip(tensors, firsts, programs, strict=False)
-        ]
-        owners = [i for i, count in enumerate(programs) for _ in range(count)]
-        packed = torch.tensor([*(cell for line in lines for cell in line), *owners], dtype=torch.int64, pin_memory=True)
-        packed = packed.to(self.device, non_blocking=True)
-        table, owner = packed[: 4 * len(tensors)], packed[4 * len(tensors) :]
-        rows = torch.empty(firsts[-1], len(FIELDS), dtype=torch.float64, device=self.device)
-        out, given = self._reserve(len(tensors))
-        dtype = getattr(tl, str(tensors[0].dtype).removeprefix("torch."))
-        quick = tensors[0].dtype in QUICK and not powers
-        kernel: Any = _triton.measure_many_kernel[(firsts[-1],)]
-        kernel(table, owner, rows, dtype, BLOCK, DEPTH, powers, quick, self._pairs, num_warps=WARPS, **_limits())
-        merge: Any = _triton.merge_kernel[(len(tensors),)]
-        merge(rows, out, table, 0, _power_of_2(max(programs)), powers, True)
+        lane, out, given = self._reserve(len(tensors))
+        self._kernels.measure_many(tensors, powers, lane.rows, lane.done, out.data_ptr())
         return given
 
-    def _programs(self, numel: int) -> int:
-        return min(PROGRAMS * self._multiprocessors, -(-numel // (BLOCK * DEPTH)))
+
+def is_quick(tensor: Tensor) -> bool:
+    """Whether a kernel takes a tensor as it is."""
+    return (
+        type(tensor) in ORDINARY
+        and tensor.dtype in QUICK
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not is_transformed(tensor)
+        and bool(address := tensor.data_ptr())
+        and not address % 4
+    )
 
 
 def _flat(tensor: Tensor) -> Tensor | None:
     """Return the elements in any order as one dense tensor of a dtype the kernels take, or None for odd kinds."""
-    ordinary = (
-        type(tensor) in ORDINARY and tensor.dtype in QUICK and tensor.is_contiguous() and not is_transformed(tensor)
-    )
-    if ordinary and (address := tensor.data_ptr()):  # nothing below would find anything to do
-        x = tensor.detach().view(-1)
-        return x.clone() if address % 4 else x
+    if is_quick(tensor):
+        return tensor.detach().view(-1)
     pieces = list(flat_pieces(plain(tensor)))
     if len(pieces) != 1 or pieces[0][1] != 1 or not pieces[0][0].is_cuda:
         return None
@@ -258,11 +368,3 @@ def _flat(tensor: Tensor) -> Tensor | None:
     if x.element_size() == 2 and x.data_ptr() % 4:  # the kernel reads two at a time
         x = x.clone()
     return x
-
-
-def _limits() -> dict[str, Any]:
-    return {} if torch.version.hip else {"maxnreg": REGISTERS}
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["FIELDS", "LaterMoments", "Moments", "merge_rows"]
 
 FIELDS = ("count", "nans", "infs", "zeros", "min", "max", "mean", "m2", "l1", "smallest", "m3", "m4")
+EXACT = ("count", "nans", "infs", "zeros", "min", "max", "smallest")  # whatever the order of the elements
 TINY = 1e-280  # a sum of squares below it may have lost digits, or all of them
 
 
@@ -133,6 +134,17 @@ class Moments:
             self.smallest,
             self.m3 * times,
             self.m4 * times,
+        )
+
+    def is_like(self, other: Moments) -> bool:
+        """Whether these are the moments of the same elements, but for how sums were rounded."""
+        if any(getattr(self, name) != getattr(other, name) for name in EXACT):
+            return False
+        scale = 1e-9 * self.l1
+        return (
+            abs(self.l1 - other.l1) <= scale
+            and abs(self.mean - other.mean) * self.count <= scale
+            and abs(self.m2 - other.m2) * self.count <= scale * self.l1 + 1e-9 * self.m2 * self.count
         )
 
     def row(self) -> list[float]:
