@@ -84,7 +84,11 @@ class Head(nn.Module):
 
 @dataclass
 class Training:
-    """A model with its mini-batch and optimizer; ``how`` it is run: ``plain``, ``piped`` or ``compiled``."""
+    """A model with its mini-batch and optimizer.
+
+    ``how`` it is run: ``plain``, ``piped`` or ``compiled``; ``large``: plain, in so few micro-batches that the device,
+    not the interpreter, is what a step waits for.
+    """
 
     how: str
 
@@ -111,5 +115,5 @@ class Training:
         self._optimizer.zero_grad()
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        count = 1 if self.how == "piped" else CHUNKS
+        count = {"piped": 1, "large": CHUNKS // 4}.get(self.how, CHUNKS)
         yield from zip(self._tokens.chunk(count), self._targets.chunk(count), strict=True)

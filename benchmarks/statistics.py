@@ -52,7 +52,7 @@ def on_gpu(options: Options) -> bool:
             )
             if exponent > 20:
                 show_goals(outcomes, [Goal(f"pipesight {what}", f"sum {what}", "cost", limit)])
-    for how in ("plain", "piped", "compiled"):
+    for how in ("plain", "large", "piped", "compiled"):
         outcomes = take(
             options, [f"{who} gpt:{how}" for who in ("train", "watched", "seldom")], rounds=9, seconds=STEPS_SECONDS
         )
