@@ -20,7 +20,7 @@ import pytest
 from pipesight.analysis.analyse import analyse
 from pipesight.analysis.latest_step import latest_step, steps_of
 from pipesight.analysis.nonfinite import NonFinite
-from pipesight.analysis.step_breakdown import PARTS
+from pipesight.analysis.step_times import PARTS
 from pipesight.runs.reading.run import LogLine, open_run
 from pipesight.view.live.watch_screen import Frame, draw_frame, line_of
 from support.growing import LIMIT, GrowingRun, recorder, wait_for

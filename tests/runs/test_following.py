@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesight.analysis.analyse import analyse
-from pipesight.analysis.step_breakdown import PARTS
+from pipesight.analysis.step_times import PARTS
 from pipesight.runs.following import follower as following
 from pipesight.runs.following import growing_file as _growing
 from pipesight.runs.following import recent_run as _recent

@@ -18,7 +18,7 @@ from pipesight.analysis.planned_changes import (
     planned_changes,
 )
 from pipesight.analysis.rank_links import LinkReport, slow_connections
-from pipesight.analysis.step_breakdown import StepTimes
+from pipesight.analysis.step_times import StepTimes
 from pipesight.plan.plans import WORTH, predict
 from pipesight.schedule.costs import Costs
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from pipesight.analysis.partition_placement import rank_of_partition
 from pipesight.analysis.report import Report
-from pipesight.analysis.step_breakdown import PARTS
 from pipesight.analysis.step_grouping import EVALUATION, TRAINING
+from pipesight.analysis.step_times import PARTS
 from pipesight.runs.reading.event_tables import Column
 
 __all__ = ["LatestStep", "PartitionBubble", "StepNumbers", "latest_step", "steps_of"]

@@ -24,8 +24,8 @@ from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import B, F, R, Schedule, W
 
 if TYPE_CHECKING:
-    from pipesight.analysis.step_breakdown import StepTimes
     from pipesight.analysis.step_grouping import MiniBatchTable
+    from pipesight.analysis.step_times import StepTimes
     from pipesight.analysis.timed_steps import TimedSteps
     from pipesight.runs.reading.run import Run
 

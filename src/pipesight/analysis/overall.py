@@ -9,7 +9,7 @@ import numpy as np
 
 from pipesight.analysis.bubble_losses import WindowSplit
 from pipesight.analysis.described_pipelines import DescribedPipeline
-from pipesight.analysis.step_breakdown import PARTS, StepTimes, Summary, summary
+from pipesight.analysis.step_times import PARTS, StepTimes, Summary, summary
 from pipesight.runs.reading.event_tables import Column
 
 __all__ = ["Overall", "overall_of"]

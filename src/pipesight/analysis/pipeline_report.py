@@ -10,8 +10,8 @@ import numpy as np
 from pipesight.analysis.bubble_losses import LOSSES, WindowSplit
 from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.partition_placement import Placement
-from pipesight.analysis.step_breakdown import Summary, summary
 from pipesight.analysis.step_grouping import MiniBatchTable
+from pipesight.analysis.step_times import Summary, summary
 from pipesight.analysis.stragglers import PartitionTimes
 from pipesight.analysis.timed_steps import TimedSteps
 from pipesight.runs.reading.event_codes import PHASES

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from pipesight.analysis.clock_errors import clock_error
-from pipesight.analysis.step_breakdown import StepTimes
 from pipesight.analysis.step_grouping import MiniBatchTable
+from pipesight.analysis.step_times import StepTimes
 from pipesight.analysis.transfer_waits import arrivals_of
 from pipesight.runs.reading.event_codes import BACKWARD, FORWARD
 from pipesight.runs.reading.event_tables import Column, Table, Tasks, Transfers

@@ -17,8 +17,9 @@ from typing import TypeVar
 import numpy as np
 
 from pipesight.analysis.collectives import WaitTable
-from pipesight.analysis.step_breakdown import KINDS, Cover, StepTimes
+from pipesight.analysis.step_breakdown import KINDS, Cover
 from pipesight.analysis.step_grouping import MiniBatchTable
+from pipesight.analysis.step_times import StepTimes
 from pipesight.runs.reading.event_codes import COMMUNICATION
 from pipesight.runs.reading.event_tables import Column, Spans, Table
 

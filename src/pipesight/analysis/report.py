@@ -17,8 +17,8 @@ from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.rank_links import LinkReport
 from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.run_remarks import Remark
-from pipesight.analysis.step_breakdown import StepTimes
 from pipesight.analysis.step_grouping import TRAINING, MiniBatchTable
+from pipesight.analysis.step_times import StepTimes
 from pipesight.analysis.stragglers import Straggler
 from pipesight.analysis.verdict import Verdict
 from pipesight.runs.reading.event_tables import Column, Tasks

@@ -13,8 +13,8 @@ from pipesight._formatting import percent, time
 from pipesight._plurals import plural
 from pipesight.analysis.clock_errors import doubts_about_clocks
 from pipesight.analysis.rank_waits import LateRank
-from pipesight.analysis.step_breakdown import StepTimes
 from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatchTable
+from pipesight.analysis.step_times import StepTimes
 from pipesight.analysis.verdict import MUCH, TITLES, Verdict
 from pipesight.runs.reading.event_codes import OPTIMIZER
 from pipesight.runs.reading.event_tables import Spans, Tasks

@@ -11,8 +11,9 @@ from pipesight.analysis.bubble_losses import WindowSplit, split_windows
 from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.partition_placement import Placement, place_partitions
 from pipesight.analysis.rank_waits import RankWaits
-from pipesight.analysis.step_breakdown import StepTimes, break_down, warm_up
+from pipesight.analysis.step_breakdown import break_down
 from pipesight.analysis.step_grouping import INCOMPLETE, TRAINING, MiniBatchTable, StepTable, find_steps
+from pipesight.analysis.step_times import StepTimes, warm_up
 from pipesight.runs.reading.event_tables import Column, Spans, Tasks, Transfers
 
 __all__ = ["TimedSteps", "time_steps"]

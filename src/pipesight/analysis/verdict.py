@@ -11,7 +11,7 @@ from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.overall import Overall
 from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.planned_changes import Change
-from pipesight.analysis.step_breakdown import OUTSIDE
+from pipesight.analysis.step_times import OUTSIDE
 
 __all__ = ["TITLES", "Verdict", "verdict_on"]
 

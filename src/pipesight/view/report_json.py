@@ -12,7 +12,7 @@ from pipesight.analysis.layer_times import LayerReport
 from pipesight.analysis.overall import Overall
 from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.report import Report
-from pipesight.analysis.step_breakdown import PARTS, StepTimes, Summary
+from pipesight.analysis.step_times import PARTS, StepTimes, Summary
 from pipesight.runs.reading.event_tables import Column
 
 __all__ = ["FORMAT", "FORMAT_VERSION", "as_json"]

@@ -10,7 +10,7 @@ from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.overall import Overall
 from pipesight.analysis.pipeline_report import PartitionReport, PipelineReport
 from pipesight.analysis.report import Report
-from pipesight.analysis.step_breakdown import OUTSIDE
+from pipesight.analysis.step_times import OUTSIDE
 from pipesight.analysis.verdict import TITLES
 from pipesight.view.text_layout import Style, bar, columns, shown_width
 

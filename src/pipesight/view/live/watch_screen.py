@@ -27,7 +27,7 @@ from pipesight._plurals import count_of
 from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.latest_step import LatestStep, StepNumbers
 from pipesight.analysis.report import Report
-from pipesight.analysis.step_breakdown import PARTS
+from pipesight.analysis.step_times import PARTS
 from pipesight.analysis.verdict import TITLES
 from pipesight.runs.reading.event_codes import PHASES
 from pipesight.runs.reading.run import LogLine

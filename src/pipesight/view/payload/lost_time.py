@@ -9,7 +9,7 @@ import numpy as np
 
 from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.report import Report
-from pipesight.analysis.step_breakdown import OUTSIDE, PARTS
+from pipesight.analysis.step_times import OUTSIDE, PARTS
 from pipesight.analysis.verdict import TITLES
 from pipesight.runs.reading.event_codes import PHASES
 
