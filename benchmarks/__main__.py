@@ -28,6 +28,7 @@ from benchmarks import (
     soak,
     spans,
     statistics,
+    watching_memory,
 )
 from benchmarks.harness import Options
 from benchmarks.results import Section, describe_machine, describe_versions, load, merge, now, revision, save
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, tuple[Callable[[Options], bool], str]] = {
         gpu,
         spans,
         statistics,
+        watching_memory,
         observing,
         reading,
         planning,
