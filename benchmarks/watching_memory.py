@@ -29,7 +29,7 @@ WIDTH, STEPS = 512, 2
 LIMIT = {"cpu": 32, "cuda": 48}  # MiB
 MMAP_THRESHOLD = -3  # of glibc's malloc.h
 SIX = ["min", "max", "mean", "std", "l1_norm", "l2_norm"]
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "six statistics": {"LogTensorStats": {"stats": SIX}},
     "zeros and the smallest": {"LogTensorStats": {"stats": ["zeros%", "dynamic_range"]}},
     "casts": {"transformer_engine": {"LogFp8TensorStats": {"stats": ["mxfp8_mse"]}}},
@@ -128,7 +128,7 @@ def watched(training: Training, features: dict[str, Any], folder: str) -> contex
 
     section: dict[str, Any] = {"enabled": True, "layers": {"layer_types": "all"}}
     for name, settings in features.items():
-        every = {"enabled": True, "tensors": ["activation", "gradient"]}
+        every: dict[str, Any] = {"enabled": True, "tensors": ["activation", "gradient"]}
         inner = {key: {**every, **value} for key, value in settings.items() if isinstance(value, dict)}
         section[name] = inner or {**every, **settings}
     return watch(training.model, {"all": section}, log_dir=folder)
