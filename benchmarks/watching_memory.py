@@ -26,7 +26,7 @@ from benchmarks.tables import Cell, Table, publish, show_limit
 __all__ = ["run"]
 
 WIDTH, STEPS = 512, 2
-LIMIT = {"cpu": 32, "cuda": 48}  # MiB
+LIMIT = {"cpu": 32, "cuda": 8}  # MiB
 MMAP_THRESHOLD = -3  # of glibc's malloc.h
 SIX = ["min", "max", "mean", "std", "l1_norm", "l2_norm"]
 CASES: dict[str, dict[str, Any]] = {
