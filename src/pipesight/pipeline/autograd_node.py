@@ -7,8 +7,10 @@
 
 The partitions' own graphs are not part of it. In backward, ``Outlet`` (on the output's device) puts the gradients of
 the outputs aside; ``Inlet`` runs the backward of the mini-batch on the workers, and returns the gradients of the input
-and the parameters. The phony tensor is on the CPU, so autograd runs ``Inlet`` in the thread that called ``backward()``;
-in a thread of a CUDA device, it would wait forever for workers that need that same thread.
+and the parameters. The phony tensor is on the CPU, so autograd runs ``Inlet`` in the thread that called ``backward()``,
+where it can wait for the workers. Autograd has one thread for each CUDA device: a wait in it would block every other
+backward on that device. Two callers could then wait for each other forever, if a layer differentiates something in the
+forward of one of them.
 
 ``Inlet`` keeps the tape, with all that the layers saved. Inside ``torch.utils.checkpoint``, the checkpoint decides what
 is kept: the tape is attached to an empty tensor, its holder, which is saved as any layer would save its input. The

@@ -1,7 +1,8 @@
 """Packets of tensors on their way from one partition to another: mailboxes between threads, streams between GPUs.
 
-A mailbox holds what one task waits for: ``(i, j)`` the input of micro-batch i in partition j, ``(i, key)`` a skip. In
-backward the same mailboxes carry the gradients.
+Mailbox ``(i, j)`` is between partitions j - 1 and j, ``(i, key)`` between the two ends of a skip. In forward, a task
+waits at ``(i, j)`` for its input and puts its output into ``(i, j + 1)``. In backward, it waits at ``(i, j + 1)`` for
+the gradients of its output and puts those of its input into ``(i, j)``.
 """
 
 from __future__ import annotations
