@@ -11,7 +11,7 @@ from pipesight.analysis.analyse import analyse
 from pipesight.analysis.comparison import compare
 from pipesight.analysis.report import Report
 from pipesight.runs.reading.run import open_run
-from pipesight.view.comparison_text import comparison_as_json
+from pipesight.view.comparison_json import comparison_as_json
 from pipesight.view.report_json import as_json
 from support.schemas import NAMES, read_schema, validated
 from support.synthetic import Made

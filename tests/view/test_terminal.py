@@ -21,7 +21,8 @@ from pipesight.analysis.comparison import compare
 from pipesight.analysis.report import Report
 from pipesight.runs.reading.event_codes import BACKWARD, FORWARD, RECOMPUTE
 from pipesight.runs.reading.run import open_run
-from pipesight.view.comparison_text import comparison_as_json, render_comparison
+from pipesight.view.comparison_json import comparison_as_json
+from pipesight.view.comparison_text import render_comparison
 from pipesight.view.text_layout import Style, bar, beside, columns, shown_width, spark
 from pipesight.view.text_report import render
 from pipesight.view.text_timeline import Glyphs, draw_step

@@ -84,7 +84,8 @@ def _report(options: argparse.Namespace) -> int:
     first = _analyse(options.run_path, options)
     if options.other_path is not None:
         from pipesight.analysis.comparison import compare
-        from pipesight.view.comparison_text import comparison_as_json, render_comparison
+        from pipesight.view.comparison_json import comparison_as_json
+        from pipesight.view.comparison_text import render_comparison
         from pipesight.view.page import write_comparison
 
         second = _analyse(options.other_path, options)

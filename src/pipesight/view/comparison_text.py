@@ -1,9 +1,8 @@
-"""A comparison of two runs as text and as JSON; the page shows the same rows."""
+"""A comparison of two runs as text; the page shows the same rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from pipesight._formatting import percent, rate, signed_time, time
@@ -11,11 +10,9 @@ from pipesight._plurals import plural
 from pipesight.analysis.compared_layers import CHANGED, LayerChange
 from pipesight.analysis.comparison import Comparison, Difference
 from pipesight.analysis.verdict import TITLES
-from pipesight.view.report_json import as_json
 from pipesight.view.text_layout import Style, columns, shown_width
 
 __all__ = [
-    "comparison_as_json",
     "layer_rows",
     "part_rows",
     "quantity_rows",
@@ -35,25 +32,6 @@ def settings_text(comparison: Comparison) -> str:
 
 def _plain(value: Any) -> str:
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
-
-
-def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as what `json.dumps` takes; both reports are in it."""
-    return {
-        "format": "pipesight-comparison",
-        "format_version": 1,
-        "text": comparison.text,
-        "settings": {name: {"first": a, "second": b} for name, (a, b) in comparison.settings.items()},
-        "quantities": {name: _difference(entry) for name, entry in comparison.quantities.items()},
-        "parts": {name: _difference(entry) for name, entry in comparison.parts.items()},
-        "layers": [{**asdict(layer), "change": layer.change} for layer in comparison.layers],
-        "first": as_json(comparison.first),
-        "second": as_json(comparison.second),
-    }
-
-
-def _difference(difference: Difference) -> dict[str, float]:
-    return {**asdict(difference), "change": difference.change}
 
 
 def render_comparison(comparison: Comparison, *, width: int = 80, colour: bool = False, ascii: bool = False) -> str:
