@@ -68,7 +68,7 @@ def loop_of(span: Any) -> Loop:
 @contextlib.contextmanager
 def pipesight_recording(folder: Path) -> Iterator[Loop]:
     """What a span costs where it is: nothing is written, but what was recorded is let go of."""
-    from pipesight.trace import _span, ai
+    from pipesight.trace import _span_events, ai
     from pipesight.trace._recording_switch import set_recording
 
     set_recording(True)
@@ -78,7 +78,7 @@ def pipesight_recording(folder: Path) -> Iterator[Loop]:
     def loop(spans: int) -> None:
         for _ in range(spans // PIECE):
             inner(PIECE)
-            _span.EVENTS.clear()
+            _span_events.EVENTS.clear()
 
     yield loop
 

@@ -11,7 +11,7 @@ import pipesight.stats as debug_api
 from pipesight import GPipe
 from pipesight.stats import watch
 from pipesight.stats.moments import FIELDS, Moments
-from pipesight.stats.moments.measuring import measure
+from pipesight.stats.moments.cpu_moments import measure
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -92,8 +92,8 @@ def test_hard_numbers(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
 def test_only_one_infinity(value: float, dtype: torch.dtype) -> None:
     """A tensor that overflowed everywhere has no finite element: by the kernels, alone, at once, and without them."""
+    from pipesight.stats.moments.cpu_moments import measure_on_device
     from pipesight.stats.moments.cuda_moments import DeviceRows
-    from pipesight.stats.moments.measuring import measure_on_device
 
     wholes = [torch.full((n,), value, dtype=dtype, device="cuda") for n in (1, 16_384, 40_960, 1_000_003)]
     for x in wholes:

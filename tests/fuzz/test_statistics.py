@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz.cases import account, fuzz
-from pipesight.stats.moments import Moments, _exact, _rows, measuring, merge_rows
+from pipesight.stats.moments import Moments, _exact, _rows, cpu_moments, merge_rows
 from pipesight.stats.moments.blockwise import max_blockwise_dynamic_range, measure_blockwise
 from pipesight.stats.moments.casting import measure_cast
-from pipesight.stats.moments.measuring import measure, measure_on_device
+from pipesight.stats.moments.cpu_moments import measure, measure_on_device
 from pipesight.stats.moments.small_tensors import SmallRows
 from pipesight.stats.moments.statistic_formulas import STATISTICS
 
@@ -291,7 +291,7 @@ def chunks(small):
         mock.patch.object(_rows, "ROW", 256),
         mock.patch.object(_rows, "BLOCK", 4096),
         mock.patch.object(_exact, "CHUNK", 300),
-        mock.patch.object(measuring, "SMALL", 200),
+        mock.patch.object(cpu_moments, "SMALL", 200),
         mock.patch.object(torch, "get_num_threads", return_value=1),
     ):
         yield

@@ -15,7 +15,7 @@ import pytest
 import pipesight.trace as trace
 from pipesight.runs.reading.event_codes import KINDS, PHASES
 from pipesight.runs.reading.run import NotARunError, open_run
-from pipesight.trace._span import Mark, put
+from pipesight.trace._span_events import Mark, put
 from support.synthetic import Made
 
 ai = trace.ai

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipesight.stats.moments import Moments, _rows
-from pipesight.stats.moments.measuring import measure, measure_on_device
+from pipesight.stats.moments.cpu_moments import measure, measure_on_device
 from pipesight.stats.moments.statistic_formulas import STATISTICS
 from support import warm
 
@@ -420,7 +420,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from pipesight.stats.moments.measuring import local_part, measure
+from pipesight.stats.moments.cpu_moments import local_part, measure
 from pipesight.stats.moments import Moments, merge_rows
 
 def merged(tensor, ranks=None):

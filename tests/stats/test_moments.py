@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 
 from pipesight.stats.moments import FIELDS, Moments, merge_rows
-from pipesight.stats.moments.measuring import measure
+from pipesight.stats.moments.cpu_moments import measure
 
 VALUES = st.floats(-1e6, 1e6).filter(lambda value: not 0 < abs(value) < 1e-30) | st.sampled_from(
     [0.0, math.nan, math.inf, -math.inf, 1e6 + 1]

@@ -13,7 +13,7 @@ from pipesight.stats import BaseLogger, watch
 from pipesight.stats import stats_session as session_module
 from pipesight.stats.api import open_session
 from pipesight.stats.measuring_feature import MeasuringFeature
-from pipesight.stats.moments.measuring import measure
+from pipesight.stats.moments.cpu_moments import measure
 from support.logged import assert_six, config, lines, values
 
 

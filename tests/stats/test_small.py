@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesight.stats.moments import Moments
-from pipesight.stats.moments.measuring import measure
+from pipesight.stats.moments.cpu_moments import measure
 from pipesight.stats.moments.small_tensors import MOST, ROOM, SmallRows
 
 

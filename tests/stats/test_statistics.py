@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipesight.stats.moments import FIELDS, Moments
-from pipesight.stats.moments.measuring import measure
+from pipesight.stats.moments.cpu_moments import measure
 from pipesight.stats.moments.statistic_formulas import STATISTICS, needs
 
 

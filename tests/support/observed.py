@@ -100,5 +100,5 @@ def attached():
         os._exit,
         {name: value for name, value in os.environ.items() if name.startswith("PIPESIGHT")},
         sorted(t.name for t in threading.enumerate() if t.name.startswith("pipesight-trace")),
-        list(trace._span.on_pass),
+        list(trace._span_events.on_pass),
     )

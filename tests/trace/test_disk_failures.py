@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 import pipesight.trace as trace
-from pipesight.trace import _span, _trace_file, gpu_spans
+from pipesight.trace import _span_events, _write_queue, gpu_spans
 from pipesight.trace._encoder_thread import EncoderThread
 from pipesight.trace._tracer import tracer
 from support.trace_files import end_of, events_of, zcat
@@ -154,8 +154,8 @@ def _target(descriptor: str) -> str:
 
 def test_hanging_disk(tmp_path, caplog, monkeypatch):
     """On a disk that hangs, recording does not wait, memory is bounded, the oldest events are dropped and counted."""
-    monkeypatch.setattr(_trace_file, "_MOST_WAITING", 40_000)
-    monkeypatch.setattr(_trace_file, "_PATIENCE", 0.2)
+    monkeypatch.setattr(_write_queue, "_MOST_WAITING", 40_000)
+    monkeypatch.setattr(_write_queue, "_PATIENCE", 0.2)
     real, answers = os.pwrite, threading.Event()
 
     def pwrite(*args: Any) -> int:
@@ -191,8 +191,8 @@ def test_process_ends_although_the_disk_hangs(tmp_path):
     """A disk that hangs for ever does not keep the process from its end."""
     code = """if True:
         import os, sys, threading
-        from pipesight.trace import _trace_file, ai, start
-        _trace_file._PATIENCE = 0.2
+        from pipesight.trace import _write_queue, ai, start
+        _write_queue._PATIENCE = 0.2
         os.pwrite = lambda *_: threading.Event().wait()
         start(sys.argv[1])
         with ai.compute.step: pass
@@ -212,7 +212,7 @@ def test_stuck_encoder_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(EncoderThread, "_drain", lambda self, requests: goes_on.wait() and real(self, requests))
     with trace.start(tmp_path / "run", interval=0.01) as session:
         record(100_000)
-        assert len(_span.EVENTS) <= 8 * 60_000
+        assert len(_span_events.EVENTS) <= 8 * 60_000
         goes_on.set()
     assert session.lost >= 40_000
     assert len(events_of(session.path)) == 100_000 - session.lost

@@ -13,7 +13,7 @@ import pytest
 
 import pipesight.trace as trace
 from pipesight.testing import capture_events
-from pipesight.trace import _span
+from pipesight.trace import _span_events
 from support.trace_files import events_of, lines_of, zcat
 from support.traced import record
 
@@ -100,7 +100,7 @@ def test_parts(tmp_path):
         for _ in range(500):
             with ai.compute.forward(args={"noise": os.urandom(40).hex()}):
                 pass
-        first = _span.next_id()
+        first = _span_events.next_id()
     parts = sorted(tmp_path.iterdir(), key=lambda path: int(path.name[8:-7] or 1) if "part" in path.name else 1)
     assert [path.name for path in parts] == [
         "run.pfw.gz",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import pipesight.trace as trace
 from pipesight.testing import capture_events
-from pipesight.trace._span import Mark, put
+from pipesight.trace._span_events import Mark, put
 from pipesight.trace._tracer import tracer
 from support.trace_files import end_of, events_of, lines_of, zcat
 from support.traced import record

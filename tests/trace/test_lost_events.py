@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import pipesight.trace as trace
-from pipesight.trace import _span
+from pipesight.trace import _span_events
 from pipesight.trace._encode import Encoder
 from pipesight.trace._encoder_thread import EncoderThread
-from pipesight.trace._trace_file import TraceFile
+from pipesight.trace._write_queue import TraceFile
 from support import warm
 from support.trace_files import lines_of
 
@@ -23,7 +23,7 @@ ai = trace.ai
 
 PREAMBLE = """
 import atexit, logging, os, signal, sys, threading, time
-from pipesight.trace import _encoder_thread, _trace_file, ai, start, flush
+from pipesight.trace import _encoder_thread, _write_queue, ai, start, flush
 from pipesight.trace._encoder_thread import EncoderThread
 def record(count, node=ai.compute.step):
     for _ in range(count):
@@ -110,7 +110,7 @@ def test_flushes_together(tmp_path):
 def test_slow_end(run, tmp_path):
     """The end waits for as long as events get on, be it many times as long as it waits when they do not."""
     body = """
-_encoder_thread._LAST_PATIENCE = _trace_file._PATIENCE = 0.5
+_encoder_thread._LAST_PATIENCE = _write_queue._PATIENCE = 0.5
 _encoder_thread._BATCH = 8 * 100
 EncoderThread._lines = slow(EncoderThread._lines, 0.04)
 os.pwrite = slow(os.pwrite, 0.04)
@@ -141,7 +141,7 @@ record(7)
 def test_disk_that_does_not_respond(run, tmp_path):
     """Where the disk does not respond, the number of events that it did not take is on stderr."""
     body = """
-_trace_file._PATIENCE = 0.5
+_write_queue._PATIENCE = 0.5
 start('run', interval=60)
 record(5)
 flush()
@@ -255,7 +255,7 @@ def test_events_dropped_from_a_full_buffer_are_counted(tmp_path, monkeypatch, ca
     monkeypatch.setattr("pipesight.trace._encoder_thread._BACKLOG", 8 * 10_000)
     monkeypatch.setattr("pipesight.trace._encoder_thread._MOST_BACKLOG", 8 * 20_000)
     monkeypatch.setattr("pipesight.trace._encoder_thread._PATIENCE", 0.01)
-    monkeypatch.setattr(_span, "BACKLOG_MASK", 255)
+    monkeypatch.setattr(_span_events, "BACKLOG_MASK", 255)
     goes_on, real = threading.Event(), EncoderThread._lines
     monkeypatch.setattr(EncoderThread, "_lines", lambda self, batch: goes_on.wait() and real(self, batch))
 

@@ -180,7 +180,7 @@ def test_forked_process_does_not_end_its_parents_spans():
         with ai.compute:
             child = os.fork()
             if child == 0:
-                from pipesight.trace._span import EVENTS
+                from pipesight.trace._span_events import EVENTS
 
                 try:
                     EVENTS.clear()

@@ -3,8 +3,8 @@
 from pipesight.distributed.agreement import DisagreementError
 from pipesight.distributed.failures import RankFailedError
 from pipesight.distributed.grad_scaler import GradScaler
+from pipesight.distributed.join_job import init_process_group
 from pipesight.distributed.pipeline import DistributedPipeline
-from pipesight.distributed.process_group import init_process_group
 from pipesight.distributed.schedules import names as schedule_names
 
 __all__ = [

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from pipesight.context import Where
 from pipesight.distributed import diagnosis
 from pipesight.distributed.diagnosis import Answers, LivenessPort, is_gone
-from pipesight.distributed.process_group import wait_for_gloo_at_exit
+from pipesight.distributed.join_job import wait_for_gloo_at_exit
 from pipesight.distributed.rank_notes import ANSWERS, RankNotes, State, store_outlives_ranks
 from pipesight.distributed.symptoms import collective_of, is_late, is_symptom, seconds_waited
 from pipesight.pipeline.workers import place_of

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesight.distributed.initial_weights import Recipe, build_on_meta
+from pipesight.distributed.rank_initialisation import Recipe, build_on_meta
 
 __all__ = ["build_model"]
 

@@ -23,10 +23,10 @@ from pipesight.distributed import saving, schedules
 from pipesight.distributed.agreement import LAYERS, Agreement, Message
 from pipesight.distributed.failures import RankMonitor
 from pipesight.distributed.grad_scaler import GradScaler, refuse_plain_scalers
-from pipesight.distributed.initial_weights import Recipe
 from pipesight.distributed.loss_weights import LossFunction, LossWeight, LossWeights
 from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.model_building import build_model
+from pipesight.distributed.rank_initialisation import Recipe
 from pipesight.distributed.replicas import KINDS
 from pipesight.distributed.shapes import Skeleton
 from pipesight.distributed.stage_building import learned_with, make_stages

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from pipesight._torch.process_group import default_store
+from pipesight._torch.default_store import default_store
 from pipesight.distributed.diagnosis import is_gone
 
 __all__ = ["ANSWERS", "RankNotes", "State", "store_outlives_ranks"]

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from pipesight.distributed.initial_weights import Recipe
 from pipesight.distributed.mesh import PipelineMesh
+from pipesight.distributed.rank_initialisation import Recipe
 from pipesight.distributed.replicas import Averaging, make_alike, make_replicas
 from pipesight.distributed.shapes import Skeleton
 from pipesight.distributed.stage import Stage

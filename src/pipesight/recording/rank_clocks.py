@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from pipesight._logger import own_logger
-from pipesight._torch.process_group import default_store
+from pipesight._torch.default_store import default_store
 from pipesight.recording.clock_correction import Correction, Measurement, correction_from, measure
 from pipesight.recording.clock_server import ASK, ClockServer
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pipesight.stats.config import ConfigError
     from pipesight.stats.model_watch import Watch, watch
     from pipesight.stats.moments import Moments
-    from pipesight.stats.moments.measuring import measure
+    from pipesight.stats.moments.cpu_moments import measure
     from pipesight.stats.nonfinite import NonfiniteError
     from pipesight.stats.rank_exchange import MissingRankError
     from pipesight.stats.registry import api_method, register_feature
@@ -57,7 +57,7 @@ _HOMES = {
     "WandbSink": "sinks",
     "Watch": "model_watch",
     "api_method": "registry",
-    "measure": "moments.measuring",
+    "measure": "moments.cpu_moments",
     "register_feature": "registry",
     "watch": "model_watch",
 }  # the others are in api

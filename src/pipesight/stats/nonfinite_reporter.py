@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipesight._plurals import count_of
-from pipesight._torch.process_group import default_store
+from pipesight._torch.default_store import default_store
 from pipesight.stats.nonfinite import Bad, NonfiniteError, Place
 
 __all__ = ["FirstRank", "NonfiniteReporter"]

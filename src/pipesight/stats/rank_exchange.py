@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipesight._padded_gather import PaddedGather
 from pipesight._plurals import plural
-from pipesight._torch.process_group import default_store
+from pipesight._torch.default_store import default_store
 
 __all__ = ["MissingRankError", "RankExchange"]
 

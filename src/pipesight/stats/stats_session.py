@@ -24,7 +24,7 @@ from pipesight.stats.iteration_buffer import IterationBuffer
 from pipesight.stats.measurements import Statistics, TensorMeasurements
 from pipesight.stats.measuring_feature import MeasuringFeature
 from pipesight.stats.message_log import MessageLog
-from pipesight.stats.moments._tensor_kinds import ORDINARY
+from pipesight.stats.moments._flat_pieces import ORDINARY
 from pipesight.stats.moments.cuda_launch import has_kernels
 from pipesight.stats.moments.cuda_moments import Calls, DeviceRow, is_capturing, is_quick
 from pipesight.stats.moments.delayed_scaling import DelayedScaling

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipesight import context
-from pipesight.stats.moments._tensor_kinds import plain
+from pipesight.stats.moments._flat_pieces import plain
 from pipesight.stats.moments.shards import local_part
 
 __all__ = ["TensorDumps"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipesight._logger import own_logger
 from pipesight._torch import compiling
-from pipesight.trace import _span
+from pipesight.trace import _span_events
 from pipesight.trace.node import Node, SilentNode
 from pipesight.trace.use import Use
 
@@ -78,6 +78,6 @@ class _NoticingLoader(Loader):
 
 def _register() -> None:
     try:
-        _span.is_compiling = compiling.register_empty_context(_kinds)
+        _span_events.is_compiling = compiling.register_empty_context(_kinds)
     except Exception:  # the compiler's internals may change
         logger.warning("code with spans in it may not compile as one graph with this version of torch", exc_info=True)

@@ -14,7 +14,7 @@ from pipesight._launcher import launched_rank
 from pipesight._os_facts import current_folder
 from pipesight._version import __version__
 from pipesight.trace._pipeline_lines import PlaceLines
-from pipesight.trace._span import FIELDS, ROOT_ID, WHEN, Args, thread_ids
+from pipesight.trace._span_events import FIELDS, ROOT_ID, WHEN, Args, thread_ids
 
 __all__ = ["NAMING", "THREAD", "Encoder"]
 

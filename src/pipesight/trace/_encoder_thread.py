@@ -20,10 +20,10 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from pipesight._logger import own_logger
-from pipesight.trace import _span
+from pipesight.trace import _span_events
 from pipesight.trace._background import BackgroundThread, wait
 from pipesight.trace._encode import THREAD, Encoder
-from pipesight.trace._span import EVENTS, FIELDS, NO_ARGS, thread_ids
+from pipesight.trace._span_events import EVENTS, FIELDS, NO_ARGS, thread_ids
 
 __all__ = ["EncoderThread", "Sink"]
 
@@ -141,7 +141,7 @@ class EncoderThread:
         known = thread_ids[ident]
         if self._announced.get(ident) != known:
             self._announced[ident] = known
-            moment = _span.now()
+            moment = _span_events.now()
             EVENTS.extend((THREAD, *known, moment, moment, 0, ident, NO_ARGS))
 
     def ensure_running(self) -> bool:
@@ -163,7 +163,7 @@ class EncoderThread:
             with contextlib.suppress(Empty):
                 request = requests.get(timeout=self.interval)
             if self._requests is requests:
-                _span.prepare_flush(last=False)
+                _span_events.prepare_flush(last=False)
                 self._drain(requests)
             if request is not None:
                 request.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
-from pipesight.trace._span import Span, begin, end, remove
+from pipesight.trace._span_events import Span, begin, end, remove
 
 if TYPE_CHECKING:
     from pipesight.trace._wrap import Recordable

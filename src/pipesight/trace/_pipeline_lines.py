@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from pipesight.trace._span import Args, Place
+from pipesight.trace._span_events import Args, Place
 
 __all__ = ["PlaceLines", "carried"]
 

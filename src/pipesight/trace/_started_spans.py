@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Any
 
-from pipesight.trace._span import Span, begin, current, end, resume
+from pipesight.trace._span_events import Span, begin, current, end, resume
 
 __all__ = ["start", "stop"]
 

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 
 from pipesight._logger import own_logger
-from pipesight.trace import _span
+from pipesight.trace import _span_events
 from pipesight.trace._encode import Encoder
 from pipesight.trace._encoder_thread import EncoderThread, Sink
 from pipesight.trace._exit_hooks import ExitHooks
 from pipesight.trace._recording_switch import set_recording
-from pipesight.trace._span import EVENTS
+from pipesight.trace._span_events import EVENTS
 
 __all__ = ["Tracer", "tracer"]
 
@@ -54,9 +54,9 @@ class Tracer:
                 self._thread.drain()
             else:
                 self._thread.begin(encoder or Encoder())
-                _span.on_backlog.append(self._limit_backlog)
-                _span.on_lost.append(self._count_lost)
-                _span.on_thread.append(self._meet_thread)
+                _span_events.on_backlog.append(self._limit_backlog)
+                _span_events.on_lost.append(self._count_lost)
+                _span_events.on_thread.append(self._meet_thread)
                 self._exit_hooks.watch()
             self._thread.sinks = (*self._thread.sinks, sink)
             set_recording(True)
@@ -69,7 +69,7 @@ class Tracer:
                 return
             if len(self._thread.sinks) == 1:
                 set_recording(False)
-            _span.prepare_flush(last=True)
+            _span_events.prepare_flush(last=True)
             self._thread.drain_or_give_up()
             self._thread.sinks = tuple(other for other in self._thread.sinks if other is not sink)
             if not self._thread.sinks:
@@ -89,12 +89,12 @@ class Tracer:
 
     def flush(self) -> None:
         """Write all events that have ended."""
-        _span.prepare_flush(last=False)
+        _span_events.prepare_flush(last=False)
         self._thread.drain()
         for sink in self._thread.sinks:
             sink.flush()
 
-    # What `_span` calls.
+    # What `_span_events` calls.
 
     def _limit_backlog(self) -> None:
         self._thread.limit_backlog()
@@ -114,7 +114,7 @@ class Tracer:
         self.ending = ending or self.ending
         with self._finishing:  # if another thread is here, it does not take forever: every wait in here is limited
             set_recording(False)
-            _span.prepare_flush(last=True)
+            _span_events.prepare_flush(last=True)
             self._thread.drain_or_give_up()
             for sink in self._thread.sinks:
                 sink.close()
@@ -131,9 +131,9 @@ class Tracer:
             sink.log_lost()
 
     def _unwatch(self) -> None:
-        _span.on_backlog.remove(self._limit_backlog)
-        _span.on_lost.remove(self._count_lost)
-        _span.on_thread.remove(self._meet_thread)
+        _span_events.on_backlog.remove(self._limit_backlog)
+        _span_events.on_lost.remove(self._count_lost)
+        _span_events.on_thread.remove(self._meet_thread)
         self._exit_hooks.unwatch()
 
     # Forks.
@@ -152,7 +152,7 @@ class Tracer:
         self._begin(EncoderThread(before.interval))
         self._exit_hooks.begin_process()
         EVENTS.clear()
-        _span.begin_process()
+        _span_events.begin_process()
         if before.sinks:
             encoder = before.encoder.for_child()
             self._thread.encoder = encoder

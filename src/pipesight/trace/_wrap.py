@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Generator
 from typing import Any, Protocol, TypeVar, cast
 
-from pipesight.trace import _span
-from pipesight.trace._span import Args, begin, current, end, resume
+from pipesight.trace import _span_events
+from pipesight.trace._span_events import Args, begin, current, end, resume
 
 __all__ = ["Recordable", "wrap"]
 
@@ -105,7 +105,7 @@ def _wrap_generator(function: Callable[..., Any], node: Recordable) -> Callable[
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not switch.recording or _span.is_compiling():
+        if not switch.recording or _span_events.is_compiling():
             return (yield from function(*args, **kwargs))
         span = _GeneratorSpan(node)
         try:

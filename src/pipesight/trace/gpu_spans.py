@@ -23,7 +23,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pipesight.trace._span import EVENTS, ROOT_ID, Args, lose, next_id, now, on_flush, past, thread_ids
+from pipesight.trace._span_events import EVENTS, ROOT_ID, Args, lose, next_id, now, on_flush, past, thread_ids
 from pipesight.trace.node import Node
 
 __all__ = ["DeviceSpan", "DeviceSpans", "DeviceTask", "device_spans", "is_capturing"]
@@ -34,7 +34,7 @@ _BACKLOG = 4_000  # from so many spans on, code that records resolves them too
 _ANCHOR_LASTS = 5e9  # nanoseconds: CUDA's float milliseconds are exact to a microsecond for some ten seconds
 
 _Where: TypeAlias = tuple[int, int, int, int, str | None, int, int]
-"""The last entries of `_span.Place`."""
+"""The last entries of `_span_events.Place`."""
 
 
 @dataclass(frozen=True, slots=True)

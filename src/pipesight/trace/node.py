@@ -1,6 +1,6 @@
 """Nodes: the events of a trace, and every way to record them.
 
-A node holds no start time: spans do (`_span`), so one node can be open many times at once.
+A node holds no start time: spans do (`_span_events`), so one node can be open many times at once.
 
 A node that does not record has another class, `SilentNode`, so that its ``with`` block costs almost nothing. Python
 looks up both ends of a ``with`` block when it starts, so a switch in the middle of a block only affects the next one.
@@ -12,11 +12,11 @@ import threading
 from collections.abc import AsyncIterable, Iterable, Iterator
 from typing import Any, Literal, TypeVar, overload
 
-from pipesight.trace import _span, _started_spans
+from pipesight.trace import _span_events, _started_spans
 from pipesight.trace._args import named_args
 from pipesight.trace._loop import Loop
 from pipesight.trace._recording_switch import ALWAYS, changing, roots
-from pipesight.trace._span import BACKLOG_MASK, EVENTS, METADATA, NO_ARGS, Args, end_innermost, next_id, now
+from pipesight.trace._span_events import BACKLOG_MASK, EVENTS, METADATA, NO_ARGS, Args, end_innermost, next_id, now
 from pipesight.trace._wrap import wrap
 from pipesight.trace.use import Use
 
@@ -25,7 +25,7 @@ __all__ = ["Node", "SilentNode"]
 F = TypeVar("F")
 T = TypeVar("T")
 
-_get, _set, _ident = _span.current, _span.resume, threading.get_ident
+_get, _set, _ident = _span_events.current, _span_events.resume, threading.get_ident
 _add = EVENTS.extend
 
 
@@ -89,7 +89,7 @@ class Node:
     def __enter__(self) -> Node:
         up = _get()
         if up[5] != _ident():
-            up = _span.adopt(up)
+            up = _span_events.adopt(up)
         _set((self, next_id(), up, now(), up[4] + 1, up[5]))
         return self
 
@@ -103,7 +103,7 @@ class Node:
         _set(up)
         _add((self, number, up[1], start, moment, level, thread, self.args))
         if not number & BACKLOG_MASK:
-            _span.check_backlog()
+            _span_events.check_backlog()
 
     # A function, or one use with arguments of its own.
 
@@ -179,7 +179,7 @@ class Node:
             iter_name: Another name for the waits.
             block_name: Another name for the bodies.
         """
-        if _span.is_compiling():
+        if _span_events.is_compiling():
             return iterable
         wait = self.named(iter_name) if iter_name else self.derive("iter")
         body = self.named(block_name) if block_name else self.derive("block")
@@ -191,19 +191,19 @@ class Node:
         """Start a span that `stop` ends, in the same thread. With ``metadata``, write the moment instead of a span."""
         if metadata:
             self._mark("start")
-        elif self.recording and not _span.is_compiling():
+        elif self.recording and not _span_events.is_compiling():
             _started_spans.start(self)
 
     def stop(self, *, metadata: bool = False) -> None:
         """End the span that the last `start` of this event opened, in this context or else in this thread."""
         if metadata:
             self._mark("end")
-        elif not _span.is_compiling():
+        elif not _span_events.is_compiling():
             _started_spans.stop(self)
 
     def _mark(self, what: Literal["start", "end"]) -> None:
-        if self.recording and not _span.is_compiling():
-            _span.put(METADATA, {"name": f"{self.name}.{what}", "value": _span.WHEN})
+        if self.recording and not _span_events.is_compiling():
+            _span_events.put(METADATA, {"name": f"{self.name}.{what}", "value": _span_events.WHEN})
 
     # The tree.
 
@@ -221,7 +221,7 @@ class Node:
         """Return the event ``SELF.name`` below this one, made on the first call."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"the name of a derived event must be a string that is not empty (name: {name!r})")
-        if _span.is_compiling():
+        if _span_events.is_compiling():
             return self  # any node will do: it is silent, and a new one would break the graph
         with changing():
             if name not in self._derived:

@@ -10,7 +10,7 @@
 
 Each carries ``step``, ``minibatch`` (its number in the process), ``partition``, ``microbatch`` and, for layers,
 ``layer``. There are many of these spans, and workers wait while they are recorded, so little is done here: arguments
-stay a tuple, `_span.Place`, which the encoder thread turns into text.
+stay a tuple, `_span_events.Place`, which the encoder thread turns into text.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from __future__ import annotations
 import threading
 
 from pipesight.context import Observer, Where
-from pipesight.trace import _span
+from pipesight.trace import _span_events
 from pipesight.trace._pipeline_lines import carried
 from pipesight.trace._recording_switch import is_recording
-from pipesight.trace._span import (
+from pipesight.trace._span_events import (
     BACKLOG_MASK,
     EVENTS,
     ROOT_ID,
@@ -65,7 +65,7 @@ class _Track:
         self.transfer: Span | None = None
         self.on_device: DeviceTask | None = None
         self.way = 0
-        _span.adopt(self.root)
+        _span_events.adopt(self.root)
 
 
 class PipelineSpans(Observer):
@@ -116,7 +116,7 @@ class PipelineSpans(Observer):
         if track.on_device is not None:
             device_spans.end_task(track.on_device, node, where_it_was, more=track.way < 0)
         if not number & BACKLOG_MASK:
-            _span.check_backlog()
+            _span_events.check_backlog()
 
     def layer_started(self, where: Where) -> None:
         """Begin the layer's span inside the task's, although the layer runs in the context of the pipeline's caller."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipesight.trace import _span
+from pipesight.trace import _span_events
 from pipesight.trace._args import plain_args
 from pipesight.trace._recording_switch import is_recording
-from pipesight.trace._span import Mark, put
+from pipesight.trace._span_events import Mark, put
 
 __all__ = ["counter", "instant"]
 
@@ -19,7 +19,7 @@ def counter(name: str, /, **values: float) -> None:
 
         counter("memory", allocated=torch.cuda.memory_allocated())
     """
-    if is_recording() and not _span.is_compiling():
+    if is_recording() and not _span_events.is_compiling():
         put(Mark("C", name, "counter"), plain_args(values))
 
 
@@ -30,5 +30,5 @@ def instant(name: str, /, **args: Any) -> None:
 
         instant("lr dropped", lr=0.01)
     """
-    if is_recording() and not _span.is_compiling():
+    if is_recording() and not _span_events.is_compiling():
         put(Mark("i", name, "instant"), plain_args(args))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from pipesight.trace import _span
+from pipesight.trace import _span_events
 from pipesight.trace._args import named_args
 from pipesight.trace._loop import Loop
 from pipesight.trace._recording_switch import ALWAYS, NEVER, Switch
-from pipesight.trace._span import Args, begin, begin_silently, end_innermost
+from pipesight.trace._span_events import Args, begin, begin_silently, end_innermost
 from pipesight.trace._wrap import wrap
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Use:
         return {**self._node.args, **self._own} if self._own else self._node.args
 
     def __enter__(self) -> Use:
-        if not _span.is_compiling():
+        if not _span_events.is_compiling():
             if self.recording:
                 begin(self)
             else:
@@ -74,7 +74,7 @@ class Use:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not _span.is_compiling():
+        if not _span_events.is_compiling():
             end_innermost(self)
 
     def update(
@@ -104,7 +104,7 @@ class Use:
 
     def iter(self, iterable: Any, *, include_iter: bool = True, include_block: bool = True) -> Any:
         """Iterate as `Node.iter` does, with the arguments of this use."""
-        if _span.is_compiling():
+        if _span_events.is_compiling():
             return iterable
         wait = self._derive("iter") if include_iter else None
         return Loop(iterable, wait, self._derive("block") if include_block else None)

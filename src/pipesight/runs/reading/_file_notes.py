@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipesight._plurals import count_of, plural
 from pipesight.runs.reading._decompression import Decompressor
-from pipesight.runs.reading._trace_normalizing import Normalizer
+from pipesight.runs.reading._file_conversion import Normalizer
 from pipesight.runs.reading.duckdb_events import FileFacts
 from pipesight.runs.reading.reader_notes import Note
 from pipesight.runs.reading.trace_files import TraceFile

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipesight.runs.format import EVENTS, LOGS, RUN_FILE, STATS
 from pipesight.runs.reading._checksums import IntegrityChecks
 from pipesight.runs.reading._decompression import Decompressor
+from pipesight.runs.reading._file_conversion import Normalizer
 from pipesight.runs.reading._file_notes import file_notes, missing_ranks, nothing_found
 from pipesight.runs.reading._parquet_dataset import check_schema, is_dataset, read_notes
-from pipesight.runs.reading._trace_normalizing import Normalizer
 from pipesight.runs.reading.attempts import Attempt, choose, own_restarts
 from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
 from pipesight.runs.reading.descriptions import merged, processes_of, read_description, read_ranks, shifts_of

@@ -24,10 +24,10 @@ from pipesight.stats import api
 from pipesight.stats.config_errors import shown
 from pipesight.stats.current_session import running
 from pipesight.stats.layer_names import named_layers, partitions_of
-from pipesight.stats.model_watch._agreed_steps import AgreedSteps
 from pipesight.stats.model_watch._hook import Hook, Once
 from pipesight.stats.model_watch._input_gradients import InputGradients
 from pipesight.stats.model_watch._readable import has_values, numbers
+from pipesight.stats.model_watch._step_counter import AgreedSteps
 from pipesight.stats.model_watch._weights import Weights
 from pipesight.stats.model_watch.model_part import Model, is_distributed, part_of
 from pipesight.stats.recomputation import in_checkpoint, is_recomputing

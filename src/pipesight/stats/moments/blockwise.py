@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pipesight.stats.moments._tensor_kinds import matrices, plain
+from pipesight.stats.moments._flat_pieces import matrices, plain
 from pipesight.stats.moments.shards import local_part
 
 __all__ = ["BlockwiseRange", "max_blockwise_dynamic_range", "measure_blockwise"]
@@ -58,7 +58,7 @@ def measure_blockwise(
     """The greatest dynamic range of the blocks of a tensor; NaNs and infinities are left out.
 
     Args:
-        tensor: as :func:`pipesight.stats.moments.measuring.measure` takes it.
+        tensor: as :func:`pipesight.stats.moments.cpu_moments.measure` takes it.
         block_size: elements along a side of a block; those at the edges of the tensor may be smaller.
         dims: 1 for blocks of the last dimension; 2 for squares of the last dimension and all others taken together.
         max_over_orientations: also take blocks of all others taken together, as if the tensor were transposed.

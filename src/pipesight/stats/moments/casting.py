@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from pipesight.stats.moments._tensor_kinds import matrices, plain
+from pipesight.stats.moments._flat_pieces import matrices, plain
 from pipesight.stats.moments.cast_statistics import MOST, NVFP4, RECIPES, CastCounts
 from pipesight.stats.moments.shards import local_part
 
@@ -32,7 +32,7 @@ def measure_cast(
     """Cast a tensor and count what that does; the tensor is not changed.
 
     Args:
-        tensor: as :func:`pipesight.stats.moments.measuring.measure` takes it.
+        tensor: as :func:`pipesight.stats.moments.cpu_moments.measure` takes it.
         recipe: one of :data:`RECIPES`.
         format: one of the recipe's; by default its usual one.
         blocks: how the blocks of a recipe lie: along ``rows``, the last dimension; ``columns``, all others taken

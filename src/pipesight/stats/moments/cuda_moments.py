@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipesight._torch.tensors import current_gpu, is_transformed, raw_stream
-from pipesight.stats.moments._tensor_kinds import ORDINARY, flat_pieces, plain
+from pipesight.stats.moments._flat_pieces import ORDINARY, flat_pieces, plain
+from pipesight.stats.moments.cpu_moments import measure_on_device
 from pipesight.stats.moments.cuda_launch import QUICK, Kernels
-from pipesight.stats.moments.measuring import measure_on_device
 from pipesight.stats.moments.moments import FIELDS, LaterMoments, Moments, merge_rows
 
 __all__ = ["Calls", "DeviceRow", "DeviceRows", "is_capturing", "is_quick", "merge_calls"]

@@ -19,7 +19,7 @@ from pipesight.stats.config_errors import nearest
 from pipesight.stats.moments.blockwise import BlockwiseRange, max_blockwise_dynamic_range, measure_blockwise
 from pipesight.stats.moments.cast_statistics import CAST_STATISTICS, RECIPES, CastCounts, CastStatistic
 from pipesight.stats.moments.casting import measure_cast
-from pipesight.stats.moments.measuring import measure, measure_on_device
+from pipesight.stats.moments.cpu_moments import measure, measure_on_device
 from pipesight.stats.moments.moments import Moments
 from pipesight.stats.moments.statistic_formulas import STATISTICS
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipesight.stats.moments._exact import exact
 from pipesight.stats.moments._rows import FLOAT32
-from pipesight.stats.moments.measuring import is_ordinary
+from pipesight.stats.moments.cpu_moments import is_ordinary
 from pipesight.stats.moments.moments import LaterMoments, Moments
 
 __all__ = ["SmallRow", "SmallRows"]

@@ -12,11 +12,11 @@ from pipesight import context
 from pipesight._nested import tensors_in
 from pipesight._patches import Patches
 from pipesight._torch.tensors import without_function_overrides
-from pipesight.trace import _span
+from pipesight.trace import _span_events
 from pipesight.trace._pipeline_lines import carried
-from pipesight.trace._span import Args, Place
+from pipesight.trace._span_events import Args, Place
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._step import with_step
+from pipesight.trace.automatic._step_number import with_step
 from pipesight.trace.node import Node
 
 __all__ = ["instrument_collectives"]
@@ -80,11 +80,11 @@ def _around(asynchronous: bool, node: Node, measured: str, names: tuple[str, ...
         else:
             place = (where.step, where.serial, where.partition, where.microbatch)
             known["peer"] = where.peer
-        span = _span.begin(node)
+        span = _span_events.begin(node)
         try:
             work = original(*args, **kwargs)
         finally:
-            _span.end(span, _args(node, known, place))
+            _span_events.end(span, _args(node, known, place))
         if known["async"] and work is not None:
             if len(_waits) > 10_000:  # the program never waits for them
                 _waits.clear()
@@ -105,11 +105,11 @@ def _wait(original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) ->
     node, known, place = _waits.pop(id(work), (ai.comm, {}, None))
     if not known or not node.recording:
         return original(work, *args, **kwargs)
-    span = _span.begin(node)
+    span = _span_events.begin(node)
     try:
         return original(work, *args, **kwargs)
     finally:
-        _span.end(span, _args(node, known, place))
+        _span_events.end(span, _args(node, known, place))
 
 
 def _args(node: Node, known: dict[str, Any], place: _InPipeline | None) -> Args | Place:
@@ -118,7 +118,7 @@ def _args(node: Node, known: dict[str, Any], place: _InPipeline | None) -> Args 
 
 def _is_inside(node: Node) -> bool:
     """Tell whether another collective makes this call: those for objects use those for tensors."""
-    around = _span.current()[0]
+    around = _span_events.current()[0]
     return around is not None and getattr(around, "category", None) == "comm" and node.category == "comm"
 
 

@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from pipesight._patches import Patches
 from pipesight._torch.tensors import without_function_overrides
-from pipesight.trace import _span
-from pipesight.trace._span import begin, end, now, past, remove
+from pipesight.trace import _span_events
+from pipesight.trace._span_events import begin, end, now, past, remove
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._step import with_step
+from pipesight.trace.automatic._step_number import with_step
 
 __all__ = ["instrument_transfers"]
 
@@ -28,7 +28,7 @@ def instrument_transfers(patches: Patches) -> None:
 
 def _move_tensor(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     node = ai.device.transfer
-    if not node.recording or _span.current()[0] is node:  # of a module, which is one span
+    if not node.recording or _span_events.current()[0] is node:  # of a module, which is one span
         return original(tensor, *args, **kwargs)
     start = now()
     moved = original(tensor, *args, **kwargs)

@@ -27,10 +27,10 @@ from pipesight._nested import tensors_in
 from pipesight._patches import Patches, harmless
 from pipesight._torch.module_internals import GLOBAL_HOOKS_CHECK
 from pipesight._torch.tensors import without_function_overrides
-from pipesight.trace import _span
-from pipesight.trace._span import Span, begin, end
+from pipesight.trace import _span_events
+from pipesight.trace._span_events import Span, begin, end
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._step import with_step
+from pipesight.trace.automatic._step_number import with_step
 from pipesight.trace.gpu_spans import DeviceSpan, device_spans
 
 __all__ = ["ModuleHooks", "instrument_modules", "on_outermost"]
@@ -89,7 +89,7 @@ class ModuleHooks:
         self._changing = threading.RLock()
         self._removed = False
         self._attach()
-        _span.on_pass.append(self.suspend)
+        _span_events.on_pass.append(self.suspend)
 
     def suspend(self, begins: bool) -> None:
         """Remove the hooks, or attach them again once every suspension has ended."""
@@ -118,8 +118,8 @@ class ModuleHooks:
         with self._changing:
             self._removed = True
             self._detach()
-            if self.suspend in _span.on_pass:
-                _span.on_pass.remove(self.suspend)
+            if self.suspend in _span_events.on_pass:
+                _span_events.on_pass.remove(self.suspend)
 
     def _attach(self) -> None:
         if not self._handles:
@@ -135,7 +135,7 @@ class ModuleHooks:
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
         # In the worker of a pipeline, which records its layers itself.
-        if _span.is_compiling() or context.current() is not None:
+        if _span_events.is_compiling() or context.current() is not None:
             return
         if _here.era != self._era:
             _here.era, _here.calls = self._era, []
@@ -159,7 +159,7 @@ class ModuleHooks:
 
     @harmless
     def _ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if _span.is_compiling() or context.current() is not None:
+        if _span_events.is_compiling() or context.current() is not None:
             return
         calls = _here.calls
         if _here.era != self._era or all(call.module is not module for call in calls):

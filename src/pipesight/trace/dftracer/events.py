@@ -9,12 +9,12 @@ from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, ClassVar, Literal, TypeVar, overload
 
-from pipesight.trace import _span
+from pipesight.trace import _span_events
 from pipesight.trace._args import named_args, plain_args
 from pipesight.trace._compile import register_with_compiler
 from pipesight.trace._loop import Loop
 from pipesight.trace._recording_switch import is_recording
-from pipesight.trace._span import NO_ARGS, Args, begin, begin_silently, end, remove
+from pipesight.trace._span_events import NO_ARGS, Args, begin, begin_silently, end, remove
 from pipesight.trace._wrap import wrap
 from pipesight.trace.dftracer.log import dftracer
 
@@ -59,11 +59,11 @@ class dft_fn:  # noqa: N801
         enable: bool = True,
     ) -> None:
         self.category = str(cat)
-        compiling = _span.is_compiling()
+        compiling = _span_events.is_compiling()
         self.name = str(name) if name else "compiled" if compiling else sys._getframe(1).f_code.co_name
         self.args: Args = NO_ARGS
         self._enable = enable
-        self._since: int | None = None if compiling else _span.now()
+        self._since: int | None = None if compiling else _span_events.now()
         self.update(epoch, step, image_idx, image_size)
 
     @property
@@ -93,37 +93,37 @@ class dft_fn:  # noqa: N801
     # A block of code.
 
     def __enter__(self) -> dft_fn:
-        if not _span.is_compiling():
+        if not _span_events.is_compiling():
             self._open()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not _span.is_compiling():
-            _span.end_innermost(self)
+        if not _span_events.is_compiling():
+            _span_events.end_innermost(self)
 
     def _open(self) -> None:
         (begin if self.recording else begin_silently)(self)
 
     def flush(self) -> dft_fn:
         """Record the event now: from the begin of the block, or else from when this was made or `reset`."""
-        if _span.is_compiling():
+        if _span_events.is_compiling():
             return self
-        block = _span.innermost(lambda node: node is self)
+        block = _span_events.innermost(lambda node: node is self)
         if block is not None:
             end(block, self.args)
             begin_silently(self)  # for the block's end to close
         elif self._since is not None and self.recording:
-            _span.past(self, self._since, _span.now(), self.args)
+            _span_events.past(self, self._since, _span_events.now(), self.args)
             self._since = None
         return self
 
     def reset(self) -> dft_fn:
         """Begin the event anew."""
-        if _span.is_compiling():
+        if _span_events.is_compiling():
             return self
-        block = _span.innermost(lambda node: node is self)
+        block = _span_events.innermost(lambda node: node is self)
         if block is None:
-            self._since = _span.now()
+            self._since = _span_events.now()
         else:
             remove(block)
             self._open()
@@ -205,12 +205,12 @@ class _Named:
         return self._owner.args
 
     def __enter__(self) -> None:
-        if not _span.is_compiling():
+        if not _span_events.is_compiling():
             (begin if self.recording else begin_silently)(self)
 
     def __exit__(self, *_: object) -> None:
-        if not _span.is_compiling():
-            _span.end_innermost(self)
+        if not _span_events.is_compiling():
+            _span_events.end_innermost(self)
 
 
 class _CountedLoop(Loop):
@@ -233,7 +233,7 @@ def _log_calls(function: FunctionType, event: _Named) -> Any:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _span.is_compiling() or not event.recording:
+        if _span_events.is_compiling() or not event.recording:
             return function(*args, **kwargs)
         picked = pick(args, kwargs)
         span = begin(event)

@@ -11,11 +11,11 @@ from types import EllipsisType
 from typing import Any, ClassVar, Literal
 
 from pipesight._logger import own_logger
-from pipesight.trace import _span, trace_session
+from pipesight.trace import _span_events, trace_session
 from pipesight.trace._args import plain, plain_args
 from pipesight.trace._file_names import is_device
 from pipesight.trace._recording_switch import is_recording
-from pipesight.trace._span import EVENTS, METADATA, begin, begin_silently, remove
+from pipesight.trace._span_events import EVENTS, METADATA, begin, begin_silently, remove
 from pipesight.trace._tracer import tracer
 from pipesight.trace.environment_settings import Settings
 
@@ -116,7 +116,7 @@ class dftracer:  # noqa: N801
 
     def get_time(self) -> int:
         """Return the time of the trace, in microseconds."""
-        return tracer.encoder.microseconds(_span.now())
+        return tracer.encoder.microseconds(_span_events.now())
 
     # Events by hand.
 
@@ -129,7 +129,7 @@ class dftracer:  # noqa: N801
 
     def exit_event(self) -> None:
         """Leave what the last `enter_event` began."""
-        span = _span.innermost(lambda node: isinstance(node, _Entered))
+        span = _span_events.innermost(lambda node: isinstance(node, _Entered))
         if span is not None:
             remove(span)
 
@@ -151,19 +151,19 @@ class dftracer:  # noqa: N801
         event = _event(str(name), str(cat))
         start = int(start_time) * 1000 - tracer.encoder.offset
         stop = start + int(duration) * 1000
-        span = _span.current()
+        span = _span_events.current()
         if isinstance(span[0], _Entered) and not span[0].logged:
             span[0].logged = True
             EVENTS.extend((event, span[1], span[2][1], start, stop, span[4], span[5], args))
-            if not len(EVENTS) & _span.BACKLOG_MASK:
-                _span.check_backlog()
+            if not len(EVENTS) & _span_events.BACKLOG_MASK:
+                _span_events.check_backlog()
         else:
-            _span.past(event, start, stop, args)
+            _span_events.past(event, start, stop, args)
 
     def log_metadata_event(self, key: str, value: object) -> None:
         """Note a fact about this run."""
         if is_recording():
-            _span.put(METADATA, {"name": str(plain(key)), "value": str(plain(value))})
+            _span_events.put(METADATA, {"name": str(plain(key)), "value": str(plain(value))})
 
     set_app_metadata_int = set_app_metadata_string = log_metadata_event
 

@@ -1,6 +1,7 @@
 // Sets up the page, and shows a run in it, or a longer payload of the same run.
 
 import { startBlock } from "./block_panel.js";
+import { startBlockTable } from "./block_table.js";
 import { byId } from "./dom.js";
 import { startFindings } from "./findings.js";
 import { startKeys } from "./keyboard_input.js";
@@ -19,7 +20,6 @@ import { startSearching } from "./search.js";
 import { shownStep, state, tell } from "./state.js";
 import { startStatistics, statisticsDrawn } from "./statistics_section.js";
 import { startStepping } from "./step_slider.js";
-import { startStepTable } from "./step_table.js";
 import { startTheme } from "./theme.js";
 import { startTimeline, timeline } from "./timeline.js";
 import { startSummary } from "./verdict.js";
@@ -96,7 +96,7 @@ for (const start of [
   startNames,
   startSearching,
   startBlock,
-  startStepTable,
+  startBlockTable,
   startLosses,
   startLayers,
   startStatistics,

@@ -1,4 +1,4 @@
-// The step as a table, for screen readers and for copying.
+// The blocks of a step as a table, for screen readers and for copying.
 
 import { byId, make, put, tableHead } from "./dom.js";
 import { formatCount, formatShare, formatTime } from "./format.js";
@@ -7,7 +7,7 @@ import { listen, shownStep, state } from "./state.js";
 
 const MOST = 1000;
 
-export function startStepTable() {
+export function startBlockTable() {
   byId("step-table").addEventListener("toggle", showTable);
   listen("run step", showTable);
 }

@@ -1,4 +1,4 @@
-"""Measure a tensor: one pass over it in chunks that stay in the cache, moments out.
+"""Moments of a tensor on the CPU, or anywhere by ordinary operators: one pass in chunks that stay in the cache.
 
 Example::
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipesight._torch.tensors import is_transformed
 from pipesight.stats.moments._exact import exact
+from pipesight.stats.moments._flat_pieces import ORDINARY, flat_pieces, plain
 from pipesight.stats.moments._rows import FLOAT32, in_rows
-from pipesight.stats.moments._tensor_kinds import ORDINARY, flat_pieces, plain
 from pipesight.stats.moments.moments import Moments
 from pipesight.stats.moments.shards import LocalPart, local_part
 

@@ -1,4 +1,4 @@
-"""The default process group: the store behind it."""
+"""The store behind the default process group."""
 
 from __future__ import annotations
 

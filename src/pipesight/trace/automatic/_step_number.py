@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipesight import context
-from pipesight.trace._span import Args
+from pipesight.trace._span_events import Args
 
 __all__ = ["with_step"]
 

@@ -1,4 +1,4 @@
-"""Kinds of tensors: whatever PyTorch calls a tensor becomes flat, dense, plain pieces, or a clear error.
+"""Whatever PyTorch calls a tensor becomes flat, dense, plain pieces, or a clear error.
 
 sparse      what is stored, and zeros for the rest
 nested      the values of its parts
