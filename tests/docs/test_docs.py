@@ -50,6 +50,10 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "git clone https://github.com/pipesight/pipesight && cd pipesight": NETWORK,
         "pip install .": NETWORK,
     },
+    "docs/compatibility.md": {
+        "make clients": NETWORK,
+        'make clients CLIENTS="torchgpipe dftracer"': NETWORK,
+    },
     "docs/how-to/from-dftracer.md": {
         "pip uninstall dftracer pydftracer": NETWORK,
         "pip install . ./shims/dftracer": NETWORK,
