@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from fuzz.cases import account, fuzz
 from pipesight.stats.moments import Moments, _exact, _rows, cpu_moments, merge_rows
-from pipesight.stats.moments.blockwise import max_blockwise_dynamic_range, measure_blockwise
+from pipesight.stats.moments.blockwise_range import max_blockwise_dynamic_range, measure_blockwise
 from pipesight.stats.moments.casting import measure_cast
 from pipesight.stats.moments.cpu_moments import measure, measure_on_device
-from pipesight.stats.moments.small_tensors import SmallRows
+from pipesight.stats.moments.small_tensor_buffer import SmallRows
 from pipesight.stats.moments.statistic_formulas import STATISTICS
 
 FUZZER = "statistics"

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesight.stats.moments.blockwise import BlockwiseRange, max_blockwise_dynamic_range, measure_blockwise
+from pipesight.stats.moments.blockwise_range import BlockwiseRange, max_blockwise_dynamic_range, measure_blockwise
 from pipesight.stats.moments.cast_statistics import CAST_STATISTICS, CastCounts
 from pipesight.stats.moments.casting import measure_cast
 from pipesight.stats.moments.delayed_scaling import DelayedScaling

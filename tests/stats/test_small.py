@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipesight.stats.moments import Moments
 from pipesight.stats.moments.cpu_moments import measure
-from pipesight.stats.moments.small_tensors import MOST, ROOM, SmallRows
+from pipesight.stats.moments.small_tensor_buffer import MOST, ROOM, SmallRows
 
 
 def same(found: Moments, tensor: torch.Tensor, **flags: bool) -> bool:

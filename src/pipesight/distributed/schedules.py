@@ -12,7 +12,7 @@ import torch.distributed.pipelining as pipelining
 import torch.distributed.pipelining.schedules as torch_schedules
 
 from pipesight._torch.pipelining import STEP_FUNCTION
-from pipesight.schedule.rank_schedules import SCHEDULES, RankSchedule, by_name
+from pipesight.schedule.supported_schedules import SCHEDULES, RankSchedule, by_name
 
 __all__ = ["choose", "make", "names"]
 

@@ -14,7 +14,7 @@ from pipesight.distributed.shapes import Skeleton
 from pipesight.distributed.stage import Stage
 from pipesight.pipeline.batchnorm import DeferredBatchNorm
 from pipesight.pipeline.partition import Partition
-from pipesight.schedule.rank_schedules import RankSchedule
+from pipesight.schedule.supported_schedules import RankSchedule
 
 __all__ = ["learned_with", "make_stages"]
 

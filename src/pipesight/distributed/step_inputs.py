@@ -13,7 +13,7 @@ from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone, scatter
 from pipesight.pipeline.randomness import draw_seed, next_seed, seed_of
-from pipesight.schedule.rank_schedules import RankSchedule
+from pipesight.schedule.supported_schedules import RankSchedule
 
 __all__ = ["StepInputs"]
 

@@ -25,7 +25,7 @@ from pipesight.distributed.symptoms import is_symptom
 from pipesight.pipeline.minibatch import next_serial
 from pipesight.pipeline.randomness import PassRandomness, begin_task, end_task, isolated
 from pipesight.schedule.argument_checks import CheckpointMode, checkpoint_stop
-from pipesight.schedule.rank_schedules import RankSchedule
+from pipesight.schedule.supported_schedules import RankSchedule
 
 __all__ = ["ScheduleRunner", "StepRunner"]
 

@@ -12,10 +12,10 @@ import numpy as np
 from pipesight._formatting import size
 from pipesight.plan.balance_search import find_balance
 from pipesight.schedule.costs import Costs
-from pipesight.schedule.rank_schedules import by_name
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Simulation
 from pipesight.schedule.stage_costs import StageCosts
+from pipesight.schedule.supported_schedules import by_name
 
 __all__ = [
     "DISTRIBUTED_NAMES",

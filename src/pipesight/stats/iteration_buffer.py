@@ -25,7 +25,7 @@ from pipesight.stats.message_log import MessageLog
 from pipesight.stats.moments.cuda_moments import DeviceRows
 from pipesight.stats.moments.moments import LaterMoments
 from pipesight.stats.moments.quantity import MOMENTS, Source
-from pipesight.stats.moments.small_tensors import SmallRows
+from pipesight.stats.moments.small_tensor_buffer import SmallRows
 from pipesight.stats.nonfinite import EARLY, Bad, Layers, Spot, in_order
 from pipesight.stats.nonfinite_reporter import NonfiniteReporter
 from pipesight.stats.rank_merging import RankMerging

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from pipesight._formatting import percent, time
 from pipesight._plurals import count_of
+from pipesight.analysis.lane_bubbles import Lane, lane_bubbles
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_grouping import EVALUATION
 from pipesight.analysis.step_times import PARTS
-from pipesight.analysis.timeline_lanes import Lane, lane_bubbles
 from pipesight.analysis.verdict import TITLES
 from pipesight.runs.reading.event_codes import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
 from pipesight.runs.reading.event_tables import Column, Tasks

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipesight.stats.config.rules import StatisticRequest
 from pipesight.stats.config_errors import nearest
-from pipesight.stats.moments.blockwise import BlockwiseRange, max_blockwise_dynamic_range, measure_blockwise
+from pipesight.stats.moments.blockwise_range import BlockwiseRange, max_blockwise_dynamic_range, measure_blockwise
 from pipesight.stats.moments.cast_statistics import CAST_STATISTICS, RECIPES, CastCounts, CastStatistic
 from pipesight.stats.moments.casting import measure_cast
 from pipesight.stats.moments.cpu_moments import measure, measure_on_device

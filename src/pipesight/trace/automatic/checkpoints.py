@@ -10,7 +10,7 @@ import torch
 
 from pipesight._patches import Patches
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._step_number import with_step
+from pipesight.trace.automatic._step_argument import with_step
 from pipesight.trace.node import Node
 
 __all__ = ["instrument_checkpoints"]

@@ -16,7 +16,7 @@ from pipesight.trace import _span_events
 from pipesight.trace._pipeline_lines import carried
 from pipesight.trace._span_events import Args, Place
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._step_number import with_step
+from pipesight.trace.automatic._step_argument import with_step
 from pipesight.trace.node import Node
 
 __all__ = ["instrument_collectives"]

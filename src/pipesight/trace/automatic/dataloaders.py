@@ -13,7 +13,7 @@ from pipesight._patches import Patches
 from pipesight._torch.data_loader import fetchers, iterator_class, worker_iterator_class, yielded
 from pipesight.trace._span_events import begin, end, now, past, remove
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._step_number import with_step
+from pipesight.trace.automatic._step_argument import with_step
 
 __all__ = ["instrument_loading"]
 

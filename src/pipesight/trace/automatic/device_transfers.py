@@ -14,7 +14,7 @@ from pipesight._torch.tensors import without_function_overrides
 from pipesight.trace import _span_events
 from pipesight.trace._span_events import begin, end, now, past, remove
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._step_number import with_step
+from pipesight.trace.automatic._step_argument import with_step
 
 __all__ = ["instrument_transfers"]
 

@@ -12,7 +12,7 @@ from pipesight._patches import Patches, harmless
 from pipesight.trace import _span_events
 from pipesight.trace._span_events import Span, begin, end
 from pipesight.trace.ai import ai
-from pipesight.trace.automatic._step_number import with_step
+from pipesight.trace.automatic._step_argument import with_step
 from pipesight.trace.gpu_spans import DeviceSpan, device_spans
 
 __all__ = ["instrument_optimizers"]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipesight.analysis.timeline_lanes import Lane
+from pipesight.analysis.lane_bubbles import Lane
 from pipesight.runs.reading.event_codes import BACKWARD, FORWARD
 from pipesight.view.payload.statistic_tables import Marks
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipesight.analysis.lane_bubbles import Lane
 from pipesight.analysis.report import Report
-from pipesight.analysis.timeline_lanes import Lane
 from pipesight.runs.reading.event_codes import PHASES
 from pipesight.view.finding_sentences import finding_groups, nonfinite_in, remarks_in, warm_up_in
 from pipesight.view.payload.nonfinite_marks import lanes_of_tensor

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from pipesight.analysis.lane_bubbles import lane_bubbles, lanes_of
 from pipesight.analysis.step_grouping import EVALUATION, MiniBatchTable, StepTable, find_steps, replicas_of
-from pipesight.analysis.timeline_lanes import lane_bubbles, lanes_of
 from pipesight.runs.reading.event_tables import Column, LayerRuns, Spans, Tasks, Transfers
 from pipesight.view.payload.size_limits import Limits
 from pipesight.view.payload.step_choice import choose_steps
