@@ -356,6 +356,16 @@ def test_directory_that_is_not_empty(folder):
     assert "must be empty" in done.stderr
 
 
+def test_wrong_statistics_replace_nothing(folder):
+    """With a statistics file that cannot be read, the recording that was to be replaced is still there."""
+    assert record(folder, "train.py", 1).returncode == 0
+    before = {file: file.read_bytes() for file in (folder / "RUN").rglob("*") if file.is_file()}
+    done = record(folder, "--overwrite", "--stats", "nope.yaml", "train.py", 1)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nope.yaml" in done.stderr
+    assert {file: file.read_bytes() for file in (folder / "RUN").rglob("*") if file.is_file()} == before
+
+
 def test_program_that_records_itself(folder):
     """What a program asks for itself is ignored, with a sentence each; what it says of steps counts."""
     program = """

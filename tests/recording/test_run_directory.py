@@ -9,6 +9,7 @@ import pytest
 
 from pipesight.recording import observe
 from pipesight.runs.directory import RunDirectory
+from pipesight.stats import ConfigError
 from support.observed import STATS, pipeline, tasks, train
 
 
@@ -29,6 +30,29 @@ def test_directory_of_another_recording(run, caplog):
     assert {e["args"]["step"] for e in tasks(run)} == {0, 1, 2, 3}
     assert not (run / "stats/rank-00000.jsonl").exists()
     assert (run / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"stats": "nope.yaml"}, FileNotFoundError),
+        ({"stats": "broken.yaml"}, ConfigError),
+        ({"stats": {"all": {"enabled": True, "layers": {"layer_types": "all"}, "LogTensorStat": {}}}}, ConfigError),
+        ({"max_bytes": float("inf")}, ValueError),
+        ({"max_bytes": 2**70}, ValueError),
+    ],
+)
+def test_what_is_refused_replaces_nothing(run, monkeypatch, wrong, error):
+    """A recording is replaced only by one that begins: a mistake in an argument leaves every file as it was."""
+    with observe(run, stats=STATS):
+        train(pipeline(), 1)
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    assert len(before) == 4
+    monkeypatch.chdir(run.parent)
+    Path("broken.yaml").write_text("all: [")
+    with pytest.raises(error), observe(run, overwrite=True, **wrong):
+        pytest.fail("went on")
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
 
 
 def test_directory_of_something_else(run):

@@ -155,6 +155,7 @@ class Observation:
                 f"a trace is already being written to {str(traced.path)!r}, and a run writes its own; "
                 "remove trace.start(), or use observe(..., trace=False)"
             )
+        self._recorders.check()
         asked = self.path
         self._directory.claim(overwrite=self._options.overwrite)
         if self.path != asked and self._directory.rank == 0:

@@ -33,7 +33,7 @@ class RecordingOptions:
     """The arguments of `observe`, checked.
 
     Raises:
-        ValueError: The disk quota is too small, or the first step is negative.
+        ValueError: The disk quota is too small or too large, or the first step is negative.
     """
 
     trace: bool
@@ -51,6 +51,8 @@ class RecordingOptions:
             raise ValueError(
                 f"max_bytes must be at least {DiskQuota.LEAST:,}, or None for no limit (max_bytes: {quota!r})"
             )
+        if quota is not None and quota > DiskQuota.MOST:
+            raise ValueError(f"max_bytes must be below 2**63, or None for no limit (max_bytes: {quota!r})")
         if not isinstance(self.first_step, int) or isinstance(self.first_step, bool) or self.first_step < 0:
             raise ValueError(f"first_step must be an integer of 0 or more (first_step: {self.first_step!r})")
 

@@ -15,6 +15,7 @@ from pipesight.recording.run_statistics import RunStatistics
 from pipesight.recording.step_counter import StepCounter
 from pipesight.runs.directory import RunDirectory
 from pipesight.runs.disk_quota import DiskQuota
+from pipesight.stats.api import CheckedConfig, check_config
 from pipesight.trace.automatic import Instrumentation, instrument
 
 __all__ = ["Recorders"]
@@ -27,18 +28,29 @@ class Recorders:
         self._options, self._counter = options, counter
         self.session: tracing.Session | None = None
         self.statistics: RunStatistics | None = None
+        self._config: CheckedConfig | None = None
         self._log: LogCapture | None = None
         self._hooks: Instrumentation | None = None
         self._hooks_paused = False
         self.on = True
         """Whether the current step is recorded."""
 
+    def check(self) -> None:
+        """Read the statistics configuration, before anything is written or removed.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ConfigError: It has mistakes.
+        """
+        if self._options.stats is not None:
+            self._config = check_config(self._options.stats)
+
     def attach(self, directory: RunDirectory, quota: DiskQuota, stack: contextlib.ExitStack) -> None:
-        """Start to record; ``stack`` undoes it if what follows fails."""
+        """Start to record, after `check`; ``stack`` undoes it if what follows fails."""
         options = self._options
-        if options.stats is not None:
+        if self._config is not None:
             self.statistics = RunStatistics(
-                options.stats,
+                self._config,
                 directory.path,
                 first=options.first_step,
                 begin=self._counter.begin,

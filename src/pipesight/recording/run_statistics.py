@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipesight.recording.pipeline_description import is_gpipe
 from pipesight.stats import current_session
-from pipesight.stats.api import open_session
+from pipesight.stats.api import CheckedConfig, open_session
 from pipesight.stats.model_watch import Watch
 from pipesight.stats.model_watch.model_part import Model
 from pipesight.stats.sinks import Record
@@ -34,14 +34,11 @@ class RunStatistics:
         first: The number of the first step.
         begin: Called before a watched model runs, which may begin a step.
         log: Takes messages and their levels.
-
-    Raises:
-        ConfigError: The configuration has mistakes.
     """
 
     def __init__(
         self,
-        config: Config,
+        config: CheckedConfig,
         folder: os.PathLike[str],
         *,
         first: int,

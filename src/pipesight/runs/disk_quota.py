@@ -27,6 +27,8 @@ class DiskQuota:
 
     LEAST = 64 * 1024
     """Bytes. With less, a part of a trace would hold next to nothing."""
+    MOST = 2**63 - 1
+    """Bytes. No file system has more."""
 
     def __init__(self, directory: RunDirectory, max_bytes: int | None) -> None:
         self._directory, self._max_bytes = directory, max_bytes

@@ -20,6 +20,7 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 import pipesight.stats.builtin_features  # noqa: F401 (registers them)
 from pipesight.stats import current_session
-from pipesight.stats.config import load
+from pipesight.stats.config import Config, load
 from pipesight.stats.config_errors import nearest
 from pipesight.stats.current_session import running, running_or_none
 from pipesight.stats.layer_names import named_layers
@@ -40,6 +41,8 @@ from pipesight.stats.sinks import BaseLogger, FileSink, JsonlSink, LoggerSink, R
 from pipesight.stats.stats_session import StatsSession
 
 __all__ = [
+    "CheckedConfig",
+    "check_config",
     "end_debug",
     "explain_features",
     "get_tensor_reduction_group",
@@ -102,8 +105,29 @@ def initialize(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedConfig:
+    """A configuration without mistakes, and the features that it was checked against."""
+
+    config: Config
+    registry: Registry
+
+
+def check_config(config: str | os.PathLike[str] | Mapping[str, Any], feature_dirs: Any = None) -> CheckedConfig:
+    """Read a configuration and the features of ``feature_dirs``; write nothing.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ConfigError: It has mistakes; the error lists them all.
+    """
+    registry = default_registry().copy()
+    registry.load_entry_points()
+    registry.load_feature_dirs(feature_dirs)
+    return CheckedConfig(load(os.fspath(config) if isinstance(config, os.PathLike) else config, registry), registry)
+
+
 def open_session(
-    config: str | os.PathLike[str] | Mapping[str, Any],
+    config: str | os.PathLike[str] | Mapping[str, Any] | CheckedConfig,
     feature_dirs: Any = None,
     statistics_logger: BaseLogger | Sequence[BaseLogger] | None = None,
     log_dir: str | os.PathLike[str] | None = ".",
@@ -128,10 +152,7 @@ def open_session(
         raise ValueError(
             f"reduction_timeout must be a positive number of seconds (reduction_timeout: {reduction_timeout!r})"
         )
-    registry = default_registry().copy()
-    registry.load_entry_points()
-    registry.load_feature_dirs(feature_dirs)
-    checked = load(os.fspath(config) if isinstance(config, os.PathLike) else config, registry)
+    checked = config if isinstance(config, CheckedConfig) else check_config(config, feature_dirs)
     folder = Path("." if log_dir is None else log_dir)
     settings, rank = LogSettings.from_environment(), process_rank()
     loggers: Any = statistics_logger if isinstance(statistics_logger, list | tuple | set) else [statistics_logger]
@@ -143,11 +164,11 @@ def open_session(
         given.append(FileSink(folder, rank=rank, settings=settings))
     given.append(JsonlSink(folder, rank=rank, overwrite=settings.overwrite))
     messages = MessageLog(folder, rank=rank, settings=settings, log=log)
-    if checked.sections:
+    if checked.config.sections:
         _begin_files(given)
     return StatsSession(
-        checked,
-        registry,
+        checked.config,
+        checked.registry,
         Sinks(given, warn=messages.warning),
         messages,
         folder=folder / "stats" / "nonfinite",
