@@ -101,6 +101,27 @@ def test_killed_run_is_told_up_to_its_last_step(made):
     assert any("incomplete" in remark.text for remark in report.remarks)
 
 
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ([], None),
+        ([1, 3], "statistics were measured in 2 of 4 steps; their times include it (median step: 960 µs with, 930 µs"),
+        ([3], "statistics were measured in 1 of 4 steps; its time includes it (median step: "),
+        (range(9), "statistics were measured in 4 of 4 steps; their times include it"),
+    ],
+)
+def test_steps_with_statistics_are_named(made, steps, text):
+    """The report says which steps measured statistics, as they take longer for it; a scalar measures nothing."""
+    at = 0
+    for step in range(4):
+        at = made.gpipe(step, even, at=at) + (120 if step == 1 else 30)
+        made.stat("loss", "", "", step, 0.5)
+    for step in steps:
+        made.stat('a"\\', "activation", "mean", step, 0.0)
+    found = [remark.text for remark in analysed(made).remarks if "statistics" in remark.text]
+    assert [line[: len(text or "")] for line in found] == [text] * bool(text)
+
+
 @pytest.mark.slow
 @given(cut=st.integers(1, 16))
 @settings(deadline=None, max_examples=16)

@@ -395,17 +395,17 @@ def test_comparison_of_means(tmp_path, pause, words):
 def test_comparison_names_settings_that_differ(tmp_path):
     """What was set otherwise is named in one line and in JSON; what one run does not tell, or has alike, is not."""
 
-    def of_settings(name: str, balance: list[int], chunks: int, **facts: Any) -> Report:
-        made = Made(tmp_path / name, balance=balance, chunks=chunks)
+    def of_settings(name: str, balance: list[int], chunks: int, stats: str | None, **facts: Any) -> Report:
+        made = Made(tmp_path / name, balance=balance, chunks=chunks, observed={"stats": stats})
         made.pipeline = {**facts, "batch_size": 16}
         made.gpipe(1, lambda *_: 100, at=made.gpipe(0, lambda *_: 100))
         return analysed(made)
 
-    one = of_settings("a", [2, 1], 4, checkpoint="always", devices=["cuda:0", "cuda:1"])
-    other = of_settings("b", [1, 1, 1], 2, checkpoint="never", devices=["cpu"] * 3)
+    one = of_settings("a", [2, 1], 4, None, checkpoint="always", devices=["cuda:0", "cuda:1"])
+    other = of_settings("b", [1, 1, 1], 2, "my.yaml", checkpoint="never", devices=["cpu"] * 3)
     found = compare(one, other)
     line = "partitions 2 -> 3, balance [2, 1] -> [1, 1, 1], devices [cuda:0, cuda:1] -> [cpu], chunks 4 -> 2, "
-    line = f"Different settings: {line}checkpoint always -> never"
+    line = f"Different settings: {line}checkpoint always -> never, stats none -> my.yaml"
     assert line in render_comparison(found, width=140).replace("\n  ", "")
     assert comparison_as_json(found)["settings"] == {
         "partitions": {"first": 2, "second": 3},
@@ -413,6 +413,7 @@ def test_comparison_names_settings_that_differ(tmp_path):
         "devices": {"first": ["cuda:0", "cuda:1"], "second": ["cpu"]},
         "chunks": {"first": 4, "second": 2},
         "checkpoint": {"first": "always", "second": "never"},
+        "stats": {"first": "none", "second": "my.yaml"},
     }
 
 

@@ -18,7 +18,14 @@ from pipesight.analysis.pipeline_report import PipelineReport, describe_pipeline
 from pipesight.analysis.rank_links import find_links
 from pipesight.analysis.rank_waits import RankWaits
 from pipesight.analysis.report import ExcludedSteps, NameTime, Report
-from pipesight.analysis.run_remarks import remarks_on, remarks_on_bubble, remarks_on_clocks, with_ending, with_waits
+from pipesight.analysis.run_remarks import (
+    remarks_on,
+    remarks_on_bubble,
+    remarks_on_clocks,
+    remarks_on_measuring,
+    with_ending,
+    with_waits,
+)
 from pipesight.analysis.step_grouping import EVALUATION, INCOMPLETE, find_minibatches, replicas_of
 from pipesight.analysis.stragglers import find_stragglers
 from pipesight.analysis.timed_steps import time_steps
@@ -89,7 +96,12 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     return Report(
         **_identity(run),
         replicas=replicas,
-        remarks=(*remarks_on(run, own, spans), *remarks_on_clocks(run, tasks), *remarks_on_bubble(overall, counted)),
+        remarks=(
+            *remarks_on(run, own, spans),
+            *remarks_on_clocks(run, tasks),
+            *remarks_on_bubble(overall, counted),
+            *remarks_on_measuring(run, counted),
+        ),
         verdict=with_ending(verdict, run),
         measured=measured,
         overall=overall,

@@ -101,7 +101,16 @@ def _settings_of(report: Report) -> dict[str, Any]:
         "schedule": facts.schedule,
         "checkpoint": facts.checkpoint,
         "batch": facts.batch_size,
+        "stats": _statistics_of(report),
     }
+
+
+def _statistics_of(report: Report) -> str | None:
+    """Return the configuration of the statistics that were measured, or ``"none"``; ``None`` if that is not known."""
+    observed = report.description.get("observed")
+    if not isinstance(observed, dict) or "stats" not in observed:
+        return None
+    return "none" if observed["stats"] is None else str(observed["stats"])
 
 
 def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipesight._formatting import percent, time
-from pipesight._plurals import plural
+from pipesight._plurals import count_of, plural
 from pipesight.analysis.clock_errors import doubts_about_clocks
 from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatchTable
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from pipesight.analysis.overall import Overall
     from pipesight.runs.reading.run import Run
 
-__all__ = ["Remark", "remarks_on", "remarks_on_bubble", "remarks_on_clocks", "with_ending", "with_waits"]
+__all__ = [
+    "Remark",
+    "remarks_on",
+    "remarks_on_bubble",
+    "remarks_on_clocks",
+    "remarks_on_measuring",
+    "with_ending",
+    "with_waits",
+]
 
 LONGEST = 400
 """Characters of an outcome, which may be the message of an error."""
@@ -122,6 +130,22 @@ def remarks_on_bubble(overall: Overall | None, times: StepTimes) -> list[Remark]
         f"{int(times.step[row])}, whose window takes {time(float(times.window[row]))} with a bubble of "
         f"{percent(float(times.bubble[row]))}"
     )
+    return [Remark(None, text)]
+
+
+def remarks_on_measuring(run: Run, times: StepTimes) -> list[Remark]:
+    """Say in how many of the counted steps statistics were measured, and how long those took."""
+    measured = np.isin(times.step, [*run.measured_steps()])
+    if not measured.any():
+        return []
+    steps, own = len(np.unique(times.step)), len(np.unique(times.step[measured]))
+    text = (
+        f"statistics were measured in {own:,} of {count_of(steps, 'step')}; {plural(own, 'its time', 'their times')} "
+    )
+    text += plural(own, "includes it", "include it")
+    if not measured.all():
+        with_, without = (time(float(np.median(times.period[rows]))) for rows in (measured, ~measured))
+        text += f" (median step: {with_} with, {without} without)"
     return [Remark(None, text)]
 
 

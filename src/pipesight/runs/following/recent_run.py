@@ -128,6 +128,11 @@ class RecentRun(Run):
         yield from (entry for number, entry in self._nonfinite if number <= forgotten)
         yield from self._recent_statistics
 
+    def measured_steps(self) -> set[int]:
+        """Return those of the last statistics."""
+        steps = (entry.get("iteration") for entry in self._recent_statistics if entry.get("tensor"))
+        return {step for step in steps if isinstance(step, int)}
+
     def log_lines(self) -> Iterator[LogLine]:
         """Yield the last log lines, rank by rank."""
         for rank in sorted({rank for rank, _ in self._recent_logs}):

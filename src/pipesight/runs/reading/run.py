@@ -21,7 +21,7 @@ from pipesight.runs.reading._parquet_dataset import is_dataset
 from pipesight.runs.reading.descriptions import read_description
 from pipesight.runs.reading.process_liveness import is_gone, may_restart
 from pipesight.runs.reading.reader_notes import NotARunError, Note
-from pipesight.runs.reading.stats_and_logs import LogLine, foreign_statistics, log_lines, statistics
+from pipesight.runs.reading.stats_and_logs import LogLine, foreign_statistics, log_lines, measured_steps, statistics
 
 if TYPE_CHECKING:
     from pipesight.runs.reading.event_loading import Loaded
@@ -150,6 +150,10 @@ class Run:
         yield from statistics(self.path / STATS, self._note, words=words, attempt=self.attempt)
         for path, rank in self._loaded.records:
             yield from foreign_statistics(path, rank)
+
+    def measured_steps(self) -> set[int]:
+        """Return the steps in which statistics of tensors were measured."""
+        return measured_steps(self.path / STATS, attempt=self.attempt)
 
     def log_lines(self) -> Iterator[LogLine]:
         """Yield the log lines, rank by rank."""

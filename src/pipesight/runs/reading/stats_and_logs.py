@@ -19,7 +19,16 @@ from pipesight.runs.reading.attempts import Attempt
 from pipesight.runs.reading.reader_notes import Note
 from pipesight.runs.reading.safe_open import open_plain, without_refused
 
-__all__ = ["NONFINITE_KEYS", "LogLine", "foreign_statistics", "is_nonfinite", "log_lines", "parse_log", "statistics"]
+__all__ = [
+    "NONFINITE_KEYS",
+    "LogLine",
+    "foreign_statistics",
+    "is_nonfinite",
+    "log_lines",
+    "measured_steps",
+    "parse_log",
+    "statistics",
+]
 
 NONFINITE_KEYS = ("nonfinite", "nans", "infs")
 """Keys that mark a line of statistics about a tensor that is not finite."""
@@ -30,6 +39,7 @@ _LINE = re.compile(
     r"(?P<level>[A-Za-z]+) (?P<logger>\S+) (?:\[(?P<where>[^\]]*)\] ?)?(?P<message>.*)",
     re.DOTALL,
 )
+_MEASURED = re.compile(r'\{"iteration": (\d{1,18}), "layer": "(?:[^"\\]|\\.)*", "tensor": "[^"]')
 _WHERE = re.compile(
     r"(?:step (?P<step>\d+) ?)?(?:partition (?P<partition>\d+) ?)?(?:micro-batch (?P<microbatch>\d+) ?)?"
     r"(?P<phase>forward|recompute|backward|weight)? ?(?:layer (?P<layer>.*))?"
@@ -78,6 +88,13 @@ def statistics(
         if skipped:
             are = plural(skipped, "is no JSON object", "are no JSON objects")
             note(Note(path, f"skipped: {count_of(skipped, 'line')} that {are}"))
+
+
+def measured_steps(folder: Path, *, attempt: Attempt) -> set[int]:
+    """Return the steps in which tensors were measured; `statistics` notes what cannot be read."""
+    files = [path for path, _ in _ranked(folder, ".jsonl") if not attempt.restarts or attempt.has_statistics(path)]
+    found = (_MEASURED.match(line) for path in files for line in _lines(path, lambda note: None))
+    return {int(match[1]) for match in found if match is not None}
 
 
 def foreign_statistics(path: Path, rank: int) -> Iterator[dict[str, Any]]:
