@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipesight.runs.reading.run import NotARunError, Run, open_run
@@ -56,6 +57,8 @@ def tables(run: Run) -> dict[str, Any]:
         "spans": run.spans(),
         "layer times": run.layer_times(),
         "some layer times": run.layer_times(every_second),
+        "layer times without some": run.layer_times(without={0: np.array([1, 2]), 2: np.array([4])}),
+        "no layer times": run.layer_times(range(1), without={rank: np.array([1]) for rank in range(3)}),
         "layer runs": run.layer_runs(2),
         "no layer runs": run.layer_runs(77),
         "names": run.names(),

@@ -23,10 +23,11 @@ from pipesight.analysis.run_remarks import (
     remarks_on_bubble,
     remarks_on_clocks,
     remarks_on_measuring,
+    remarks_on_simulation,
     with_ending,
     with_waits,
 )
-from pipesight.analysis.step_grouping import EVALUATION, INCOMPLETE, find_minibatches, replicas_of
+from pipesight.analysis.step_grouping import EVALUATION, INCOMPLETE, find_minibatches, forward_only, replicas_of
 from pipesight.analysis.stragglers import find_stragglers
 from pipesight.analysis.timed_steps import time_steps
 from pipesight.analysis.verdict import Verdict, verdict_on
@@ -77,7 +78,8 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     counted, own = timed.counted_times, timed.minibatches
     overall = overall_of(counted, timed.splits, timed.counted_minibatches, described) if len(counted) else None
     pipelines = describe_pipelines(timed, tasks, described)
-    layer_times = with_weights(run.layer_times(timed.counted_range), all_tasks, timed.counted_range)
+    trained = run.layer_times(timed.counted_range, without=forward_only(minibatches, tasks))
+    layer_times = with_weights(trained, all_tasks, timed.counted_range)
     layers = layer_reports(layer_times, [layer for pipeline in described for layer in pipeline.layers])
     complete = own.where(timed.counted_minibatches & (own.kind != INCOMPLETE))
     links = find_links(complete, tasks, transfers, counted, run.description)
@@ -101,6 +103,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
             *remarks_on_clocks(run, tasks),
             *remarks_on_bubble(overall, counted),
             *remarks_on_measuring(run, counted),
+            *remarks_on_simulation(measured, changes),
         ),
         verdict=with_ending(verdict, run),
         measured=measured,

@@ -16,6 +16,7 @@ from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.layer_costs import MICROSECOND, layer_costs_of
 from pipesight.analysis.measured_tasks import MeasuredTasks
 from pipesight.analysis.rank_links import Messages, messages_of
+from pipesight.analysis.transfer_waits import arrivals_of
 from pipesight.plan.plans import predict
 from pipesight.runs.reading.event_tables import Column, LayerTimes, Tasks, Transfers
 from pipesight.schedule.costs import Costs, Link
@@ -77,6 +78,11 @@ class Measured:
     """That the partitions of a replica share, if they compute on a CPU."""
 
     @property
+    def error(self) -> float:
+        """How far the simulation of the step is from its median, as a share of that."""
+        return self.predicted_seconds / self.step_seconds - 1
+
+    @property
     def schedule_name(self) -> str:
         """Its name, as far as it is known."""
         return self.facts.schedule or ("gpipe" if self.setting is not None else "unknown")
@@ -132,7 +138,9 @@ def measure_steps(
     besides = found.besides * MICROSECOND
     # A backward that passes its gradient on before it ends lets the next begin early. More tasks would not gain more.
     waited, each = (
-        _between_devices(transfers) if facts.ranks is None else _between_ranks(messages_of(own, tasks, transfers))
+        _between_devices(arrivals_of(own, tasks, transfers))
+        if facts.ranks is None
+        else _between_ranks(messages_of(own, tasks, transfers))
     )
     link = _link(each, [found.layers[end - 1].output_bytes / m for end in np.cumsum(found.balance)[:-1].tolist()])
     # Of a task and its way back, half of that is in the gap of each; plans have links instead.

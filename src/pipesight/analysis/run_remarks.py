@@ -12,6 +12,7 @@ import numpy as np
 from pipesight._formatting import percent, time
 from pipesight._plurals import count_of, plural
 from pipesight.analysis.clock_errors import doubts_about_clocks
+from pipesight.analysis.planned_changes import AT_MOST, Change
 from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatchTable
 from pipesight.analysis.step_times import StepTimes
@@ -21,6 +22,7 @@ from pipesight.runs.reading.event_tables import Spans, Tasks
 from pipesight.runs.reading.process_liveness import KILLED, ending_of
 
 if TYPE_CHECKING:
+    from pipesight.analysis.measured_costs import Measured
     from pipesight.analysis.overall import Overall
     from pipesight.runs.reading.run import Run
 
@@ -30,6 +32,7 @@ __all__ = [
     "remarks_on_bubble",
     "remarks_on_clocks",
     "remarks_on_measuring",
+    "remarks_on_simulation",
     "with_ending",
     "with_waits",
 ]
@@ -38,6 +41,8 @@ LONGEST = 400
 """Characters of an outcome, which may be the message of an error."""
 VISIBLE = 0.0005
 """Differences of shares below this do not show in a report."""
+FAR_OFF = 0.25
+"""The error of a simulated step above which simulated gains are in doubt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,14 @@ def remarks_on_measuring(run: Run, times: StepTimes) -> list[Remark]:
         with_, without = (time(float(np.median(times.period[rows]))) for rows in (measured, ~measured))
         text += f" (median step: {with_} with, {without} without)"
     return [Remark(None, text)]
+
+
+def remarks_on_simulation(measured: Measured | None, changes: Sequence[Change]) -> list[Remark]:
+    """Say whether gains come from a simulation that is far off for the recorded settings."""
+    if measured is None or abs(measured.error) <= FAR_OFF or not any(change.promise != AT_MOST for change in changes):
+        return []
+    text = f"the simulation of the recorded schedule is off by {measured.error:+.0%}"
+    return [Remark(None, f"{text}; simulated gains may be off by as much")]
 
 
 def _never_stepped(minibatches: MiniBatchTable, spans: Spans) -> int:

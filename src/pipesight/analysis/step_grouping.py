@@ -27,6 +27,7 @@ __all__ = [
     "StepTable",
     "find_minibatches",
     "find_steps",
+    "forward_only",
     "replicas_of",
 ]
 
@@ -151,6 +152,21 @@ def find_minibatches(
         count=count,
     )
     return found.where(np.lexsort((found.begin, found.replica))), tasks
+
+
+def forward_only(minibatches: MiniBatchTable, tasks: Tasks) -> dict[int, Column]:
+    """Return the numbers of the mini-batches without a backward, by rank; nothing if there is no other.
+
+    These are evaluations, whole or not, and a last mini-batch that was cut short. ``tasks`` is the table that
+    ``minibatches`` were found in.
+    """
+    own = tasks.where(minibatches.task_rows())
+    row = np.repeat(np.arange(len(minibatches)), minibatches.count)
+    trained = _any(row, (own.phase == BACKWARD) | (own.phase == WEIGHT), len(minibatches))
+    if not trained.any():
+        return {}
+    apart = own.where(~trained[row] & (own.minibatch >= 0))
+    return {int(rank): np.unique(apart.minibatch[apart.rank == rank]) for rank in np.unique(apart.rank)}
 
 
 def find_steps(

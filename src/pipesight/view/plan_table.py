@@ -76,8 +76,7 @@ def table_rows(outcome: Outcome, plans: Iterable[Plan]) -> list[Row]:
     if (known := outcome.measured) is not None:
         what = (known.schedule_name, known.checkpoint, str(known.schedule.chunks), _balance(known.balance))
         found.append(("recorded", *what, time(known.step_seconds * 1e6), "", f"{known.bubble:.1%}", ""))
-        error = known.predicted_seconds / known.step_seconds - 1
-        simulated = (time(known.predicted_seconds * 1e6), f"{error:+.1%} off", f"{known.predicted_bubble:.1%}")
+        simulated = (time(known.predicted_seconds * 1e6), f"{known.error:+.1%} off", f"{known.predicted_bubble:.1%}")
         found.append(("simulated", *[""] * 4, *simulated, _memory(outcome, outcome.recorded_bytes)))
     for place, plan in enumerate(plans):
         setting = plan.setting
@@ -101,9 +100,9 @@ def notes_on(outcome: Outcome, plans: Sequence[Plan]) -> list[str]:
             what = "ranks" if known.facts.ranks is not None else "partitions"
             few = count_of(processors, "processor")
             found.append(f"plans with {crowd} {what} on {few} are optimistic: the run had fewer")
-        error = known.predicted_seconds / known.step_seconds - 1
-        if abs(error) > FAR_OFF:
-            found.append(f"the simulation of the recorded schedule is off by {error:+.1%}; plans may be off by as much")
+        if abs(known.error) > FAR_OFF:
+            error = f"{known.error:+.1%}"
+            found.append(f"the simulation of the recorded schedule is off by {error}; plans may be off by as much")
         recorded = known.schedule.chunks
         if small := sorted({plan.setting.chunks for plan in plans if plan.setting.chunks * SMALL >= recorded}):
             found.append(

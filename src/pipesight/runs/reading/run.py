@@ -10,7 +10,7 @@ The files are read once. What cannot be read is skipped, and a note says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ from pipesight.runs.reading.stats_and_logs import LogLine, foreign_statistics, l
 if TYPE_CHECKING:
     from pipesight.runs.reading.event_loading import Loaded
     from pipesight.runs.reading.event_tables import (
+        Column,
         Communications,
         LayerRuns,
         LayerTimes,
@@ -107,11 +108,11 @@ class Run:
 
         return event_queries.communications(self._events.frame, self._events.fetch)
 
-    def layer_times(self, steps: range | None = None) -> LayerTimes:
-        """Return the total time of each layer in all or some steps."""
+    def layer_times(self, steps: range | None = None, *, without: Mapping[int, Column] | None = None) -> LayerTimes:
+        """Return the total time of each layer in all or some steps, without some mini-batches, by rank and number."""
         from pipesight.runs.reading import event_queries
 
-        return event_queries.layer_times(self._events.frame, self._events.fetch, steps)
+        return event_queries.layer_times(self._events.frame, self._events.fetch, steps, without)
 
     def layer_runs(self, *steps: int) -> LayerRuns:
         """Return each run of each layer in some steps."""
