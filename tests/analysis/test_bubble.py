@@ -25,7 +25,7 @@ def tasks_of(rows: Sequence[tuple[int, int, int, int, int, int]]) -> Tasks:
     """Make a table of (mini-batch, partition, micro-batch, phase, begin, end)."""
     columns = np.array(rows, np.int64).reshape(-1, 6).T
     zero = np.zeros(len(rows), np.int64)
-    return Tasks(zero, columns[0], columns[0], *columns[1:])
+    return Tasks(zero, columns[0], columns[0], *columns[1:], zero - 1)
 
 
 def transfers_of(rows: Sequence[tuple[int, int, int, int, int]]) -> Transfers:

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesight.analysis.analyse import analyse
+from pipesight.analysis.latest_step import steps_of
 from pipesight.runs.reading.run import open_run
 from support.analysed import add_up, analysed, even, parts
-from support.synthetic import Made
+from support.synthetic import START, Made
 
 
 def test_period_is_what_lies_between_steps(made):
@@ -59,6 +60,39 @@ def test_accumulated_minibatches_are_one_step(tmp_path):
     per_second = 1e6 / np.median([2730, 2720])
     assert report.overall.microbatches_per_second == pytest.approx(6 * per_second)
     assert report.overall.samples_per_second == pytest.approx(3 * 16 * per_second)
+
+
+def test_samples_that_were_not_recorded(made):
+    """Without the samples of each mini-batch, there is a remark instead of a number."""
+    made.samples = None
+    for step in range(3):
+        made.gpipe(step, even, at=1000 * step)
+    report = analysed(made)
+    assert report.overall is not None
+    assert report.overall.samples_per_second is None
+    assert [step.samples_per_second for step in steps_of(report)] == [None] * 3
+    assert [r.text for r in report.remarks] == [
+        "samples/s are not known: the trace does not say how many samples each mini-batch has, only that the first "
+        "call of the pipeline had 16; to know them, record the run again"
+    ]
+
+
+def test_samples_of_tasks_timed_on_gpus(made):
+    """The samples are on the tasks of the host; those on a GPU's track are of the same mini-batch."""
+    for step, made.samples in enumerate((16, 16, 5)):
+        made.gpipe(step, even, at=1000 * step)
+    for event in list(made.events[0]):
+        where = {name: event["args"][name] for name in ("step", "minibatch", "partition", "microbatch")}
+        made.event(
+            "compute",
+            event["name"],
+            begin=event["ts"] - START + 5,
+            dur=event["dur"],
+            tid=10_000_000,
+            **where,
+            device="cuda:0",
+        )
+    assert analysed(made).steps.samples.tolist() == [16, 16, 5]
 
 
 def test_evaluations_are_no_steps(made):

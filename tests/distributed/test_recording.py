@@ -54,6 +54,7 @@ def recorded(tmp_path_factory):
         layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh(), nn.ReLU(), nn.Linear(4, 4)]
         pipeline = DistributedPipeline(nn.Sequential(*layers), [1, 1, 2, 1], chunks=4, loss_fn=nn.functional.mse_loss,
                                        checkpoint="except_last")
+        pipeline.predict(torch.randn(64, 4))
         train(pipeline, 5)
         """,
         folder,
@@ -146,6 +147,16 @@ def test_description(recorded):
         sizes = {e["name"]: e["output_bytes"] for e in own["pipelines"][0]["layers"]}
         mine = [e["name"] for e in layers if e["partition"] == rank]
         assert sizes == {e["name"]: 16 * 4 * 4 if e["name"] in mine else None for e in layers}
+
+
+def test_samples(recorded):
+    """Samples are those of the training steps; a larger prediction before them does not count."""
+    with open_run(recorded) as run:
+        report = analyse(run)
+    assert report.steps.samples.tolist() == [16, 16, 16]
+    assert report.overall is not None
+    seconds = report.overall.elapsed / 1e6
+    assert report.overall.samples_per_second == pytest.approx(16 * report.overall.steps / seconds)
 
 
 def test_open_span_and_statistics(tmp_path):

@@ -31,6 +31,7 @@ class Made:
     def __init__(self, folder: Path, *, balance: Sequence[int] = (1, 1), chunks: int = 2, **description: Any) -> None:
         self.folder = folder
         self.balance, self.chunks = list(balance), chunks
+        self.samples: int | None = 8 * chunks  # of the mini-batches that are added; `None` leaves them out
         self.description = description
         self.events: dict[int, list[dict[str, Any]]] = {}
         self.stats: dict[int, list[dict[str, Any]]] = {}
@@ -93,6 +94,8 @@ class Made:
             name = f"{NAMES[phase]}.layer"
             self.event("compute", name, begin=at, dur=time, rank=rank, tid=tid, **where, layer=layer)
             at += time
+        if partition == 0 and phase == "forward" and device is None and self.samples is not None:
+            where["samples"] = self.samples
         self.event("compute", NAMES[phase], begin=begin, dur=dur, rank=rank, tid=tid, **where)
 
     def transfer(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipesight.analysis.advice import Situation, find_changes
+from pipesight.analysis.batch_sizes import of_usual_size, with_common_samples
 from pipesight.analysis.collectives import match_calls, name_collectives, waits_in
 from pipesight.analysis.described_pipelines import pipelines_of, replicas_in
 from pipesight.analysis.layer_times import LayerReport, layer_reports, with_weights
@@ -23,6 +24,7 @@ from pipesight.analysis.run_remarks import (
     remarks_on_bubble,
     remarks_on_clocks,
     remarks_on_measuring,
+    remarks_on_samples,
     remarks_on_simulation,
     with_ending,
     with_waits,
@@ -68,6 +70,9 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     minibatches, tasks = find_minibatches(all_tasks, partitions=sizes, replicas=replicas)
     if not len(tasks):
         return _without_tasks(run)
+    unknown = remarks_on_samples(described, minibatches)
+    described = of_usual_size(described, minibatches)
+    minibatches = with_common_samples(described, minibatches)
     calls = match_calls(run.communications(), run.description)
     waits = RankWaits(waits_in(calls), spans, minibatches, replicas)
     timed = time_steps(
@@ -76,7 +81,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
 
     # Findings, over the steps that count.
     counted, own = timed.counted_times, timed.minibatches
-    overall = overall_of(counted, timed.splits, timed.counted_minibatches, described) if len(counted) else None
+    overall = overall_of(counted, timed.splits, timed.counted_minibatches) if len(counted) else None
     pipelines = describe_pipelines(timed, tasks, described)
     trained = run.layer_times(timed.counted_range, without=forward_only(minibatches, tasks))
     layer_times = with_weights(trained, all_tasks, timed.counted_range)
@@ -100,6 +105,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         replicas=replicas,
         remarks=(
             *remarks_on(run, own, spans),
+            *unknown,
             *remarks_on_clocks(run, tasks),
             *remarks_on_bubble(overall, counted),
             *remarks_on_measuring(run, counted),

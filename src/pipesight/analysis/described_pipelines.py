@@ -28,7 +28,7 @@ class DescribedLayer:
     parameter_bytes: int | None
     """Of its parameters."""
     output_bytes: int | None
-    """Of its outputs for the first mini-batch."""
+    """Of its outputs for a mini-batch of ``batch_size`` samples."""
 
 
 @dataclass(frozen=True, slots=True)

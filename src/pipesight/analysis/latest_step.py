@@ -61,14 +61,14 @@ def steps_of(report: Report, *, ended: bool = False) -> list[StepNumbers]:
         ended: Whether the run has, so that no step comes after the last.
     """
     times = report.steps.over_replicas()
-    samples = _samples(report) * times.minibatches / np.maximum(times.period, 1) * 1e6
+    samples = times.samples / np.maximum(times.period, 1) * 1e6
     return [
         StepNumbers(
             int(number),
             float(times.period[k]),
             float(times.bubble[k]),
             float(times.bound[k]),
-            float(samples[k]) if samples[k] > 0 else None,
+            float(samples[k]) if times.samples[k] >= 0 else None,
             tuple(times.parts[:, k].tolist()),
             whole=not (ended and k == len(times) - 1 and _is_shorter(report, times.step)),
         )
@@ -83,12 +83,6 @@ def _is_shorter(report: Report, numbers: Column) -> bool:
     return bool(followed[:-1].any() and not followed[-1])
 
 
-def _samples(report: Report) -> int:
-    """Return how many samples a mini-batch has, if that is known and the same for all; otherwise 0."""
-    sizes = {pipeline.facts.batch_size for pipeline in report.pipelines}
-    return (sizes.pop() or 0) if len(sizes) == 1 else 0
-
-
 def latest_step(report: Report, *, ended: bool = False, replica: int = 0) -> LatestStep | None:
     """Return the numbers of a run, if there is a complete step; see `steps_of`. Partitions are those of one replica."""
     steps = steps_of(report, ended=ended)
@@ -99,7 +93,7 @@ def latest_step(report: Report, *, ended: bool = False, replica: int = 0) -> Lat
         left_out = steps.pop().step
     counted = set(np.unique(report.steps.step[report.counted]).tolist())
     usual = [step for step in steps if step.step in counted] or steps
-    samples = sum((step.samples_per_second or 0.0) * step.time for step in usual)
+    known = [step.samples_per_second * step.time for step in usual if step.samples_per_second is not None]
     last = steps[-1]
     return LatestStep(
         steps=len(usual),
@@ -109,7 +103,7 @@ def latest_step(report: Report, *, ended: bool = False, replica: int = 0) -> Lat
             time=_median([step.time for step in usual]),
             bubble=_median([step.bubble for step in usual]),
             bound=_median([step.bound for step in usual]),
-            samples_per_second=samples / sum(step.time for step in usual) if samples else None,
+            samples_per_second=sum(known) / sum(step.time for step in usual) if len(known) == len(usual) else None,
             parts=tuple(_median([step.parts[k] for step in usual]) for k in range(len(PARTS))),
         ),
         partitions=_partitions(report, last.step, {step.step for step in usual}, replica),

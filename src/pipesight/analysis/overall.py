@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipesight.analysis.bubble_losses import WindowSplit
-from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.step_times import PARTS, StepTimes, Summary, summary
 from pipesight.runs.reading.event_tables import Column
 
@@ -49,23 +48,17 @@ class Overall:
     """Of the parts, step by step."""
 
 
-def overall_of(
-    times: StepTimes, splits: Sequence[WindowSplit], minibatches: Column, described: Sequence[DescribedPipeline]
-) -> Overall:
+def overall_of(times: StepTimes, splits: Sequence[WindowSplit], minibatches: Column) -> Overall:
     """Put the counted steps together.
 
     Args:
         times: The counted steps, at least one.
         splits: Where the windows of mini-batches went.
         minibatches: Which mini-batches count.
-        described: The pipelines as `run.json` describes them.
     """
     steps = len(np.unique(times.step))
     elapsed = float(np.bincount(times.replica, times.period).max())
-    batch = {pipeline.batch_size for pipeline in described}
-    samples = None
-    if len(batch) == 1 and (size := batch.pop()) is not None:
-        samples = size * float(times.minibatches.sum()) / elapsed * 1e6
+    samples = float(times.samples.sum()) / elapsed * 1e6 if (times.samples >= 0).all() else None
     phases = np.sum([split.phases[:, minibatches[split.rows]].sum(axis=(1, 2)) for split in splits], axis=0)
     return Overall(
         steps=steps,

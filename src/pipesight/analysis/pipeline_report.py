@@ -48,7 +48,7 @@ class PipelineReport:
     """The mini-batches that ran through one pipeline, in steps that count."""
 
     facts: DescribedPipeline
-    """The pipeline as `run.json` describes it."""
+    """The pipeline as `run.json` describes it, for a mini-batch of the usual size."""
     partitions: int
     """How many."""
     chunks: int

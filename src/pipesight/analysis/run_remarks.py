@@ -12,6 +12,7 @@ import numpy as np
 from pipesight._formatting import percent, time
 from pipesight._plurals import count_of, plural
 from pipesight.analysis.clock_errors import doubts_about_clocks
+from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.planned_changes import AT_MOST, Change
 from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatchTable
@@ -32,6 +33,7 @@ __all__ = [
     "remarks_on_bubble",
     "remarks_on_clocks",
     "remarks_on_measuring",
+    "remarks_on_samples",
     "remarks_on_simulation",
     "with_ending",
     "with_waits",
@@ -117,6 +119,18 @@ def remarks_on(run: Run, minibatches: MiniBatchTable | None = None, spans: Spans
         text = plural(broken, "mini-batch is", "mini-batches are")
         found.append(Remark(None, f"{broken:,} {text} incomplete; their steps are excluded"))
     return found
+
+
+def remarks_on_samples(described: Sequence[DescribedPipeline], minibatches: MiniBatchTable) -> list[Remark]:
+    """Say that the samples of mini-batches were not recorded, only those of the one that was described."""
+    sizes = [pipeline.batch_size for pipeline in described if pipeline.batch_size]
+    if not sizes or (minibatches.samples >= 0).all():
+        return []
+    text = (
+        f"samples/s are not known: the trace does not say how many samples each mini-batch has, only that the first "
+        f"call of the pipeline had {sizes[0]:,}; to know them, record the run again"
+    )
+    return [Remark(None, text)]
 
 
 def remarks_on_clocks(run: Run, tasks: Tasks) -> list[Remark]:

@@ -95,6 +95,7 @@ def break_down(
         window=covered.astype(np.int64),
         minibatches=steps.count,
         microbatches=per_step(minibatches.chunks).astype(np.int64),
+        samples=np.where(per_step(minibatches.samples < 0) > 0, -1, per_step(minibatches.samples)).astype(np.int64),
         bubble=1 - per_step(busy) / windows,
         bound=per_step(bound * window) / windows,
         turnaround=per_step(turnaround) * covered / windows,

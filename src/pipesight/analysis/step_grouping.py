@@ -59,6 +59,8 @@ class MiniBatchTable(Table):
     """The row of its first task."""
     count: Column
     """How many tasks it has."""
+    samples: Column
+    """How many it has; -1 if that was not recorded."""
 
     def task_rows(self) -> Column:
         """Return the rows of the tasks of all mini-batches, one mini-batch after the other."""
@@ -129,8 +131,7 @@ def find_minibatches(
         replicas: That of each rank; by default, as `replicas_of` finds them.
     """
     if not len(tasks):
-        nothing = np.zeros(0, np.int64)
-        return MiniBatchTable(*[nothing] * 9), tasks
+        return MiniBatchTable.empty(), tasks
     replica = _replica_column(tasks, replicas_of(tasks) if replicas is None else replicas)
     key = _dense(replica, tasks.step, _ordinal(tasks))
     follows = (key[1:] > key[:-1]) | ((key[1:] == key[:-1]) & (tasks.begin[1:] >= tasks.begin[:-1]))
@@ -150,6 +151,7 @@ def find_minibatches(
         end=np.maximum.reduceat(tasks.end, first),
         first=first,
         count=count,
+        samples=np.maximum.reduceat(tasks.samples, first),
     )
     return found.where(np.lexsort((found.begin, found.replica))), tasks
 

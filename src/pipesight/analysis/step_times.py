@@ -64,6 +64,8 @@ class StepTimes:
     """How many it has."""
     microbatches: Column
     """How many it has."""
+    samples: Column
+    """How many it has; -1 if that was not recorded."""
     bubble: NDArray[np.float64]
     """The share of its windows in which partitions are idle."""
     bound: NDArray[np.float64]
@@ -109,6 +111,7 @@ class StepTimes:
             window=mean(self.window).astype(np.int64),
             minibatches=total(self.minibatches),
             microbatches=total(self.microbatches),
+            samples=np.where(total(self.samples < 0) > 0, -1, total(self.samples)),
             bubble=mean(self.bubble),
             bound=mean(self.bound),
             turnaround=mean(self.turnaround),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -31,9 +32,10 @@ def is_gpipe(module: nn.Module) -> bool:
 
 
 class PipelineDescription:
-    """A pipeline of a run. Its first mini-batch shows the batch size and the sizes of the layers' outputs.
+    """A pipeline of a run. A mini-batch shows the batch size and the sizes of the layers' outputs.
 
-    In a pipeline over several processes, each knows the outputs of its own layers.
+    It is the first that trains or, until one does, the first of all. In a pipeline over several processes, each knows
+    the outputs of its own layers.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -41,6 +43,8 @@ class PipelineDescription:
         self._outputs: dict[str, int] = {}
         self._samples: int | None = None
         self._minibatch: int | None = None
+        self._trains = False
+        self._settled: int | None = None
         self._adding = threading.Lock()
         self._handles: list[RemovableHandle] = [
             layer.register_forward_hook(partial(self._add, name))
@@ -49,10 +53,12 @@ class PipelineDescription:
         ]
 
     def settle(self) -> bool:
-        """Remove the hooks once a mini-batch has passed; return whether that was now."""
-        if not self._handles or self._minibatch is None:
+        """Remove the hooks once a mini-batch has passed that trains; return whether more is known than before."""
+        if self._settled == self._minibatch:
             return False
-        self.remove()
+        self._settled = self._minibatch
+        if self._trains:
+            self.remove()
         return True
 
     def remove(self) -> None:
@@ -92,13 +98,21 @@ class PipelineDescription:
         }
 
     def _add(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """Add the size of a layer's output for a micro-batch of the first mini-batch."""
+        """Add the size of a layer's output for a micro-batch of the mini-batch that is described."""
         where = context.current()
         if where is None or where.phase != "forward":
             return
         with self._adding:
-            if self._minibatch is None:
-                self._minibatch, self._samples = where.serial, where.samples
+            if self._minibatch is None or (where.serial != self._minibatch and not self._trains):
+                # Without gradients, a forward trains only if it is checkpointed.
+                trains = self._may_train() and (where.checkpointing or torch.is_grad_enabled())
+                if self._minibatch is None or trains:
+                    self._minibatch, self._samples, self._trains = where.serial, where.samples, trains
+                    self._outputs.clear()
             if where.serial == self._minibatch:
                 size = sum(tensor.nelement() * tensor.element_size() for tensor in tensors_in(output))
                 self._outputs[name] = self._outputs.get(name, 0) + size
+
+    def _may_train(self) -> bool:
+        """Return whether gradients, if there are any, are for training: a `GPipe` may be evaluated with them."""
+        return self._pipeline.training if isinstance(self._pipeline, nn.Module) else True

@@ -9,8 +9,9 @@
 ======================================  =================================================
 
 Each carries ``step``, ``minibatch`` (its number in the process), ``partition``, ``microbatch`` and, for layers,
-``layer``. There are many of these spans, and workers wait while they are recorded, so little is done here: arguments
-stay a tuple, `_span_events.Place`, which the encoder thread turns into text.
+``layer``; forwards of partition 0 also carry ``samples``, how many the mini-batch has. There are many of these spans,
+and workers wait while they are recorded, so little is done here: arguments stay a tuple, `_span_events.Place`,
+which the encoder thread turns into text.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class PipelineSpans(Observer):
         track.task = None
         resume(track.root)
         where_it_was = (where.step, where.serial, where.partition, where.microbatch, None, where.partitions, where.pipe)
-        _add((node, number, ROOT_ID, start, moment, 2, thread, (node.args, track.way, *where_it_was)))
+        counts = where.partition == 0 and where.phase == "forward"
+        known = carried(node, {"samples": where.samples}) if counts else node.args
+        _add((node, number, ROOT_ID, start, moment, 2, thread, (known, track.way, *where_it_was)))
         if track.on_device is not None:
             device_spans.end_task(track.on_device, node, where_it_was, more=track.way < 0)
         if not number & BACKLOG_MASK:

@@ -31,7 +31,7 @@ CREATE TEMP TABLE sources (path VARCHAR, number INTEGER, rank INTEGER, own BOOLE
 CREATE TEMP TABLE events (
     file INTEGER, rank INTEGER, pid BIGINT, tid BIGINT, category VARCHAR, name VARCHAR, "begin" BIGINT, "end" BIGINT,
     phase TINYINT, kind TINYINT, step BIGINT, minibatch BIGINT, partition INTEGER, microbatch INTEGER, layer VARCHAR,
-    device VARCHAR, size BIGINT, peers VARCHAR)
+    device VARCHAR, size BIGINT, peers VARCHAR, samples BIGINT)
 """
 WHOLE = """
 ALTER TABLE events ADD COLUMN event VARCHAR;
@@ -54,7 +54,8 @@ SELECT source.number AS file, source.rank AS rank, coalesce(pid, -1) AS pid, coa
     {partition} AS partition, {microbatch} AS microbatch,
     coalesce(args.layer, '') AS layer, {device} AS device,
     coalesce(CASE WHEN cat = 'dftracer' THEN args.lost_events ELSE args.size END, -1) AS size,
-    coalesce(args."group", '') AS peers {more}
+    coalesce(args."group", '') AS peers,
+    CASE WHEN args.samples BETWEEN 0 AND {most} THEN args.samples ELSE -1 END AS samples {more}
 FROM {lines} AS lines
 JOIN sources AS source ON lines.filename = source.path
 {where}
@@ -64,12 +65,13 @@ _READING = """$paths, format = 'newline_delimited', compression = '{compression}
 _SPANS = """read_json({reading}, columns = {{
         name: 'VARCHAR', cat: 'VARCHAR', pid: 'BIGINT', tid: 'BIGINT', ts: '{time}', dur: '{time}',
         args: 'STRUCT(step BIGINT, minibatch BIGINT, partition INTEGER, microbatch INTEGER, layer VARCHAR,
-                      device VARCHAR, size BIGINT, lost_events BIGINT, "group" VARCHAR)'}})"""
+                      device VARCHAR, size BIGINT, lost_events BIGINT, "group" VARCHAR, samples BIGINT)'}})"""
 _EVERYTHING = """(SELECT unnest(json_transform(json, '{{
         "name": "VARCHAR", "cat": "VARCHAR", "pid": "BIGINT", "tid": "BIGINT", "ts": "{time}", "dur": "{time}",
         "ph": "VARCHAR", "id": "BIGINT", "args": {{"step": "BIGINT", "minibatch": "BIGINT", "partition": "INTEGER",
             "microbatch": "INTEGER", "layer": "VARCHAR", "device": "VARCHAR", "size": "BIGINT",
-            "lost_events": "BIGINT", "group": "VARCHAR", "p_idx": "BIGINT", "level": "INTEGER"}}}}')), json, filename
+            "lost_events": "BIGINT", "group": "VARCHAR", "samples": "BIGINT",
+            "p_idx": "BIGINT", "level": "INTEGER"}}}}')), json, filename
     FROM read_json_objects({reading}))"""
 # Fields that no column holds unchanged are kept as JSON.
 _MORE = """,
@@ -94,6 +96,7 @@ CASE WHEN cat <> 'compute' OR args.partition IS NULL OR args.partition < 0 THEN 
         WHEN 'backward.layer' THEN {BACKWARD} WHEN 'backward.weight.layer' THEN {WEIGHT} ELSE -1 END
 END"""
 _LAST = 2**61  # microseconds; beyond, sums might not fit
+_MOST_SAMPLES = 2**40  # of a mini-batch; likewise
 _IS_SPAN = f"ts BETWEEN 0 AND {_LAST} AND dur BETWEEN 0 AND {_LAST}"
 _IS_TIMED = f"ts BETWEEN 0 AND {_LAST} AND coalesce(dur, 0) BETWEEN 0 AND {_LAST}"
 # Below -1 are rows that a report does not need: those about the file itself, and events that are not spans.
@@ -167,6 +170,7 @@ def events(*, packed: bool, foreign: bool, together: bool = False, whole: bool =
     return _EVENTS.format(
         lines=(_EVERYTHING if whole else _SPANS).format(reading=reading, time=columns["time"]),
         more=_MORE.format(as_ours=as_ours) if whole else "",
+        most=_MOST_SAMPLES,
         where="" if whole else "WHERE dur IS NOT NULL OR name IS NULL",
         **columns,
     )
@@ -186,8 +190,8 @@ SELECT rank AS process_rank, nullif(pid, -1) AS pid, nullif(tid, -1) AS tid, eve
     {_words("phase", PHASES)} AS phase, {_words("kind", KINDS)} AS kind,
     nullif(step, -1) AS step, nullif(minibatch, -1) AS minibatch, nullif(partition, -1) AS partition_index,
     nullif(microbatch, -1) AS microbatch, nullif(layer, '') AS layer, nullif(device, '') AS device,
-    CASE WHEN category <> 'dftracer' THEN nullif(size, -1) END AS size_bytes, nullif(peers, '') AS peers, arguments,
-    other_fields
+    CASE WHEN category <> 'dftracer' THEN nullif(size, -1) END AS size_bytes, nullif(peers, '') AS peers,
+    nullif(samples, -1) AS samples, arguments, other_fields
 FROM events
 """
 PARQUET = (

@@ -62,6 +62,7 @@ COLUMNS = {
     "device": "VARCHAR",
     "size": "BIGINT",
     "peers": "VARCHAR",
+    "samples": "BIGINT",
 }
 """Columns of a frame of spans. A missing value is -1 or empty, since engines treat null differently.
 
@@ -81,7 +82,11 @@ _RENAMED = {
 def of_dataset(rows: Frame) -> Frame:
     """Return the spans of a dataset, with codes instead of words, and without nulls."""
 
+    there = set(rows.collect_schema().names())
+
     def column(name: str, kind: str) -> nw.Expr:
+        if name == "samples" and name not in there:  # written before mini-batches had it
+            return nw.lit(-1)
         given = nw.col(_RENAMED.get(name, name))
         if name in ("phase", "kind"):
             return _code(given.fill_null(""), PHASES if name == "phase" else KINDS)
@@ -104,8 +109,8 @@ _TASK = ("step", "minibatch", "partition", "microbatch", "phase")
 def tasks(events: Frame, fetch: Fetch, wanted: range | None = None) -> Tasks:
     """Return the tasks, by mini-batch and begin; as timed on the device, where a partition has such times."""
     chosen = _within(events.filter((nw.col("phase") >= 0) & (nw.col("layer") == "")), wanted)
-    found = fetch(chosen.select("rank", *_TASK, "begin", "end", _on_device()))
-    kept = _on_device_if_any(_stepped(found, wanted))
+    found = fetch(chosen.select("rank", *_TASK, "begin", "end", "samples", _on_device()))
+    kept = _on_device_if_any(_with_samples(_stepped(found, wanted)))
     return Tasks(**_sorted(kept, "minibatch", "begin", "rank", "partition", "microbatch", "phase", "end", "step"))
 
 
@@ -240,6 +245,17 @@ def _on_device_if_any(found: Mapping[str, Column]) -> dict[str, Column]:
     partition = columns["rank"].astype(np.int64) << 32 | columns["partition"].astype(np.int64)
     rows = on_device | ~np.isin(partition, np.unique(partition[on_device]))
     return {name: column[rows] for name, column in columns.items()}
+
+
+def _with_samples(found: Mapping[str, Column]) -> Mapping[str, Column]:
+    """Give all tasks of a mini-batch its samples: those timed on a GPU do not have them."""
+    known, on_device = found["samples"] >= 0, found["on_device"].astype(bool)
+    if not known.any() or not on_device.any():
+        return found
+    _, which = np.unique(np.stack([found["rank"], found["minibatch"]]), axis=1, return_inverse=True)
+    most = np.full(int(which.max()) + 1, -1, np.int64)
+    np.maximum.at(most, which.ravel(), found["samples"].astype(np.int64))
+    return {**found, "samples": most[which.ravel()]}
 
 
 def _sorted(columns: Mapping[str, Column], *by: str) -> dict[str, Column]:

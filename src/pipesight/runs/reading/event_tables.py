@@ -77,6 +77,8 @@ class Tasks(Table):
     """In microseconds, by the clock of rank 0."""
     end: Column
     """The same."""
+    samples: Column
+    """Of the whole mini-batch; -1 where it is not recorded: forwards of partition 0 have it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
