@@ -13,6 +13,7 @@ import pandas
 import pytest
 
 import pipesight.trace as trace
+from pipesight.analysis.analyse import analyse
 from pipesight.runs.reading.event_codes import KINDS, PHASES
 from pipesight.runs.reading.run import NotARunError, open_run
 from pipesight.trace._span_events import Mark, put
@@ -105,6 +106,25 @@ def test_nothing_stands_for_nothing(tmp_path):
         *("peers", "samples", "other_fields"),
     }
     assert not any(value == -1 or value == "" for row in rows for value in row.values())
+
+
+def test_columns_that_were_added(tmp_path):
+    """A dataset from before mini-batches had samples can still be read; the report says that they are missing."""
+    made = Made(tmp_path / "run", chunks=2)
+    for step in range(3):
+        made.gpipe(step, lambda phase, i, j: 10, at=100 * step)
+    with open_run(made.write()) as run:
+        run.write_dataset(tmp_path / "dataset")
+    (file,) = (tmp_path / "dataset/events").iterdir()
+    old = tmp_path / "old.parquet"
+    options = "(FORMAT parquet, KV_METADATA {pipesight_events: '2'})"
+    duckdb.sql(f"COPY (SELECT * EXCLUDE samples FROM '{file}') TO '{old}' {options}")
+    old.replace(file)
+    with open_run(tmp_path / "dataset") as run:
+        report = analyse(run)
+    assert report.overall is not None
+    assert report.overall.samples_per_second is None
+    assert any("samples/s are not known" in remark.text for remark in report.remarks)
 
 
 def test_names_of_columns(tmp_path):

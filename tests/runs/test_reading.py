@@ -31,9 +31,9 @@ def test_tasks(tmp_path):
     made.task(4, minibatch=6, partition=0, microbatch=1, phase="forward", begin=90, dur=0)
     with open_run(made.write()) as run:
         assert rows(run.tasks()) == [
-            (0, 4, 6, 0, 1, FORWARD, START + 90, START + 90),
-            (0, 3, 7, 0, 1, RECOMPUTE, START + 20, START + 25),
-            (1, 3, 7, 1, 0, BACKWARD, START + 50, START + 59),
+            (0, 4, 6, 0, 1, FORWARD, START + 90, START + 90, 16),
+            (0, 3, 7, 0, 1, RECOMPUTE, START + 20, START + 25, -1),
+            (1, 3, 7, 1, 0, BACKWARD, START + 50, START + 59, -1),
         ]
         assert all(column.dtype == np.int64 for column in run.tasks().columns().values())
         assert (run.steps(), run.ranks(), run.events, run.notes) == ([3, 4], [0, 1], 3, [])

@@ -94,8 +94,9 @@ class Made:
             name = f"{NAMES[phase]}.layer"
             self.event("compute", name, begin=at, dur=time, rank=rank, tid=tid, **where, layer=layer)
             at += time
-        if partition == 0 and phase == "forward" and device is None and self.samples is not None:
-            where["samples"] = self.samples
+        samples = self.pipeline.get("batch_size", self.samples)
+        if partition == 0 and phase == "forward" and device is None and samples is not None:
+            where["samples"] = samples
         self.event("compute", NAMES[phase], begin=begin, dur=dur, rank=rank, tid=tid, **where)
 
     def transfer(
