@@ -109,6 +109,20 @@ def test_gain_without_checkpoints_is_what_it_gives(tmp_path):
     assert found.gain == pytest.approx(1 - after.overall.time.mean / before.overall.time.mean)
 
 
+def test_gain_of_the_optimizer_is_at_most_its_share(made):
+    """No more is promised than the table shows, even if the last step, which has no next one, has no optimizer."""
+    at = 0
+    for step in range(3):
+        at = made.gpipe(step, even, at=at)
+        if step < 2:
+            made.span("compute", "step", begin=at, dur=4000)
+            at += 4000
+    report = analysed(made)
+    shown = report.overall.parts["optimizer"] / report.overall.time.mean
+    assert shown == pytest.approx(8000 / (8000 + 3 * 900))
+    assert change(report, "a fused optimizer").gain == pytest.approx(shown)
+
+
 def test_nothing_to_change(tmp_path):
     """Where nothing gains more than 1%, nothing is proposed, and the verdict says so."""
     made = Made(tmp_path / "run", balance=[1], chunks=1)

@@ -82,6 +82,8 @@ def test_table_has_the_recorded_schedule_and_plans(recorded):
     assert lines[2].split()[:5] == ["simulated", "3.40", "s", "+0.0%", "off"]
     assert lines[3].startswith("best")
     assert {"gpipe", "1f1b", "interleaved", "zero-bubble"} <= {*ended.stdout.split()}
+    assert (lines[3].split()[1], lines[-2]) == ("zero-bubble", "GPipe runs only gpipe; its best:")
+    assert plan(recorded, "--schedule", "gpipe").stdout.splitlines()[-2:] == ["", lines[-1]]
     assert re.fullmatch(
         r'GPipe\(model, balance=\[3, 3\], devices=\["cpu", "cpu"\], chunks=\d+, checkpoint="never"\)', lines[-1]
     )
@@ -299,7 +301,13 @@ def test_models_without_a_run(tmp_path):
     ("read", "text", "value"),
     [
         (quantities.size, "16GiB", 16 * 2**30),
+        (quantities.size, "16G", 16 * 2**30),
+        (quantities.size, "1.5 k", 1536),
         (quantities.size, "800 mb", 8e8),
+        (quantities.quota, "1G", 2**30),
+        (quantities.quota, "16GiB", 16 * 2**30),
+        (quantities.quota, "800MB", 800_000_000),
+        (quantities.quota, "0", None),
         (quantities.size, "12", 12),
         (quantities.seconds, "10us", 1e-5),
         (quantities.seconds, ".5ms", 5e-4),

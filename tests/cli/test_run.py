@@ -325,6 +325,14 @@ def test_refusals(folder, arguments, message):
     [
         (["--ot", "RUN", "train.py"], "pipesight: error: unrecognized arguments: --ot\n"),
         (["train.py"], "pipesight run: error: the following arguments are required: --out\n"),
+        *(
+            (
+                ["train.py", *after],
+                "pipesight run: error: the following arguments are required: --out; options go before PROGRAM, and "
+                "what follows train.py is its own\n",
+            )
+            for after in (["--out", "RUN"], ["5", "--out=RUN"])
+        ),
     ],
 )
 def test_options_that_are_wrong(folder, monkeypatch, capsys, arguments, message):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import re
+import sys
 import textwrap
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -527,12 +530,15 @@ class Mine(nn.Sequential):
 
 @pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), [nn.Linear(2, 2)], None])
 def test_non_sequential_module(module):
-    """Only nn.Sequential can be partitioned; a note names the class and says what to do."""
+    """Only nn.Sequential can be partitioned; the error names the class and says what to do."""
     with pytest.raises(TypeError) as caught:
         GPipe(module, [1])
-    assert str(caught.value) == "non-sequential module cannot be partitioned"
-    (note,) = caught.value.__notes__
-    assert f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; write" in note
+    assert str(caught.value).startswith("non-sequential module cannot be partitioned: ")
+    assert f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; write" in str(
+        caught.value
+    )
+    page = str(caught.value).rpartition("see ")[2]
+    assert (Path(__file__).parents[2] / page).is_file()
 
 
 def test_sequential_with_its_own_forward():
@@ -561,7 +567,6 @@ def test_duplicate_parameters():
 @pytest.mark.parametrize(
     ("balance", "message"),
     [
-        (None, "balance is required"),
         ([2, 3], r"sum of balance must equal the number of layers \(balance: \[2, 3\] = 5, layers: 4\)"),
         ([1, 2], r"balance: \[1, 2\] = 3, layers: 4"),
         ([], r"balance: \[\] = 0, layers: 4"),
@@ -575,19 +580,18 @@ def test_duplicate_parameters():
     ],
 )
 def test_wrong_balance(balance, message):
-    """A wrong balance is a ValueError with the rule, the values, and code that finds a right one."""
-    model = mlp()
+    """A wrong balance is a ValueError with the rule and the values, in one line."""
     with pytest.raises(ValueError, match=message) as caught:
-        GPipe(model, balance)
-    compile(recipe_of(caught.value), "recipe", "exec")
+        GPipe(mlp(), balance)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("balance", [2, 2.5, True])
 def test_balance_that_is_no_list(balance):
-    """A number instead of a list is a TypeError with the rule, the value, and code that finds a right one."""
+    """A number instead of a list is a TypeError with the rule and the value, in one line."""
     with pytest.raises(TypeError, match=rf"balance must be a list.*\(balance: {balance}, layers: 4\)") as caught:
         GPipe(mlp(), balance)
-    compile(recipe_of(caught.value), "recipe", "exec")
+    assert "\n" not in str(caught.value)
 
 
 def recipe_of(error):
@@ -595,11 +599,18 @@ def recipe_of(error):
     return textwrap.dedent("".join(line for line in str(error).splitlines(True) if line.startswith("    ")))
 
 
-def test_recipe_for_a_balance_runs():
-    """The code in the error about the balance gives a model once the dots are filled in."""
+@pytest.mark.parametrize("package", ["pipesight", "torchgpipe"])
+def test_recipe_for_a_balance_runs(package, monkeypatch):
+    """Without a balance, the error has code that gives a model once the dots are filled in, by the package in use."""
+    if package == "torchgpipe":
+        importlib.import_module("torchgpipe")
+    else:
+        monkeypatch.delitem(sys.modules, "torchgpipe", raising=False)
     model = mlp()
-    with pytest.raises(ValueError, match="balance") as caught:
+    with pytest.raises(ValueError, match=r"^balance is required") as caught:
         GPipe(model)
+    assert f"from {package}.balance import" in str(caught.value)
+    assert ("torchgpipe" in str(caught.value)) == (package == "torchgpipe")
     recipe = recipe_of(caught.value).replace("torch.rand(...)", "torch.rand(4, 3, dtype=torch.float64)")
     recipe = recipe.replace("model, balance, ...", "model, balance, devices=['cpu'] * partitions")
     namespace = {"torch": torch, "model": model}

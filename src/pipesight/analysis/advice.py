@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pipesight._formatting import time
 from pipesight.analysis.described_pipelines import DescribedPipeline
@@ -41,6 +41,8 @@ class Situation:
     """The mean of steps that were recorded to the next."""
     parts: Mapping[str, float]
     """Where the time of this mean step goes."""
+    shown: Mapping[str, float] = field(default_factory=dict)
+    """The shares of the parts in the mean of all steps, which the report shows."""
     turnaround: float = 0.0
     """The part of the host gaps between forward and backward."""
     links: Sequence[LinkReport] = ()
@@ -53,7 +55,9 @@ class Situation:
         """Take the steps that count, without the last if possible: what comes between it and a next one is missing."""
         whole = times.where(times.follows.astype(bool)) if times.follows.any() else times
         period, turnaround = float(whole.period.mean()), float(whole.turnaround.mean())
-        return cls(facts, measured, period, whole.mean_parts(), turnaround, links)
+        mean = max(float(times.period.mean()), 1e-9)
+        shown = {part: time / mean for part, time in times.mean_parts().items()}
+        return cls(facts, measured, period, whole.mean_parts(), shown, turnaround, links)
 
     def share(self, part: str) -> float:
         """Return the share of a part in the step."""
@@ -118,7 +122,8 @@ def _limits(situation: Situation) -> Iterator[Change]:
             if _small_messages(situation.links) is None:
                 yield Change(what, why, _moved(situation), AT_MOST)
         else:
-            yield Change(what, why, situation.share(part), AT_MOST)
+            share = situation.share(part)
+            yield Change(what, why, min(share, situation.shown.get(part, share)), AT_MOST)
     yield _loss_inside(situation)
 
 

@@ -15,16 +15,18 @@ _NUMBER = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-zµ/]*)"
 
 
 def size(text: str) -> float:
-    """Return bytes.
+    """Return bytes; a letter alone counts by 1024.
 
-    >>> size("16GiB")
-    17179869184.0
+    >>> size("16GiB"), size("16G"), size("16GB")
+    (17179869184.0, 17179869184.0, 16000000000.0)
     """
-    return _value(text, {unit.lower(): value for unit, value in _SIZES.items()}, "a size, such as 16GiB or 800MB")
+    letters = {letter.lower(): 1024**power for power, letter in enumerate("KMGT", 1)}
+    units = letters | {unit.lower(): value for unit, value in _SIZES.items()}
+    return _value(text, units, "a size, such as 16GiB, 16G or 800MB")
 
 
 def quota(text: str) -> int | None:
-    """Return the bytes of ``--max-bytes``, where every unit counts by 1024; ``None`` for 0, which is no limit.
+    """Return the bytes of ``--max-bytes``; ``None`` for 0, which is no limit.
 
     >>> quota("500M"), quota("2GiB"), quota("0")
     (524288000, 2147483648, None)
@@ -32,15 +34,10 @@ def quota(text: str) -> int | None:
     Raises:
         ValueError: It is not a size.
     """
-    units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-    number, unit = text.strip().lower().removesuffix("b").removesuffix("i"), ""
-    if number[-1:] in units:
-        number, unit = number[:-1], number[-1:]
     try:
-        bytes_ = float(number) * units[unit]
-    except ValueError:
-        raise ValueError(f"--max-bytes must be a size such as 500M or 2G (--max-bytes: {text!r})") from None
-    return int(bytes_) or None
+        return int(size(text)) or None
+    except argparse.ArgumentTypeError:
+        raise ValueError(f"--max-bytes must be a size such as 500M or 2GiB (--max-bytes: {text!r})") from None
 
 
 def bandwidth(text: str) -> float:

@@ -62,7 +62,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=size,
         metavar="SIZE",
         default=math.inf,
-        help="memory of each device, such as 16GiB (default: no limit)",
+        help="memory of each device, such as 16G or 16GiB (default: no limit)",
     )
     add(
         "--parameter-scale",

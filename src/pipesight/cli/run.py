@@ -53,8 +53,8 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--max-bytes",
         default="1G",
         metavar="SIZE",
-        help="disk quota for trace and log lines of each rank, such as 500M; the oldest go first; 0 for no limit "
-        "(default: 1G)",
+        help="disk quota for trace and log lines of each rank, such as 500M or 2GiB; the oldest go first; 0 for no "
+        "limit (default: 1G)",
     )
     add("-m", action="store_true", dest="module", help="PROGRAM is the name of a module, as in `python -m`")
     add("program", metavar="PROGRAM", help="a Python file, or with -m a module")
@@ -71,7 +71,10 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         return _refuse(str(error))
     if options.out is None:
-        return _refuse("the following arguments are required: --out")
+        missing = "the following arguments are required: --out"
+        if any(word == "--out" or word.startswith("--out=") for word in options.arguments):
+            missing += f"; options go before PROGRAM, and what follows {options.program} is its own"
+        return _refuse(missing)
     from pipesight.recording import observe
     from pipesight.recording.step_sampling import StepSampling
 

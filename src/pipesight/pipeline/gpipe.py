@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Self, cast
@@ -34,8 +35,8 @@ _RECIPE = """
 
 If you do not know a good balance, time the layers on a sample of your input:
 
-    from pipesight import GPipe
-    from pipesight.balance import balance_by_time  # or torchgpipe.balance, with the shim
+    from {package} import GPipe
+    from {package}.balance import balance_by_time
 
     partitions = torch.cuda.device_count() or 2
     sample = torch.rand(...)
@@ -77,7 +78,7 @@ class GPipe(nn.Module):
         super().__init__()
         verify_sequential(module)
         verify_skippables(module)
-        self._balance = check_balance(balance, len(module), _RECIPE)
+        self._balance = check_balance(balance, len(module), _recipe())
         self._devices = _choose_devices(devices, len(self._balance))
         self._chunks = check_chunks(chunks)
         self._checkpoint = check_checkpoint(checkpoint)
@@ -244,6 +245,11 @@ class GPipe(nn.Module):
             f"(devices: {[str(d) for d in self._devices]}); choose them in the constructor, GPipe(..., devices=[...]), "
             "and move the modules around it one by one"
         )
+
+
+def _recipe() -> str:
+    """Return code that finds a balance, by the names that the program uses."""
+    return _RECIPE.format(package="torchgpipe" if "torchgpipe" in sys.modules else "pipesight")
 
 
 def _deny_change(what: str) -> NoReturn:

@@ -26,21 +26,20 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 def check_balance(balance: Iterable[int] | None, layers: int, recipe: str = "") -> list[int]:
-    """Return the balance as a list; ``recipe`` says in errors where a good one comes from."""
+    """Return the balance as a list; if there is none, ``recipe`` in the error says how to find one."""
     if balance is None:
         raise ValueError("balance is required: how many layers each partition takes" + recipe)
     if not isinstance(balance, Iterable):
         raise TypeError(
             "balance must be a list that says how many layers each partition takes, "
-            f"but got {type(balance).__name__} (balance: {balance}, layers: {layers})" + recipe
+            f"but got {type(balance).__name__} (balance: {balance}, layers: {layers})"
         )
     sizes = [size if isinstance(size, bool) or not hasattr(size, "__index__") else int(size) for size in balance]
     if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-        raise ValueError(f"all numbers of balance must be positive integers (balance: {sizes})" + recipe)
+        raise ValueError(f"all numbers of balance must be positive integers (balance: {sizes})")
     if sum(sizes) != layers:
         raise ValueError(
             f"sum of balance must equal the number of layers (balance: {sizes} = {sum(sizes)}, layers: {layers})"
-            + recipe
         )
     return sizes
 
