@@ -137,14 +137,28 @@ def agree(report, outcome):
         assert any("chunks=" in change.what for change in planned)
 
 
+def splitting_pays(found):
+    """Return whether two micro-batches, or those that were recorded, beat one that is recomputed as they are."""
+    if found.setting.partitions == 1:
+        return False
+    kept = "always" if found.setting.checkpoint == "except_last" else found.setting.checkpoint
+    one, two = (
+        dataclasses.replace(found.setting, chunks=n, checkpoint=c)
+        for n, c in ((1, kept), (2, found.setting.checkpoint))
+    )
+    seconds = [predict(found.costs, setting, found.balance).step_seconds for setting in (one, two)]
+    return min(seconds[1], found.predicted_seconds) < seconds[0]
+
+
 def best_chunks(outcome):
-    """Return what the best number of chunks of all plans gains, if all else stays as recorded."""
+    """Return what the best number of chunks gains of those that may be advised, if all else stays as recorded."""
     found = outcome.measured
     others = [
         plan.setting
         for plan in outcome.plans
         if plan.setting == dataclasses.replace(found.setting, chunks=plan.setting.chunks)
         and plan.setting != found.setting
+        and not (plan.setting.chunks == 1 and splitting_pays(found))
     ]
     times = [predict(found.costs, setting, found.balance).step_seconds for setting in others]
     return 1 - min(times, default=math.inf) / max(outcome.baseline, 1e-12)

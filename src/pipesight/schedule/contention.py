@@ -92,8 +92,11 @@ def rates_of(
     even = np.minimum(1.0, processors / np.arange(1, most + 1))
     if most <= processors:
         return tuple(np.ones(processors).tolist())
-    lengths, which = np.log(np.maximum(end - begin, 1)).ravel(), np.unique(kinds, return_inverse=True)[1].ravel()
-    shares = crowd.shares().reshape(len(lengths), most)
+    long = (end > begin).ravel()  # one of no length ran beside nobody
+    if not long.any():
+        return tuple(np.ones(most).tolist())
+    lengths, which = np.log((end - begin).ravel()[long]), np.unique(kinds.ravel()[long], return_inverse=True)[1]
+    shares = crowd.shares().reshape(-1, most)[long]
     expected = -np.log(shares @ even)[:, None]
     if _varies(expected, which) and _within_groups(lengths, expected, which)[0] < SOME:
         return tuple(np.ones(most).tolist())  # they wait for something other than processors
