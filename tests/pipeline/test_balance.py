@@ -154,7 +154,7 @@ def test_signatures_are_those_of_the_guide():
 def test_model_must_be_sequential(balance):
     """A module that is not nn.Sequential is rejected in both orders, by name."""
     for call in (lambda m, x: balance(m, x, 1), lambda m, x: balance(1, m, x)):
-        with pytest.raises(TypeError, match=r"^non-sequential module cannot be partitioned: .* got Linear; write"):
+        with pytest.raises(TypeError, match="non-sequential module cannot be partitioned"):
             call(nn.Linear(4, 4), torch.rand(2, 4))
 
 

@@ -53,3 +53,24 @@ def test_client_with_an_engine_and_a_trainer(tmp_path):
         {**SEEN, "after": [True, 0, 1]},
         {**SEEN, "after": [True, 0, 2]},
     ]
+
+
+def test_loggers_get_the_last_values(tmp_path):
+    """What is measured after the last step reaches a statistics logger when the session ends, and it is forgotten."""
+    import torch
+    from nvdlfw_inspect import api
+    from nvdlfw_inspect.logging import BaseLogger, MetricLogger
+
+    seen = {}
+
+    class Logger(BaseLogger):
+        def log_scalar(self, name, value, iteration, **kwargs):
+            seen[name, iteration] = value
+
+    feature = {"enabled": True, "tensors": ["activation"], "stats": ["max"]}
+    section = {"enabled": True, "layers": {"layer_types": ["fc"]}, "LogTensorStats": feature}
+    api.initialize({"section": section}, statistics_logger=Logger(), log_dir=tmp_path)
+    api.log_tensor_stats("fc1", tensor=torch.tensor([3.0, 4.0]), tensor_name="activation", iteration=7)
+    api.end_debug()
+    assert seen == {("fc1_activation_max", 7): 4.0}
+    assert MetricLogger.enabled_loggers == []

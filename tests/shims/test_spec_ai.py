@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -94,7 +95,12 @@ def lines(tmp_path):
         log = 'log = dftracer.initialize_log("run.pfw")'
         script = "\n".join([PRESUPPOSED, log, *sources, "log.finalize()"])
         ended = subprocess.run(
-            [sys.executable, "-W", "error", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+            [sys.executable, "-W", "error", "-c", script],
+            cwd=tmp_path,
+            env=os.environ | {"DFTRACER_ENABLE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert (ended.returncode, ended.stderr) == (0, "")
         return lines_of(path) if path.exists() else []

@@ -95,12 +95,14 @@ def verify_sequential(module: nn.Module) -> None:
 
 
 def non_sequential(module: object) -> TypeError:
-    """Return the error about a module that cannot be cut."""
-    return TypeError(
-        "non-sequential module cannot be partitioned: module must be nn.Sequential to be partitioned, but got "
-        f"{type(module).__name__}; write it as one, nn.Sequential(layer, layer, ...), in which each layer takes the "
-        "output of the one before; see docs/how-to/sequential.md"
+    """Return the error about a module that cannot be cut; a note says what to do."""
+    error = TypeError("non-sequential module cannot be partitioned")
+    error.add_note(
+        f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; write it as one, "
+        "nn.Sequential(layer, layer, ...), in which each layer takes the output of the one before; "
+        "see docs/how-to/sequential.md"
     )
+    return error
 
 
 def split(

@@ -72,9 +72,7 @@ def initialize(
             sinks=[LoggersSink(), *(sinks if isinstance(sinks, Iterable) else [sinks])],
             **kwargs,
         )
-        session = running()
-        session.before_close.append(MetricLogger.enabled_loggers.clear)
-        manager_of(session)
+        manager_of(running())
         if to_file:
             MetricLogger.add_logger(get_logger())
     except BaseException:

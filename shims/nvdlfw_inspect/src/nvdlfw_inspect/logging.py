@@ -58,7 +58,8 @@ class LoggersSink:
         Sinks(map(LoggerSink, loggers)).write(records)
 
     def close(self) -> None:
-        """Do nothing: the loggers are the user's."""
+        """Forget the loggers, now that they have the last values. They are the user's, and stay open."""
+        MetricLogger.enabled_loggers.clear()
 
 
 class FileLogger(BaseLogger):
