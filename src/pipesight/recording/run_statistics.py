@@ -16,7 +16,8 @@ from pipesight.stats.api import CheckedConfig, open_session
 from pipesight.stats.model_watch import Watch
 from pipesight.stats.model_watch.model_part import Model
 from pipesight.stats.sinks import Record
-from pipesight.stats.stats_session import StatsSession, Tap
+from pipesight.stats.stats_session import StatsSession
+from pipesight.stats.watched_tensor import Tap
 from pipesight.trace import ai
 
 __all__ = ["Config", "RunStatistics"]

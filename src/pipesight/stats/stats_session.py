@@ -21,12 +21,12 @@ from pipesight.stats.config.rules import StatisticRequest, TensorRule
 from pipesight.stats.config.steps import steps_of
 from pipesight.stats.current_session import serving
 from pipesight.stats.iteration_buffer import IterationBuffer
-from pipesight.stats.measurements import Statistics, TensorMeasurements
+from pipesight.stats.measurements import Statistics
 from pipesight.stats.measuring_feature import MeasuringFeature
 from pipesight.stats.message_log import MessageLog
 from pipesight.stats.moments._flat_pieces import ORDINARY
 from pipesight.stats.moments.cuda_launch import has_kernels
-from pipesight.stats.moments.cuda_moments import Calls, DeviceRow, is_capturing, is_quick
+from pipesight.stats.moments.cuda_moments import is_capturing, is_quick
 from pipesight.stats.moments.delayed_scaling import DelayedScaling
 from pipesight.stats.moments.moments import LaterMoments
 from pipesight.stats.moments.quantity import Source
@@ -37,8 +37,9 @@ from pipesight.stats.rank_merging import RankMerging
 from pipesight.stats.recomputation import is_recomputing
 from pipesight.stats.registry import Registry
 from pipesight.stats.sinks import Sinks
+from pipesight.stats.watched_tensor import Tap, Trial
 
-__all__ = ["StatsSession", "Tap"]
+__all__ = ["StatsSession"]
 
 MOST_TENSORS = 100_000
 
@@ -387,61 +388,6 @@ class StatsSession:
         """Save what a script that never closed the session has measured; a forked child leaves that to its parent."""
         if os.getpid() == self._process:
             self.close(alone=True)
-
-
-class Trial:
-    """A step in which a tensor is measured twice, at once and with others: is it the same by then?
-
-    Layers that work in place change the output of the layer before, some without torch knowing.
-    """
-
-    __slots__ = ("afterwards", "at_once", "step")
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.at_once: list[DeviceRow] = []
-        self.afterwards: Calls = []
-
-    @property
-    def ready(self) -> bool:
-        """Whether the values of both have come."""
-        rows = [*self.at_once, *(records[0] for records, _ in self.afterwards if records)]
-        return all(row.ready for row in rows)
-
-    @property
-    def passed(self) -> bool:
-        """Whether it was the same, each time."""
-        after = [records[0].moments() for records, _ in self.afterwards if records]
-        return len(after) == len(self.at_once) > 0 and all(
-            row.moments().is_like(other) for row, other in zip(self.at_once, after, strict=True)
-        )
-
-
-class Tap:
-    """A tensor of a watched layer, with what is looked up once a step.
-
-    Attributes:
-        action: What to do with it in that step.
-        quick: Whether one kernel is all that it takes on a GPU.
-        entry: Where its calls are kept.
-        powers: Whether its third and fourth moments are wanted.
-        trial: Whether it can wait to be measured with others, while that is found out.
-        waits: Whether it can.
-        step: The step that was looked up.
-        entries: Those of its iteration.
-    """
-
-    __slots__ = ("action", "entries", "entry", "layer", "powers", "quick", "step", "tensor", "trial", "waits")
-
-    def __init__(self, layer: str, tensor: str) -> None:
-        self.layer, self.tensor = layer, tensor
-        self.action: Action | None = None
-        self.entry: TensorMeasurements | None = None
-        self.quick = self.powers = False
-        self.trial: Trial | None = None
-        self.waits: bool | None = None
-        self.step = -1
-        self.entries: object = None
 
 
 class _NoActions(dict[TensorKey, TensorActions | None]):

@@ -31,8 +31,9 @@ from pipesight.stats.model_watch._step_counter import AgreedSteps
 from pipesight.stats.model_watch._weights import Weights
 from pipesight.stats.model_watch.model_part import Model, is_distributed, part_of
 from pipesight.stats.recomputation import in_checkpoint, is_recomputing
-from pipesight.stats.stats_session import StatsSession, Tap
+from pipesight.stats.stats_session import StatsSession
 from pipesight.stats.unmatched_names import OUTPUTS, TENSORS, missing_layers, unknown_tensors
+from pipesight.stats.watched_tensor import Tap
 
 __all__ = ["TENSORS", "Watch", "watch"]
 

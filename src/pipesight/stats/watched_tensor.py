@@ -1,0 +1,64 @@
+"""A tensor of a watched layer: what a step has to do with it, and whether it can wait to be measured with others."""
+
+from __future__ import annotations
+
+from pipesight.stats.actions import Action
+from pipesight.stats.measurements import TensorMeasurements
+from pipesight.stats.moments.cuda_moments import Calls, DeviceRow
+
+__all__ = ["Tap", "Trial"]
+
+
+class Trial:
+    """A step in which a tensor is measured twice, at once and with others: is it the same by then?
+
+    Layers that work in place change the output of the layer before, some without torch knowing.
+    """
+
+    __slots__ = ("afterwards", "at_once", "step")
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.at_once: list[DeviceRow] = []
+        self.afterwards: Calls = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether the values of both have come."""
+        rows = [*self.at_once, *(records[0] for records, _ in self.afterwards if records)]
+        return all(row.ready for row in rows)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was the same, each time."""
+        after = [records[0].moments() for records, _ in self.afterwards if records]
+        return len(after) == len(self.at_once) > 0 and all(
+            row.moments().is_like(other) for row, other in zip(self.at_once, after, strict=True)
+        )
+
+
+class Tap:
+    """A tensor of a watched layer, with what is looked up once a step.
+
+    Attributes:
+        action: What to do with it in that step.
+        quick: Whether one kernel is all that it takes on a GPU.
+        entry: Where its calls are kept.
+        powers: Whether its third and fourth moments are wanted.
+        trial: Whether it can wait to be measured with others, while that is found out.
+        waits: Whether it can.
+        step: The step that was looked up.
+        entries: Those of its iteration.
+    """
+
+    __slots__ = ("action", "entries", "entry", "layer", "powers", "quick", "step", "tensor", "trial", "waits")
+
+    def __init__(self, layer: str, tensor: str) -> None:
+        self.layer, self.tensor = layer, tensor
+        self.action: Action | None = None
+        self.entry: TensorMeasurements | None = None
+        self.quick = self.powers = False
+        self.trial: Trial | None = None
+        self.waits: bool | None = None
+        self.step = -1
+        self.entries: object = None
