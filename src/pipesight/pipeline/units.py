@@ -1,0 +1,89 @@
+"""The units of a model: the modules that a pipeline treats as layers, and where it can be cut.
+
+Of a GPT-2, these are ``transformer.wte``, ``transformer.wpe``, ``transformer.drop``, ``transformer.h.0`` and so on,
+``transformer.ln_f`` and ``lm_head``. What contains a cut or a list of blocks is no unit itself, but opened: its children
+are looked at instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+__all__ = ["check_cuts", "find_units", "is_callable"]
+
+
+def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Module]:
+    """Return the units of a model by name, in the order in which it registers them."""
+    cut_names = list(cuts)
+    total = _size(model)
+    units: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if module in seen:  # under another name
+            return
+        seen.add(module)
+        if name and not _is_opened(name, module, cut_names, total):
+            units[name] = module
+            return
+        for key, child in module.named_children():
+            visit(f"{name}.{key}" if name else key, child)
+
+    visit("", model)
+    return units
+
+
+def check_cuts(model: nn.Module, cuts: Sequence[str]) -> list[str]:
+    """Return the names of the modules that begin partitions 1, 2 and so on; raise if a model cannot be cut there."""
+    if isinstance(cuts, str):
+        raise TypeError(f"cuts must be a list of names of modules, but got the string {cuts!r}: cuts=[{cuts!r}]")
+    modules = dict(model.named_modules())
+    names: list[str] = []
+    for cut in cuts:
+        if not isinstance(cut, str):
+            raise TypeError(f"cuts must be names of modules, such as 'transformer.h.4', but got {cut!r}")
+        if cut not in modules:
+            near = difflib.get_close_matches(cut, modules, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise ValueError(f"{type(model).__name__} has no module {cut!r} to be cut at{hint}")
+        if cut == "":
+            raise ValueError("a cut begins partition 1, so it cannot be the whole model ''; name a module inside it")
+        if cut in names:
+            raise ValueError(f"cuts must be different modules, but {cut!r} is given twice (cuts: {list(cuts)})")
+        if not is_callable(modules[cut]):
+            first = next(iter(modules[cut].named_children()), None)
+            instead = "" if first is None else f"; cut at {f'{cut}.{first[0]}'!r} instead"
+            raise ValueError(
+                f"cannot cut at {cut!r}: {type(modules[cut]).__name__} has no forward of its own, so that it is never "
+                f"called{instead}"
+            )
+        names.append(cut)
+    return names
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Tell whether a module has a forward: an ``nn.ModuleList`` has none."""
+    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented" or "forward" in vars(module)
+
+
+def _is_opened(name: str, module: nn.Module, cuts: Sequence[str], total: int) -> bool:
+    if not is_callable(module) or any(cut.startswith(f"{name}.") for cut in cuts):
+        return True
+    if _is_list_of_blocks(module, total):
+        return True
+    in_list = name.rpartition(".")[2].isdecimal()  # a block; the lists inside are its own business
+    return not in_list and any(_is_list_of_blocks(inner, total) for inner in module.modules() if inner is not module)
+
+
+def _is_list_of_blocks(module: nn.Module, total: int) -> bool:
+    """Tell whether a module lists blocks one after the other: those have modules inside, or most of the weights."""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+        return False
+    return any(next(child.children(), None) is not None for child in module) or 2 * _size(module) > total > 0
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
