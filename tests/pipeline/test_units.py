@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from pipesight.pipeline.units import check_cuts, find_units
 
@@ -14,6 +14,9 @@ class _Block(nn.Module):
         self.norm = nn.LayerNorm(4)
         self.mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
 
 class _Decoder(nn.Module):
     def __init__(self) -> None:
@@ -21,6 +24,12 @@ class _Decoder(nn.Module):
         self.embed = nn.Embedding(8, 4)
         self.layers = nn.ModuleList(_Block() for _ in range(3))
         self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
 
 
 class _Model(nn.Module):

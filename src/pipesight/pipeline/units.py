@@ -1,8 +1,8 @@
 """The units of a model: the modules that a pipeline treats as layers, and where it can be cut.
 
 Of a GPT-2, these are ``transformer.wte``, ``transformer.wpe``, ``transformer.drop``, ``transformer.h.0`` and so on,
-``transformer.ln_f`` and ``lm_head``. What contains a cut or a list of blocks is no unit itself, but opened: its children
-are looked at instead.
+``transformer.ln_f`` and ``lm_head``. What contains a cut or a list of blocks is no unit itself, but opened: its
+children are looked at instead.
 """
 
 from __future__ import annotations
