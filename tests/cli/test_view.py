@@ -59,7 +59,7 @@ class View:
 
         def look() -> bytes | None:
             status, _, body = self.ask(f"{self.path}payload.json")
-            assert status in (200, 503)
+            assert status in (200, 204)
             return body if status == 200 else None
 
         return json.loads(wait_for(look))
@@ -454,7 +454,7 @@ def test_not_there_yet(tmp_path):
     with viewing(run.folder) as view, view.events() as events:
         assert view.ask(view.path)[0] == 200
         status, headers, _ = view.ask(f"{view.path}payload.json")
-        assert (status, headers["Retry-After"]) == (503, "1")
+        assert (status, headers["Retry-After"]) == (204, "1")
         assert view.ask(f"{view.path}trace")[0] == 404
         assert view.process.stderr is not None
         assert view.process.stderr.readline() == f"waiting for a recording in {run.folder}\n"
@@ -467,6 +467,24 @@ def test_not_there_yet(tmp_path):
         assert steps_of(view.payload()) == [0]
 
 
+def test_cannot_draw(tmp_path, caplog):
+    """A run that cannot be drawn is an error that the browser reports, unlike one without a complete step."""
+
+    def draw(_: object) -> None:
+        raise ArithmeticError("no such number")
+
+    publisher = Publisher(tmp_path / "run", draw=draw)
+    with publisher, web_server.RunServer(publisher, page=str) as server:
+        address = urlsplit(server.address)
+        connection = http.client.HTTPConnection(address.netloc, timeout=LIMIT)
+        connection.request("GET", f"{address.path}payload.json")
+        answer = connection.getresponse()
+        assert answer.status == 500
+        assert answer.read() == b"cannot draw the run; `pipesight view` printed the reason\n"
+        connection.close()
+    assert "no such number" in caplog.text
+
+
 # In a browser.
 
 
@@ -476,7 +494,7 @@ def test_page_lives(tmp_path):
     run = GrowingRun(tmp_path / "run", balance=[1, 1], chunks=4).begin()
     for _ in range(4):
         run.step()
-    with viewing(run.folder) as view, browser.open_browser(tmp_path / "profile") as page:
+    with browser.open_browser(tmp_path / "profile") as page, viewing(run.folder) as view:
         page.open(view.address)
         page.wait("window.pipesight.inspect().steps.length == 3", seconds=LIMIT)
         assert page.inspect()["live"]

@@ -43,9 +43,9 @@ async function refresh(update) {
   let again = 0; // milliseconds
   try {
     const response = await fetch(address("payload"), { cache: "no-store" });
-    if (response.ok) update(await response.json());
-    else if (response.status === 503) again = 1000 * (Number(response.headers.get("Retry-After")) || 1);
-    else say(`no report: ${response.status}`);
+    again = 1000 * Number(response.headers.get("Retry-After")); // no complete step yet, or too many viewers
+    if (response.ok && !again) update(await response.json());
+    else if (!again) say(`no report: ${response.status}`);
   } catch {
     say("connection lost, retrying");
     again = 2000;

@@ -14,13 +14,17 @@ from typing import Any, Self
 from pipesight._logger import own_logger
 from pipesight.runs.following.follower import Follower, State
 
-__all__ = ["News", "Publisher"]
+__all__ = ["DrawingError", "News", "Publisher"]
 
 logger = own_logger(__name__)
 
 LEVEL = 4  # of gzip
 SHARE = 2
 """The pause before the next look, as a multiple of the time that the last one took to read and draw."""
+
+
+class DrawingError(RuntimeError):
+    """The run as it is now cannot be drawn; the reason is in the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Publisher:
         self._reading = threading.Lock()  # the follower
         self._told = threading.Condition()
         self._news = News(0)
-        self._drawn: tuple[int, bytes | None] = (-1, None)
+        self._drawn: tuple[int, bytes | DrawingError | None] = (-1, None)
         self._complaints: set[str] = set()
         self._cost = 0.0  # seconds that the last drawing took
         self._closing = threading.Event()
@@ -90,21 +94,28 @@ class Publisher:
             return self._news
 
     def payload(self) -> bytes | None:
-        """Return what the page draws, as JSON in gzip; nothing while there is nothing to draw."""
+        """Return what the page draws, as JSON in gzip; nothing while there is nothing to draw.
+
+        Raises:
+            DrawingError: This revision cannot be drawn; the next may be.
+        """
         with self._reading:
             news = self._news
             if self._drawn[0] != news.revision:
                 begin = time.monotonic()
                 self._drawn = (news.revision, self._make(news))
                 self._cost = time.monotonic() - begin
-            return self._drawn[1]
+            drawn = self._drawn[1]
+        if isinstance(drawn, DrawingError):
+            raise drawn
+        return drawn
 
-    def _make(self, news: News) -> bytes | None:
+    def _make(self, news: News) -> bytes | DrawingError | None:
         try:
             payload = self._draw(self._follower)
         except Exception as error:  # for one revision; the next may succeed
             self._complain("cannot draw the run %s; will retry when it grows", error)
-            return None
+            return DrawingError("cannot draw the run; `pipesight view` printed the reason")
         if payload is None:
             return None
         payload["revision"], payload["live"] = news.revision, not news.ended

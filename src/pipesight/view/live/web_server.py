@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipesight.runs.trace_download import TraceDownload
-from pipesight.view.live.run_publisher import News, Publisher
+from pipesight.view.live.run_publisher import DrawingError, News, Publisher
 
 __all__ = ["RunServer"]
 
@@ -211,9 +211,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(self.server.page().encode(), "text/html; charset=utf-8", policy=PAGE)
 
     def _payload(self) -> None:
-        packed = self.server.publisher.payload()
-        if packed is None:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "no complete step yet", {"Retry-After": "1"})
+        try:
+            packed = self.server.publisher.payload()
+        except DrawingError as error:
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+            return
+        if packed is None:  # no complete step yet: not an error, which a browser would report as one
+            self._begin(HTTPStatus.NO_CONTENT, "application/json", headers={"Retry-After": "1"})
         elif "gzip" in (self.headers.get("Accept-Encoding") or ""):
             self._send(packed, "application/json", headers={"Content-Encoding": "gzip"})
         else:
