@@ -68,6 +68,7 @@ compat-%:
 		$$bin/pip install --quiet --disable-pip-version-check torch==$(lastword $(subst -, ,$*)) $(INDEX); \
 		$$bin/pip install --quiet --disable-pip-version-check --editable ".[dev]" \
 			--editable shims/torchgpipe --editable shims/dftracer --editable shims/nvdlfw_inspect; \
+		$$bin/pip install --quiet --disable-pip-version-check --no-deps timm; \
 		touch $$bin/../.developed; \
 	fi; \
 	echo "compat $*"; \
@@ -120,9 +121,11 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 
+# timm alone: it asks for torchvision, which asks for a torch of one version, and models do not need it.
 $(VENV)/.developed: $(VENV)/.installed shims/torchgpipe/pyproject.toml shims/dftracer/pyproject.toml shims/nvdlfw_inspect/pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]" \
 		--editable shims/torchgpipe --editable shims/dftracer --editable shims/nvdlfw_inspect
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps timm
 	touch $@
 
 $(VENV)/.documented: $(VENV)/.installed
