@@ -11,7 +11,7 @@ from pipesight.distributed.agreement import Message
 from pipesight.distributed.loss_weights import LossWeights
 from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
-from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone, scatter
+from pipesight.pipeline.microbatch import Form, as_tuple, chunk_sizes, form_of, lone, scatter
 from pipesight.pipeline.randomness import draw_seed, next_seed, seed_of
 from pipesight.schedule.supported_schedules import RankSchedule
 
@@ -105,7 +105,7 @@ class StepInputs:
         first = mesh.members[self._kind.rank_of(0, mesh.length)]
         head = messages[first]
         metas = [Meta(tuple(shape), getattr(torch, dtype)) for shape, dtype in head["input"]]
-        parts = _chunk_sizes(sizes[first], self._chunks)
+        parts = chunk_sizes(sizes[first], self._chunks)
         flows = self._flows(
             [[Meta((size, *meta.shape[1:]), meta.dtype) for meta in metas] for size in parts],
             lone if head["lone"] else tuple,
@@ -127,13 +127,3 @@ class StepInputs:
     def _flows(self, microbatches: list[list[Meta]], form: Form) -> list[Flow]:
         form = lone if form is lone else tuple
         return [self.skeleton.flow(metas, form) for metas in microbatches]
-
-
-def _chunk_sizes(size: int, chunks: int) -> list[int]:
-    """Return the sizes of the pieces that ``torch.chunk`` cuts a batch into.
-
-    >>> _chunk_sizes(10, 4)
-    [3, 3, 3, 1]
-    """
-    piece = -(-size // chunks)
-    return [min(piece, size - start) for start in range(0, size, piece)] if size else [0]

@@ -1,0 +1,129 @@
+"""Which dimension of an argument or of an output is the batch: what the user says, and what was seen so far.
+
+Names are paths: an argument of ``forward``, ``inputs.mask`` of one that is nested, and ``output``, ``output.logits`` of
+what the model returns. The longest one that fits counts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias
+
+__all__ = ["BatchDim", "BatchDims", "Rule"]
+
+Rule: TypeAlias = int | Literal["items", "first", "sum"] | None
+"""A dimension; None if it does not depend on the batch; ``items`` of a list with one item for each sample; of outputs,
+``first`` to take that of the first micro-batch, and ``sum`` to add those of all."""
+
+BatchDim: TypeAlias = int | Mapping[str | int, Rule] | None
+
+_OUTPUT = "output"
+
+
+class BatchDims:
+    """Answers which dimension is the batch.
+
+    Args:
+        given: The user's ``batch_dim``: a dimension for all, or one by name or position of an argument, or nothing.
+        signature: That of the model's ``forward``, if known: names of positional arguments come from it.
+    """
+
+    def __init__(self, given: BatchDim = None, signature: inspect.Signature | None = None) -> None:
+        parameters = list(signature.parameters.values()) if signature is not None else []
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._positional = [p.name for p in parameters if p.kind in kinds]
+        self._known = {p.name for p in parameters if p.kind in (*kinds, inspect.Parameter.KEYWORD_ONLY)}
+        self._closed = bool(parameters) and len(self._known) == len(parameters)  # no *args, no **kwargs
+        self.default = 0 if given is None or isinstance(given, Mapping) else _checked(given, "batch_dim")
+        self._rules: dict[str, Rule] = {}
+        if isinstance(given, Mapping):
+            for key, rule in given.items():
+                name = self.name_of(key) if isinstance(key, int) else str(key)
+                self._check_name(name, key)
+                self._rules[name] = _checked(rule, f"batch_dim[{key!r}]")
+                if rule in ("first", "sum") and name.partition(".")[0] != _OUTPUT:
+                    raise ValueError(f"batch_dim[{key!r}] must not be {rule!r}, since it is an argument, not an output")
+        self._seen: dict[str, tuple[bool, int, tuple[int, ...]]] = {}
+        self._warned: set[str] = set()
+
+    def name_of(self, position: int) -> str:
+        """Return the name of a positional argument, or its position where the name is not known."""
+        return self._positional[position] if position < len(self._positional) else str(position)
+
+    def rule(self, name: str) -> tuple[Rule, bool]:
+        """Return the rule for what is called ``name``, and whether it is for this very one."""
+        if name in self._rules:
+            return self._rules[name], True
+        parts = name.split(".")
+        for stop in range(len(parts) - 1, 0, -1):
+            if (found := ".".join(parts[:stop])) in self._rules:
+                return self._rules[found], False
+        return self.default, False
+
+    def listed(self, rule: Rule) -> set[str]:
+        """Return the names with this rule."""
+        return {name for name, value in self._rules.items() if value == rule and type(value) is type(rule)}
+
+    def check_used(self, names: Iterable[str], arguments: Iterable[str]) -> None:
+        """Warn of names in ``batch_dim`` that fit nothing in a call, unless the argument was not given.
+
+        Args:
+            names: The paths of everything in the call.
+            arguments: The arguments that were given.
+        """
+        everything, given = set(names), set(arguments)
+        for name in self._rules:
+            root = name.partition(".")[0]
+            if root == _OUTPUT or (root in self._known and root not in given) or name in self._warned:
+                continue
+            if not any(path == name or path.startswith(f"{name}.") for path in everything):
+                self._warn(name, f"batch_dim names {name!r}, but the call has only {', '.join(sorted(given))}")
+
+    def seen_whole(self, name: str) -> bool:
+        """Whether this was not of the size of the batch in an earlier call."""
+        return name in self._seen and not self._seen[name][0]
+
+    def remember(self, name: str, cut: bool, size: int, shape: Iterable[int]) -> None:
+        """Note what was guessed, and warn if it is not what was guessed before.
+
+        Args:
+            name: The path.
+            cut: Whether it was of the size of the batch.
+            size: That of the batch.
+            shape: That of the tensor.
+        """
+        now = (cut, size, tuple(shape))
+        before = self._seen.setdefault(name, now)
+        if before[0] == cut or name in self._warned:
+            return
+        self._seen[name] = min(before, now)  # what was once not of the size of the batch is not cut any more
+        whole, part = sorted((before, now))
+        self._warn(
+            name,
+            f"{name!r} looked like samples when the batch had {part[1]} (shape: {list(part[2])}), and not when it had "
+            f"{whole[1]} (shape: {list(whole[2])}); say which it is: batch_dim={{{name!r}: {self.default}}} if it is "
+            f"cut into micro-batches, batch_dim={{{name!r}: None}} if each gets all of it",
+        )
+
+    def _warn(self, name: str, message: str) -> None:
+        self._warned.add(name)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def _check_name(self, name: str, key: str | int) -> None:
+        root = name.partition(".")[0]
+        if self._closed and root not in self._known and root != _OUTPUT:
+            raise ValueError(
+                f"batch_dim names {key!r}, but forward has only the arguments {', '.join(sorted(self._known))} "
+                f"(what it returns is called 'output', 'output.field')"
+            )
+
+
+def _checked(rule: Any, what: str) -> Any:
+    if rule is None or rule in ("items", "first", "sum") or (type(rule) is int and rule >= 0):
+        return rule
+    raise ValueError(
+        f"{what} must be a dimension (0, 1, ...), None if each micro-batch gets all of it, or 'items' for a list with "
+        f"one item for each sample; of outputs, also 'first' or 'sum' (got: {rule!r})"
+    )

@@ -1,0 +1,209 @@
+"""Cut the arguments of a call of any model into those of its micro-batches.
+
+The batch size is the first dimension of the first tensor that has one. Tensors of that first dimension are cut as
+``torch.chunk`` cuts; everything else goes whole to each micro-batch, in lists, mappings and objects of its own, so that
+micro-batches do not see what others put into a cache. Where this is wrong, ``batch_dim`` says what is right.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesight._nested import tensors_in
+from pipesight.pipeline.batch_dims import BatchDim, BatchDims
+from pipesight.pipeline.flattening import Flat, flatten
+from pipesight.pipeline.microbatch import chunk_sizes
+
+__all__ = ["SplitCall", "is_batch_size", "split_call"]
+
+
+@dataclass(slots=True)
+class SplitCall:
+    """A call, cut into micro-batches."""
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    """The arguments of each micro-batch. Tensors are detached, and their version counters their own."""
+    sizes: list[int]
+    """How many samples each micro-batch has."""
+    inputs: list[Tensor]
+    """The caller's tensors that require grad, each once."""
+    pieces: list[list[Tensor]]
+    """``pieces[i][k]`` is what micro-batch ``i`` got of ``inputs[k]``, the very object in ``calls[i]``."""
+    dims: BatchDims
+    arguments: list[dict[str, Any]]
+    """The arguments of each micro-batch by name, or by position where the name is not known."""
+    cuts: list[int | None]
+    """Along which dimension ``inputs[k]`` was cut, if it was."""
+    _originals: dict[int, tuple[Any, Any]]
+
+    def original(self, value: Any) -> Any:
+        """Return the caller's tensor, list, mapping or object for which a micro-batch got ``value``, if it did."""
+        got, original = self._originals.get(id(value), (None, None))
+        return original if got is value else None
+
+    def join_gradients(self, k: int, parts: Sequence[Tensor | None]) -> Tensor | None:
+        """Return the gradient of ``inputs[k]``, given those of its pieces; None stands for zeros."""
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        home, dim = self.inputs[k].device, self.cuts[k]
+        if dim is None:
+            return functools.reduce(torch.add, [part.to(home) for part in known])
+        shape = list(self.inputs[k].shape)
+        filled = []
+        for part, size in zip(parts, self.sizes, strict=True):
+            shape[dim] = size
+            filled.append(known[0].new_zeros(shape, device=home) if part is None else part.to(home))
+        return filled[0] if len(filled) == 1 else torch.cat(filled, dim)
+
+
+def split_call(
+    args: Sequence[Any], kwargs: Mapping[str, Any], chunks: int, batch_dim: BatchDims | BatchDim = None
+) -> SplitCall:
+    """Cut a call into at most ``chunks`` micro-batches; a batch smaller than that gives one for each sample.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        chunks: How many micro-batches.
+        batch_dim: Where the batch is, if not in the first dimension. Engines pass the same :class:`BatchDims` at each
+            call, so that it can be noticed if an argument is cut in one call and not in another.
+    """
+    dims = batch_dim if isinstance(batch_dim, BatchDims) else BatchDims(batch_dim)
+    names = [dims.name_of(position) for position in range(len(args))]
+    names = [str(position) if name in kwargs else name for position, name in enumerate(names)]
+    given = dict(zip(names, args, strict=True)) | dict(kwargs)
+    flat = flatten(given, opaque=dims.listed("items"))
+    dims.check_used([*(name for name, _ in flat.form), *flat.value_names], given)
+    size, source = _batch_size(flat, dims, chunks)
+    sizes = chunk_sizes(size, chunks) if size is not None else [1]
+    batch = _Batch(size, source, sizes, dims)
+    cuts = [batch.dimension(*known) for known in zip(flat.tensors, flat.names, strict=True)]
+    pieces = [batch.pieces(*known) for known in zip(flat.tensors, cuts, strict=True)]
+    values = [batch.values(*known) for known in zip(flat.values, flat.value_names, strict=True)]
+    originals: dict[int, tuple[Any, Any]] = {}  # by id; what was handed out is kept, so that ids stay its own
+    arguments = []
+    for i in range(len(sizes)):
+        made: dict[int, Any] = {}
+        arguments.append(flat.rebuild([piece[i] for piece in pieces], [value[i] for value in values], made=made))
+        pairs = [(made[number], value) for number, value in enumerate(flat.containers)]
+        pairs += [(piece[i], tensor) for piece, tensor in zip(pieces, flat.tensors, strict=True)]
+        originals |= {id(got): (got, original) for got, original in pairs}
+    learn = [k for k, tensor in enumerate(flat.tensors) if tensor.requires_grad]
+    return SplitCall(
+        calls=[(tuple(mine[name] for name in names), {name: mine[name] for name in kwargs}) for mine in arguments],
+        sizes=sizes,
+        inputs=[flat.tensors[k] for k in learn],
+        pieces=[[pieces[k][i] for k in learn] for i in range(len(sizes))],
+        dims=dims,
+        arguments=arguments,
+        cuts=[cuts[k] for k in learn],
+        _originals=originals,
+    )
+
+
+def is_batch_size(name: str, value: Any, size: int) -> bool:
+    """Whether a number is the batch size by its name and value, as caches and configurations hold it."""
+    return type(value) is int and value == size and "batch_size" in name.rpartition(".")[2]
+
+
+def _batch_size(flat: Flat, dims: BatchDims, chunks: int) -> tuple[int | None, str]:
+    """Return the size of the batch and what it is read from; None if there is no batch and nothing to cut."""
+    tensors = {names[0]: tensor for tensor, names in zip(flat.tensors, flat.names, strict=True)}
+    values = dict(zip(flat.value_names, flat.values, strict=True))
+    listed = dims.listed("items")
+    for name, _ in flat.form:  # the order of the call
+        rule, _ = dims.rule(name)
+        if name in listed and name in values:
+            return len(values[name]), name
+        if name in tensors and isinstance(rule, int) and tensors[name].dim() > rule:
+            return tensors[name].size(rule), name
+    if chunks == 1:
+        return None, ""
+    raise ValueError(
+        "there must be a tensor with a batch dimension among the arguments, to be cut into micro-batches "
+        f"(arguments: {', '.join(name for name, _ in flat.form if name) or 'none'}; chunks: {chunks}); "
+        "pass one, use chunks=1, or name a list with one item for each sample: batch_dim={'name': 'items'}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Decides what each micro-batch gets of a tensor or another value."""
+
+    size: int | None
+    source: str
+    sizes: list[int]
+    dims: BatchDims
+
+    def dimension(self, tensor: Tensor, names: Sequence[str]) -> int | None:
+        """Return the dimension along which a tensor is cut; None if each micro-batch gets all of it."""
+        dims, name, (rule, exact) = self.dims, names[0], self.dims.rule(names[0])
+        for other in names[1:]:
+            if dims.rule(other)[0] != rule:
+                raise ValueError(
+                    f"{name!r} and {other!r} are one tensor, which must be cut in one way (batch_dim: {rule!r} and "
+                    f"{dims.rule(other)[0]!r}); pass a copy of it: {other}.clone()"
+                )
+        if rule is None or self.size is None:
+            return None
+        if not isinstance(rule, int):
+            raise ValueError(f"{name!r} is a tensor, so its batch_dim must be a dimension or None (got: {rule!r})")
+        guessed = not exact and len(self.sizes) > 1
+        if tensor.dim() > rule and tensor.size(rule) == self.size:
+            whole = guessed and dims.seen_whole(name)
+            if guessed:
+                dims.remember(name, True, self.size, tensor.shape)
+            return None if whole else rule
+        if exact:
+            raise ValueError(
+                f"{name!r} must have {self.size} samples in dimension {rule} (shape: {list(tensor.shape)}, "
+                f"{self._batch_size}); if each micro-batch needs all of it, use batch_dim={{{name!r}: None}}"
+            )
+        if guessed and tensor.dim() > rule and tensor.size(rule) != 1:  # of size 1: broadcast
+            dims.remember(name, False, self.size, tensor.shape)
+        return None
+
+    def pieces(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
+        """Return what each micro-batch gets of a tensor."""
+        with torch.no_grad():
+            parts = [tensor] * len(self.sizes) if dim is None else tensor.split(self.sizes, dim)
+        return [part.data for part in parts]
+
+    def values(self, value: Any, name: str) -> list[Any]:
+        """Return what each micro-batch gets of what is not a tensor."""
+        rule, exact = self.dims.rule(name)
+        if exact and rule == "items":
+            return self._items(value, name)
+        if exact and isinstance(rule, int) and value is not None:
+            raise ValueError(
+                f"{name!r} must be a tensor to be cut in dimension {rule}, but is {type(value).__name__}; to cut a "
+                f"list with one item for each sample, use batch_dim={{{name!r}: 'items'}}"
+            )
+        if self.size is not None and is_batch_size(name, value, self.size):
+            return list(self.sizes)
+        return [value] * len(self.sizes)
+
+    def _items(self, value: Any, name: str) -> list[Any]:
+        if any(t.requires_grad for t in tensors_in(value)):
+            raise ValueError(
+                f"the tensors in {name!r}, which is cut by items, must not require grad; stack them and pass the tensor"
+            )
+        if len(value) != self.size:
+            raise ValueError(
+                f"{name!r} must have an item for each sample (items: {len(value)}, {self._batch_size}); "
+                f"if each micro-batch needs all of it, use batch_dim={{{name!r}: None}}"
+            )
+        stops = itertools.accumulate(self.sizes)
+        return [value[stop - size : stop] for stop, size in zip(stops, self.sizes, strict=True)]
+
+    @property
+    def _batch_size(self) -> str:
+        return f"batch size: {self.size}, the size of {self.source!r}"

@@ -1,0 +1,258 @@
+"""Put the outputs of micro-batches together to what the model would have returned for the whole batch.
+
+Tensors with as many samples as their micro-batch are concatenated. Scalars are losses: their weighted mean is that of
+the batch. Everything else must not depend on the batch, so it must be the same in all micro-batches, and is given once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipesight._nested import tensors_in
+from pipesight.pipeline.batch_dims import BatchDims, Rule
+from pipesight.pipeline.calls import SplitCall, is_batch_size
+from pipesight.pipeline.flattening import Flat, flatten
+
+__all__ = ["Merge", "Weigh", "flatten_output", "weigh_by_samples"]
+
+Weigh: TypeAlias = Callable[[str, Sequence[Tensor], Sequence[int]], list[float]]
+"""Returns what each scalar is multiplied by before they are added, given their name, themselves, and the samples."""
+
+
+def weigh_by_samples(name: str, losses: Sequence[Tensor], sizes: Sequence[int]) -> list[float]:
+    """Return the weights of a mean over samples."""
+    total = sum(sizes)
+    return [size / total if total else 1 / len(sizes) for size in sizes]
+
+
+def flatten_output(output: Any, dims: BatchDims) -> Flat:
+    """Take the output of a micro-batch apart."""
+    return flatten(output, "output", opaque=dims.listed("items"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a tensor is put together."""
+
+    kind: Literal["concatenate", "add", "first"]
+    dim: int = 0
+    sizes: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+
+
+class Merge:
+    """Knows how each tensor of the output is put together.
+
+    Args:
+        flats: The outputs of all micro-batches, from :func:`flatten_output`.
+        call: How the call was cut.
+        weigh: How scalars are weighed; by default by samples.
+
+    Raises:
+        ValueError: An output depends on the batch in a way that is not known.
+    """
+
+    def __init__(self, flats: Sequence[Flat], call: SplitCall, weigh: Weigh = weigh_by_samples) -> None:
+        self._flats, self._sizes, self._dims = flats, call.sizes, call.dims
+        self._call, self._weigh = call, weigh
+        first = flats[0]
+        for i, flat in enumerate(flats):
+            if flat.form != first.form:
+                raise ValueError(_different(first, flat, i))
+        self.count = len(first.tensors)
+        alone = len(flats) == 1
+        self._ways = [
+            _Way("first") if alone else self._way(k, [flat.tensors[k] for flat in flats]) for k in range(self.count)
+        ]
+        columns = zip(first.value_names, zip(*(flat.values for flat in flats), strict=True), strict=True)
+        self._values = [column[0] if alone else self._value(name, column) for name, column in columns]
+
+    def join(self, k: int, parts: Sequence[Tensor]) -> Tensor:
+        """Return tensor ``k`` of the output for the whole batch, given those of the micro-batches."""
+        way = self._ways[k]
+        if way.kind == "first":
+            return parts[0]
+        if way.kind == "concatenate":
+            return torch.cat(list(parts), way.dim)
+        kept = [(part, weight) for part, weight in zip(parts, way.weights, strict=True) if weight]
+        if not kept:
+            return torch.zeros_like(parts[0])
+        dtype = kept[0][0].dtype
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        total = sum(part.to(wide) * weight if weight != 1 else part.to(wide) for part, weight in kept)
+        assert isinstance(total, Tensor)
+        return total.to(dtype)
+
+    def split_gradient(self, k: int, gradient: Tensor | None) -> list[Tensor | None]:
+        """Return the gradients of tensor ``k`` of each micro-batch, given that for the whole batch."""
+        way, count = self._ways[k], len(self._flats)
+        if gradient is None:
+            return [None] * count
+        if way.kind == "first":
+            return [gradient, *[None] * (count - 1)]
+        if way.kind == "concatenate":
+            return list(gradient.split(way.sizes, way.dim))
+        return [gradient * weight if weight else None for weight in way.weights]
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the output for the whole batch, in the model's own classes, made of its tensors.
+
+        Objects that the caller passed, such as a cache, are filled and returned themselves.
+        """
+        given = [self._original([flat.tensors[k] for flat in self._flats]) for k in range(self.count)]
+        mixed = [theirs if theirs is not None else mine for theirs, mine in zip(given, tensors, strict=True)]
+
+        def shell(number: int, value: Any) -> Any:
+            original = self._original([flat.containers[number] for flat in self._flats])
+            return copy.copy(value) if original is None else original
+
+        return self._flats[0].rebuild(mixed, self._values, shell)
+
+    def _original(self, parts: Sequence[Any]) -> Any:
+        """Return what the caller passed, if all micro-batches return what they got of it."""
+        found = [self._call.original(part) for part in parts]
+        return found[0] if all(value is found[0] for value in found) else None
+
+    def _way(self, k: int, parts: Sequence[Tensor]) -> _Way:
+        name = self._flats[0].names[k][0]
+        rule, exact = self._dims.rule(name)
+        if rule == "first" or rule == "items":
+            return _Way("first")
+        if rule == "sum":
+            return _Way("add", weights=(1.0,) * len(parts))
+        if rule is None:
+            return self._once(name, parts, rule)
+        assert isinstance(rule, int)
+        if parts[0].dim() == 0 and parts[0].is_floating_point() and not exact:
+            return _Way("add", weights=tuple(self._weigh(name, parts, self._sizes)))
+        sizes = [part.size(rule) if part.dim() > rule else -1 for part in parts]
+        if self._fits(sizes, exact) and not (not exact and self._dims.seen_whole(name) and _same(parts)):
+            self._check_shapes(name, parts, rule)
+            if not exact:
+                self._dims.remember(name, True, sum(self._sizes), parts[0].shape)
+            return _Way("concatenate", rule, tuple(sizes))
+        if exact:
+            raise ValueError(
+                f"{name!r} must have a number of rows for each sample in dimension {rule} "
+                f"({self._shapes(parts)}), as batch_dim says"
+            )
+        return self._once(name, parts, rule)
+
+    def _fits(self, sizes: Sequence[int], exact: bool) -> bool:
+        """Whether there is a row for each sample, or, where the user says that it is the batch, a number of rows."""
+        if not exact or not sum(self._sizes):
+            return list(sizes) == list(self._sizes)
+        rows = max(sizes) // max(self._sizes)
+        return rows > 0 and all(size == rows * samples for size, samples in zip(sizes, self._sizes, strict=True))
+
+    def _check_shapes(self, name: str, parts: Sequence[Tensor], dim: int) -> None:
+        shapes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{name!r} must have the same shape in all micro-batches, apart from the batch dimension "
+                f"({self._shapes(parts)}); pad it to one size in the model, or take that of the first micro-batch: "
+                f"batch_dim={{{name!r}: 'first'}}"
+            )
+
+    def _once(self, name: str, parts: Sequence[Tensor], rule: Rule) -> _Way:
+        if not _same(parts):
+            raise ValueError(
+                f"{name!r} depends on the micro-batch, but its batch dimension is not known ({self._shapes(parts)}); "
+                f"say which it is: batch_dim={{{name!r}: 1}}, or 'sum' to add those of all micro-batches, or 'first' "
+                "to take that of the first one"
+            )
+        if isinstance(rule, int) and parts[0].dim() > rule and parts[0].size(rule) != 1:
+            self._dims.remember(name, False, sum(self._sizes), parts[0].shape)
+        return _Way("first")
+
+    def _shapes(self, parts: Sequence[Tensor]) -> str:
+        pairs = zip(parts, self._sizes, strict=True)
+        return "shapes by micro-batch: " + ", ".join(f"{list(part.shape)} of {size} samples" for part, size in pairs)
+
+    def _value(self, name: str, column: Sequence[Any]) -> Any:
+        """Return what is not a tensor."""
+        rule, exact = self._dims.rule(name)
+        if exact and rule == "items":
+            return self._concatenated(name, column)
+        if exact and rule == "sum":
+            return sum(column[1:], column[0])
+        if rule == "first":
+            return column[0]
+        if all(is_batch_size(name, value, size) for value, size in zip(column, self._sizes, strict=True)):
+            return sum(self._sizes)
+        if isinstance(column[0], torch.Size):
+            return self._size(name, column, rule if exact else None)
+        if all(_equal(column[0], value) for value in column[1:]):
+            return column[0]
+        raise ValueError(
+            f"{name!r} must be the same in all micro-batches, since it is no tensor, but is "
+            f"{', '.join(_short(value) for value in column[:4])}; return a tensor with a row for each sample, or say "
+            f"what to do: batch_dim={{{name!r}: 'first'}} takes that of the first micro-batch, 'sum' adds them"
+        )
+
+    def _size(self, name: str, column: Sequence[Any], dim: Rule) -> Any:
+        """Return a ``torch.Size``; that of a tensor with samples is refused unless its batch dimension is known."""
+        if isinstance(dim, int):
+            whole = list(column[0])
+            whole[dim] = sum(value[dim] for value in column)
+            return torch.Size(whole)
+        if len(set(column)) > 1 or self._sizes[0] in column[0]:
+            raise ValueError(
+                f"{name!r} is a torch.Size, which may hold the number of samples (first micro-batches: "
+                f"{', '.join(_short(list(value)) for value in column[:4])}); say where: batch_dim={{{name!r}: 0}}, or "
+                "that it holds none: 'first'"
+            )
+        return column[0]
+
+    def _concatenated(self, name: str, column: Sequence[Any]) -> Any:
+        if any(t.requires_grad for value in column for t in tensors_in(value)):
+            raise ValueError(
+                f"the tensors in {name!r}, a list with one item for each sample, must not require grad; stack them in "
+                "the model, or call it under torch.no_grad()"
+            )
+        lengths = [len(value) for value in column]
+        if lengths != list(self._sizes):
+            raise ValueError(
+                f"{name!r} must have an item for each sample (items by micro-batch: {lengths}, samples: "
+                f"{list(self._sizes)}), as batch_dim says"
+            )
+        return sum(column[1:], column[0])
+
+
+def _different(first: Flat, flat: Flat, i: int) -> str:
+    # What holds others is listed before them, with their number, so that lists of different lengths differ in a place.
+    mine, theirs = next(pair for pair in zip(first.form, flat.form, strict=False) if pair[0] != pair[1])
+    return (
+        f"all micro-batches must return the same structure, but micro-batch 0 has {mine[1]} at {mine[0]!r} where "
+        f"micro-batch {i} has {theirs[1]} at {theirs[0]!r}; if it is a list with one item for each sample, say so: "
+        "batch_dim={'output': 'items'}"
+    )
+
+
+def _same(parts: Sequence[Tensor]) -> bool:
+    first = parts[0]
+    return all(
+        part is first
+        or (part.shape == first.shape and part.dtype == first.dtype and bool(torch.equal(part.to(first.device), first)))
+        for part in parts[1:]
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    try:
+        return bool(one == other) or (one != one and other != other)  # NaN
+    except Exception:  # arrays, for one
+        return False
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
