@@ -21,16 +21,8 @@ STABLE = {"_version", "_modules", "_parameters", "_buffers"}
 OVERRIDDEN = {"_apply", "_check_input_dim", "_get_init_p2p_neighbors_ops", "_load_from_state_dict"}
 OVERRIDDEN |= {"_per_optimizer_states", "_unscale_grads_"}
 """Of torch's classes, for whoever derives from them."""
-OTHERS = {
-    "_fields",
-    "_getframe",
-    "_current_frames",
-    "_exit",
-    "_DummyThread",
-    "_SubParsersAction",
-    "_log",
-    "_builtin_namespace",
-}
+OTHERS = {"_getframe", "_current_frames", "_exit", "_DummyThread", "_SubParsersAction", "_log", "_builtin_namespace"}
+OTHERS |= {"_fields"}
 """Of the standard library and of DuckDB."""
 
 

@@ -156,8 +156,8 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]] | None:
     if isinstance(value, MutableMapping):
         return iter(list(value.items()))
     if isinstance(value, (list, tuple)):
-        fields = getattr(value, "_fields", None)
-        return zip(fields or range(len(value)), value, strict=True)
+        named: Any = value
+        return zip(named._fields if hasattr(value, "_make") else range(len(value)), value, strict=True)
     return _attributes(value) if _is_plain_object(value) else None
 
 
