@@ -1,7 +1,7 @@
 """Train PyTorch models with pipeline parallelism, and see inside the pipe.
 
-`GPipe` runs a model as a pipeline, `observe` records a training into a run directory. The public modules, imported when
-first used:
+`Pipeline` runs any model as a pipeline, `GPipe` an ``nn.Sequential``; `observe` records a training into a run
+directory. The public modules, imported when first used:
 
 - `balance`: how many layers each partition takes, by time, by memory or by costs you know
 - `context`: which partition, micro-batch and step a thread is working on
@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from pipesight import balance, context, distributed, logs, plan, report, skip, stats, testing, trace
     from pipesight.context import current_microbatch, is_checkpointing, is_recomputing
     from pipesight.logs import register_layer_logging_hooks
+    from pipesight.pipeline.any_model import Pipeline
     from pipesight.pipeline.gpipe import GPipe
     from pipesight.recording import observe
 
 __all__ = [
     "GPipe",
+    "Pipeline",
     "__version__",
     "balance",
     "context",
@@ -60,6 +62,7 @@ __all__ = [
 
 _HOMES = {
     "GPipe": "pipesight.pipeline.gpipe",
+    "Pipeline": "pipesight.pipeline.any_model",
     "current_microbatch": "pipesight.context",
     "is_checkpointing": "pipesight.context",
     "is_recomputing": "pipesight.context",

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 __all__ = [
@@ -51,7 +50,7 @@ def in_backward() -> bool:
     return current_backward() != -1
 
 
-def sequence_number(node: BackwardCFunction) -> int:
+def sequence_number(node: Any) -> int:
     """Return the number of an autograd node, which says when its thread made it."""
     return int(node._sequence_nr())
 

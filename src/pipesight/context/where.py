@@ -54,6 +54,7 @@ class Where:
         "serial",
         "step",
         "stream",
+        "thread",
         "token",
         "track",
     )
@@ -97,6 +98,8 @@ class Where:
         """The rank that the worker sends to or receives from, between tasks."""
         self.observers = Observers(())
         """The observers of the current pass."""
+        self.thread = 0
+        """The thread that the tasks are drawn in, if it is not the one that runs them."""
         self.track: Any = None
         """State that tracing keeps for this worker."""
 

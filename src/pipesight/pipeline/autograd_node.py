@@ -39,20 +39,12 @@ together has autograd's number of the run."""
 
 def connect(tape: Tape, inputs: Sequence[Tensor], outputs: Sequence[Tensor], differentiable: list[bool]) -> Any:
     """Return ``outputs`` as results of the caller's graph: those marked ``differentiable`` lead to ``tape``."""
-    used, parameters = _dependencies(tape)
+    used, parameters = tape.used()
     inputs = [t if k in used else t.detach() for k, t in enumerate(inputs)]
     returned: Returned = {}
     phony = _Inlet.apply(tape, returned, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     device = tape.minibatch.engine.partitions[-1].device
     return _Outlet.apply(returned, device, differentiable, phony, *outputs)  # type: ignore[no-untyped-call]
-
-
-def _dependencies(tape: Tape) -> tuple[set[int], list[Tensor]]:
-    """Return what the outputs depend on: the positions of inputs, and the parameters."""
-    m, n, outputs = len(tape.minibatch.sizes), len(tape.parameters), len(tape.output_sizes[0])
-    inputs, used = tape.dependencies.of_outputs(m, n, outputs)
-    found = {id(p): p for parameters in tape.parameters for p in parameters if id(p) in used}
-    return inputs, list(found.values())
 
 
 class _Inlet(torch.autograd.Function):

@@ -21,6 +21,7 @@ from pipesight.pipeline.minibatch import Pass, Tape
 from pipesight.pipeline.partition import PlacedPartition
 from pipesight.pipeline.randomness import begin_task, end_task
 from pipesight.pipeline.reentrant_checkpoint import CaughtGradients
+from pipesight.pipeline.skip import SkipKey
 from pipesight.schedule.gpipe_order import backward_tasks
 
 __all__ = ["run_backward"]
@@ -37,13 +38,14 @@ def run_backward(
                 "Trying to backward through the graph a second time: the first backward freed what GPipe's "
                 "forward had kept. Specify retain_graph=True in the first one if you need a second"
             )
-        backward = BackwardPass(tape, keep=keeps_graph())
+        backward: BackwardPass = (tape.backward_pass or BackwardPass)(tape, keep=keeps_graph())
         total = backward.run(outputs)
         needed = [a and b for a, b in zip(inputs_needed, tape.inputs_needed, strict=True)]
         gradients = [total.take(parameter) for parameter in parameters]
         expect_no_gradient(p for p, gradient in zip(parameters, gradients, strict=True) if gradient is None)
+        of_inputs = backward.input_gradients(needed)
         total.accumulate()
-        return [*backward.input_gradients(needed), *gradients]
+        return [*of_inputs, *gradients]
 
 
 class BackwardPass(Pass):
@@ -65,9 +67,7 @@ class BackwardPass(Pass):
 
     def run(self, outputs: OutputGradients) -> GradientSum:
         """Take the gradients of the gathered outputs, and empty the list; return those of the parameters."""
-        for i, packet in enumerate(self._split(outputs)):
-            self.mailboxes.put((i, self.n), packet, 0)
-        del packet
+        self.send_outputs(outputs)
         for parameters in self.tape.parameters:
             silence_hooks(parameters)
         self.tape.spent = True  # until all went well
@@ -85,14 +85,15 @@ class BackwardPass(Pass):
             total.merge(other)
         return total
 
-    def _split(self, outputs: OutputGradients) -> list[Packet]:
+    def send_outputs(self, outputs: OutputGradients) -> None:
         """Split the gradients of the gathered outputs by micro-batch, and drop the originals."""
         sizes = zip(*self.tape.output_sizes, strict=True)
         pairs = zip(outputs.gradients, sizes, strict=True)
         parts = [[None] * self.m if gradient is None else gradient.split(size) for gradient, size in pairs]
         outputs.gradients.clear()
         device = self.partitions[-1].device
-        return [Packet([p[i] for p in parts], device, ready=outputs.ready) for i in range(self.m)]
+        for i in range(self.m):
+            self.mailboxes.put((i, self.n), Packet([p[i] for p in parts], device, ready=outputs.ready), 0)
 
     def work(self, share: tuple[int, ...], where: Where) -> None:
         """Run all backward tasks of the partitions of one worker."""
@@ -109,9 +110,8 @@ class BackwardPass(Pass):
         self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where, caught: CaughtGradients
     ) -> None:
         """Recompute if necessary, while the gradients may still be on their way; wait for them, and run backward."""
-        if graph.checkpoint is not None:
-            self._recompute(partition, i, graph, where)
-        gradients = self._receive_gradients(partition, i, graph, where)
+        self.recompute(partition, i, graph, where)
+        gradients = self.receive_gradients(partition, i, graph, where)
         self.begin(where, partition, i, "backward", marks=graph.marks)
         begin_task(self.minibatch.randomness, (i, partition.j, "backward"))
         try:
@@ -120,16 +120,16 @@ class BackwardPass(Pass):
             end_task()
             self.end(where)
 
-    def _recompute(self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where) -> None:
+    def recompute(self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where) -> None:
+        """Build the graph of a task again, if it was checkpointed."""
         checkpoint, inputs = graph.checkpoint, graph.inputs
-        assert checkpoint is not None
+        if checkpoint is None:
+            return
         assert inputs is not None
         self.begin(where, partition, i, "recompute")
         try:
             checkpoint.check_inputs()
-            if partition.j not in self._checked:
-                self._checked.add(partition.j)
-                partition.check_weights(self.tape.parameters[partition.j], self.tape.versions[partition.j])
+            self.check_weights(partition)
             given = inputs.safe_from(partition)
             partition.checkpointer.recompute(
                 lambda checkpoint: self.call(partition, i, given, graph, checkpoint), checkpoint
@@ -140,7 +140,13 @@ class BackwardPass(Pass):
         if not self._keep:
             graph.checkpoint = graph.inputs = None
 
-    def _receive_gradients(
+    def check_weights(self, partition: PlacedPartition) -> None:
+        """Raise if the weights of a partition are no longer those of its forward."""
+        if partition.j not in self._checked:
+            self._checked.add(partition.j)
+            partition.check_weights(self.tape.parameters[partition.j], self.tape.versions[partition.j])
+
+    def receive_gradients(
         self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where
     ) -> list[Tensor | None]:
         """Wait for the gradients of the outputs and of the skips that left."""
@@ -170,19 +176,32 @@ class BackwardPass(Pass):
         of_ins, of_skips, of_parameters = graph.backward(gradients, retain=retain)
         of_reentrant = caught.take()
         where.end_layer()  # the rest, mainly summing gradients, belongs to no layer
+        self.send_gradients(i, j, graph, of_ins, of_skips)
+        self._sums[j].add(graph.parameters, of_parameters)
+        if of_reentrant is not None:
+            self._sums[j].add(*of_reentrant)
+
+    def send_gradients(
+        self,
+        i: int,
+        j: int,
+        graph: LocalGraph,
+        of_ins: list[Tensor | None],
+        of_arriving: list[Tensor | None],
+    ) -> None:
+        """Send the gradients of a task's inputs to the partitions that they came from."""
+        first = graph.first
         shared = first != j  # then the gradients may come from another device's stream
         if any(graph.ins):
             source, target = self.partitions[first].device, self.partitions[max(0, first - 1)].device
             packet = Packet(of_ins, source, ready=ready(source, target, always=shared))
             self.mailboxes.put((i, first), packet, j)
-        for (key, _), gradient in zip(graph.arriving, of_skips, strict=True):
+        for (key, _), gradient in zip(graph.arriving, of_arriving, strict=True):
+            assert isinstance(key, SkipKey)
             source = self.partitions[self.routes.target[key]].device
             target = self.partitions[self.routes.source[key]].device
             packet = Packet([gradient], source, ready=ready(source, target, always=shared))
             self.mailboxes.put((i, key), packet, j)
-        self._sums[j].add(graph.parameters, of_parameters)
-        if of_reentrant is not None:
-            self._sums[j].add(*of_reentrant)
 
     def input_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of the inputs, concatenated over micro-batches, after `run`."""

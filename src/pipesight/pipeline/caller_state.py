@@ -35,12 +35,17 @@ class CallerState:
     modes, which are not made for several threads, nor the saved-tensor hooks of ``torch.utils.checkpoint``: they count
     what one thread saves, and to get it back they would call the pipeline from its own worker.
 
+    Args:
+        pipeline: What the caller calls.
+        caches_casts: Let autocast keep its casts of the weights. Threads share them, so it must not where several
+            threads use one weight.
+
     Attributes:
         in_checkpoint: Whether ``torch.utils.checkpoint`` decides what is kept for backward.
         in_backward: Whether the caller is itself called by a backward.
     """
 
-    def __init__(self, pipeline: Hashable) -> None:
+    def __init__(self, pipeline: Hashable, *, caches_casts: bool = True) -> None:
         self._pipeline = pipeline
         self.refuse_inside()
         self._context = contextvars.copy_context()
@@ -52,7 +57,7 @@ class CallerState:
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
         ]
-        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._autocast_cache = caches_casts and torch.is_autocast_cache_enabled()
         self._device = torch.empty(0).device  # before torch 2.8, get_default_device() sees no `with torch.device(...)`
         self._hooks = innermost_saved_tensor_hooks()
         self.in_checkpoint = self._hooks is not None and _of_checkpoint(self._hooks)

@@ -201,11 +201,22 @@ class Buffers:
                 elif _differ(before, buffer):
                     buffer.copy_(before)
 
-    def replay(self, saved: SavedBuffers) -> Callable[[], None]:
-        """Put the values in ``saved`` in place for a recomputation; return a function that puts the real ones back."""
+    def replay(self, saved: SavedBuffers, *, same_operators: bool = False) -> Callable[[], None]:
+        """Put the values in ``saved`` in place for a recomputation; return a function that puts the real ones back.
+
+        ``same_operators`` lets batch normalisation track, in copies that are thrown away: without tracking, it saves
+        other tensors for backward.
+        """
         now = {(module, name): module._buffers[name] for module, name in (*saved.values, *saved.absent)}
         norms = [m for m in self._partition.modules() if isinstance(m, BatchNorm) and m.training]
         norms = [m for m in norms if m.track_running_stats]
+        if same_operators:
+            for norm in norms:
+                for name, buffer in norm._buffers.items():
+                    if _tracked(norm, name) and buffer is not None:
+                        now[norm, name] = buffer
+                        norm._buffers[name] = buffer.clone()
+            norms = []
         for (module, name), before in saved.values.items():
             module._buffers[name] = None if before is None else before.clone()
         for module, name in saved.absent:

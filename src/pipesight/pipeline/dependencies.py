@@ -18,10 +18,11 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipesight._torch.autograd import sequence_number
 from pipesight.pipeline.local_graph import LocalGraph, edge_of
-from pipesight.pipeline.partition import PlacedPartition, SkipRoutes
+from pipesight.pipeline.partition import PlacedPartition
 
-__all__ = ["Dependencies"]
+__all__ = ["Dependencies", "LeakError", "Place"]
 
 Place: TypeAlias = Hashable
 """A tensor on its way: where it enters, ``(partition, position)``, or the key of a skip."""
@@ -32,24 +33,44 @@ Notes: TypeAlias = list[tuple[Place, set[Place], set[int]]]
 _NOTHING: Notes = []
 
 
+class LeakError(Exception):
+    """The graph of a task reaches into that of another partition; the argument is the autograd node there."""
+
+
 class Dependencies:
     """Notes what the outputs of each task of a mini-batch lead to."""
 
-    def __init__(self, routes: SkipRoutes, inputs: int) -> None:
+    def __init__(self, inputs: int) -> None:
         self._inputs = inputs
-        self._leaving = routes.leaving
         self._notes: dict[tuple[int, int], Notes] = {}
         self._known: dict[int, int] = {}  # for a partition, a micro-batch in which every output led to everything
 
-    def note(self, i: int, partition: PlacedPartition, graph: LocalGraph) -> list[Tensor]:
+    def note(
+        self,
+        i: int,
+        partition: PlacedPartition,
+        graph: LocalGraph,
+        places: Sequence[Place] | None = None,
+        floor: int = 0,
+    ) -> list[Tensor]:
         """Note what the outputs of a task lead to; return leaves that are new to its partition.
 
         Graphs look alike: once a mini-batch has shown that every output leads to everything there is, the rest of it is
         not looked at. A partition that is new may still have something to show.
+
+        Args:
+            i: The micro-batch.
+            partition: That of the task.
+            graph: That of the task.
+            places: Where each of the outputs goes; by default to the next partition, and skips to theirs.
+            floor: The autograd number at which the task began: its graph must not reach an older node.
         """
-        if not partition.new and partition.j in self._known:
-            self._notes[i, partition.j] = self._notes[self._known[partition.j], partition.j]
-            return []
+        known = self._known.get(partition.j)
+        if known is not None and not partition.new:
+            notes = self._notes[known, partition.j]
+            if places is None or [place for place, _, _ in notes] == list(places):
+                self._notes[i, partition.j] = notes
+                return []
         stops: dict[tuple[Any, int], Place] = {}
         for k, edge in enumerate(graph.ins):
             if edge is not None:
@@ -60,13 +81,14 @@ class Dependencies:
         derived = {id(p): p for p in graph.parameters if p.grad_fn is not None}
         edges = {key: edge_of(p) for key, p in derived.items()}
         stops.update({(edge.node, edge.output_nr): key for key, edge in edges.items() if edge is not None})
-        count = len(graph.outs) - len(self._leaving[partition.j])
-        places: list[Place] = [*((partition.j + 1, k) for k in range(count)), *self._leaving[partition.j]]
-        notes: Notes = []
+        if places is None:
+            count = len(graph.outs) - len(partition.leaving)
+            places = [*((partition.j + 1, k) for k in range(count)), *partition.leaving]
+        notes = []
         leaves: set[Tensor] = set()
         for place, out in zip(places, graph.outs, strict=True):
             if out is not None:
-                stopped, found = _follow(out, stops)
+                stopped, found = _follow(out, stops, floor)
                 leaves |= found
                 inner = {key for key in derived if key in stopped}
                 notes.append((place, stopped - inner, inner | {id(leaf) for leaf in found}))
@@ -97,7 +119,7 @@ class Dependencies:
         return inputs, used
 
 
-def _follow(start: GradientEdge, stops: Mapping[tuple[Any, int], Place]) -> tuple[set[Place], set[Tensor]]:
+def _follow(start: GradientEdge, stops: Mapping[tuple[Any, int], Place], floor: int) -> tuple[set[Place], set[Tensor]]:
     """Walk a graph as backward would; return the stops and the leaves that it reaches."""
     ends = {node for node, _ in stops}
     stopped: set[Place] = set()
@@ -112,6 +134,8 @@ def _follow(start: GradientEdge, stops: Mapping[tuple[Any, int], Place]) -> tupl
                 stopped.add(stops[edge])
         elif node is not None and node not in seen:
             seen.add(node)
+            if floor and sequence_number(node) < floor:
+                raise LeakError(node.name())
             parents: Sequence[Any] = node.next_functions
             if parents:
                 stack += parents

@@ -15,6 +15,7 @@ from pipesight._torch.module_internals import not_compiled, set_state_metadata, 
 from pipesight._torch.tensors import in_transform
 from pipesight.pipeline.autograd_node import connect
 from pipesight.pipeline.caller_state import CallerState
+from pipesight.pipeline.devices import choose_devices
 from pipesight.pipeline.forward import ForwardPass
 from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, form_of, gather, scatter
 from pipesight.pipeline.minibatch import Engine, MiniBatch, Tape
@@ -79,7 +80,7 @@ class GPipe(nn.Module):
         verify_sequential(module)
         verify_skippables(module)
         self._balance = check_balance(balance, len(module), _recipe())
-        self._devices = _choose_devices(devices, len(self._balance))
+        self._devices = choose_devices(devices, len(self._balance))
         self._chunks = check_chunks(chunks)
         self._checkpoint = check_checkpoint(checkpoint)
         self.training = module.training
@@ -257,31 +258,6 @@ def _deny_change(what: str) -> NoReturn:
         f"{what} of a GPipe cannot be changed, because its layers are already on their devices; build a new one: "
         "GPipe(nn.Sequential(*model), balance=[...], devices=[...])"
     )
-
-
-def _choose_devices(devices: Iterable[torch.device | str | int] | None, partitions: int) -> list[torch.device]:
-    if isinstance(devices, str | int | torch.device):
-        kind, one = type(devices).__name__, devices if isinstance(devices, int) else str(devices)
-        raise TypeError(
-            f"devices must be a list, but got the {'string' if kind == 'str' else kind} {one!r}: "
-            f"devices={[one]} * {partitions}"
-        )
-    if devices is not None:
-        chosen = [torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in devices]
-    elif torch.cuda.is_available():
-        chosen = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    else:
-        chosen = [torch.device("cpu")] * partitions
-    if len(chosen) < partitions:
-        raise IndexError(
-            f"too few devices to hold the partitions (devices: {len(chosen)}, partitions: {partitions}); one device "
-            f"can hold several: devices={[str(chosen[0]) if chosen else 'cpu']} * {partitions}"
-        )
-    # "cuda" means the current device, which is another thing in another thread.
-    return [
-        torch.device("cuda", torch.cuda.current_device()) if d.type == "cuda" and d.index is None else d
-        for d in chosen[:partitions]
-    ]
 
 
 def _replace_prefix(key: str, names: Mapping[str, str]) -> str:

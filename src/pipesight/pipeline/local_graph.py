@@ -10,7 +10,7 @@ only where gradients go in and come out (`edge_of`), so the tensors themselves c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -24,7 +24,6 @@ from pipesight.pipeline.checkpoint import Checkpoint
 from pipesight.pipeline.gradients import run_graph
 from pipesight.pipeline.microbatch import Form
 from pipesight.pipeline.partition import PlacedPartition
-from pipesight.pipeline.skip import SkipKey
 
 __all__ = ["Inputs", "LocalGraph", "edge_of"]
 
@@ -69,7 +68,7 @@ class LocalGraph:
     inputs: Inputs | None = None  # of the checkpoint
     # Set by `begin`:
     ins: Edges = field(init=False)
-    arriving: list[tuple[SkipKey, GradientEdge]] = field(init=False)
+    arriving: list[tuple[Hashable, GradientEdge]] = field(init=False)  # skips, by key
     anchors: list[Tensor | None] = field(init=False)  # they keep `ins` and `arriving` valid
     parameters: list[Tensor] = field(init=False)
     # Set by `end`:

@@ -55,6 +55,10 @@ class Mailboxes:
         self._hold_until = 0.0
         self._aborted = False
 
+    def add(self, boxes: Iterable[Hashable]) -> None:
+        """Add mailboxes, before the pass begins."""
+        self._boxes.update((box, SimpleQueue()) for box in boxes)
+
     def take_turns(self, until: float) -> None:
         """Hold packets back until this time of ``time.perf_counter``."""
         self._hold_until = until

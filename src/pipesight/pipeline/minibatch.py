@@ -13,7 +13,6 @@ does in either pass is in `forward` and `backward`.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import itertools
@@ -22,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from pipesight.pipeline.microbatch import Form, as_tuple, form_of
 from pipesight.pipeline.partition import PlacedPartition, SkipRoutes
 from pipesight.pipeline.randomness import PassRandomness, isolated
 from pipesight.pipeline.skip import SkipTracker
-from pipesight.pipeline.workers import Pace, Workers, annotate
+from pipesight.pipeline.workers import Job, Pace, Threads, Workers, annotate
 
 __all__ = ["Engine", "MiniBatch", "Pass", "Tape", "next_serial"]
 
@@ -80,11 +80,14 @@ class MiniBatch:
 class Tape:
     """What the forward of a mini-batch leaves for its backward."""
 
+    backward_pass: Any = None
+    """The class of its backward, if not `BackwardPass`."""
+
     def __init__(self, minibatch: MiniBatch, inputs_needed: Sequence[bool]) -> None:
         self.minibatch = minibatch
         self.inputs_needed = [minibatch.grad and need for need in inputs_needed]
         self.graphs: dict[tuple[int, int], LocalGraph] = {}
-        self.dependencies = Dependencies(minibatch.engine.routes, len(inputs_needed))
+        self.dependencies = Dependencies(len(inputs_needed))
         self.parameters: list[list[Tensor]] = [[] for _ in minibatch.engine.partitions]
         """The tensors of each partition that get gradients."""
         self.versions: list[list[int]] = [[] for _ in minibatch.engine.partitions]
@@ -95,13 +98,21 @@ class Tape:
         """A backward has freed what was kept."""
         self.differentiating = threading.Lock()
 
+    def used(self) -> tuple[set[int], list[Tensor]]:
+        """Return what the outputs depend on: the positions of inputs, and the parameters."""
+        inputs, used = self.dependencies.of_outputs(
+            len(self.minibatch.sizes), len(self.parameters), len(self.output_sizes[0])
+        )
+        found = {id(p): p for parameters in self.parameters for p in parameters if id(p) in used}
+        return inputs, list(found.values())
+
     def note_versions(self, partitions: Iterable[PlacedPartition]) -> None:
         """Note the versions of the parameters of some partitions as they are now."""
         for partition in partitions:
             self.versions[partition.j] = [parameter._version for parameter in self.parameters[partition.j]]
 
 
-class Pass(abc.ABC):
+class Pass:
     """One pass of a mini-batch over the workers, forward or backward: what both have in common.
 
     Args:
@@ -119,23 +130,30 @@ class Pass(abc.ABC):
         self.mailboxes = Mailboxes(boxes, self.n)
         self.observers = context.observers()
         self._tasks, self._pace, self._busiest = tasks, pace, 0.0
+        self._intra_op_threads = 1
         self._failing = threading.Lock()
         self._failure: BaseException | None = None
 
     def run_workers(self) -> None:
         """Let each worker do its share of the pass; raise the first exception of any of them."""
         workers, streams = self.minibatch.engine.workers, self.minibatch.streams
-        # Workers on the CPU share the caller's intra-op threads; each keeps a count of its own.
-        threads = max(1, torch.get_num_threads() // max(1, streams.compute.count(None)))
-        jobs = [functools.partial(self._job, threads, share) for share in workers.shares]
-        streams.follow_caller()
         began = time.perf_counter()
         in_turns = self._pace.in_turns and all(stream is None for stream in streams.compute)
         if in_turns:
             self.mailboxes.take_turns(began + Pace.BRIEF * self._tasks * self.n)
+        self.run_jobs(workers, [functools.partial(self._job, share) for share in workers.shares])
+        average = (time.perf_counter() - began) / (self._tasks * self.n)
+        self._pace.learn(max(average, self._busiest / self._tasks), in_turns=in_turns)
+
+    def run_jobs(self, threads: Threads, jobs: Sequence[Job]) -> None:
+        """Run jobs in threads, under the observers; raise the first exception that any of them passed to `fail`."""
+        streams = self.minibatch.streams
+        # Partitions on the CPU share the caller's intra-op threads; each thread keeps a count of its own.
+        self._intra_op_threads = max(1, torch.get_num_threads() // max(1, streams.compute.count(None)))
+        streams.follow_caller()
         self.observers.pass_started()
         try:
-            workers.run(jobs, self.mailboxes.abort)
+            threads.run(jobs, self.mailboxes.abort)
         finally:
             self.observers.pass_ended()
             streams.lead_caller()
@@ -143,27 +161,20 @@ class Pass(abc.ABC):
                 # The last count set anywhere is the default of threads to come.
                 torch.set_num_threads(torch.get_num_threads())
             failure, self._failure = self._failure, None
-        if failure is None:
-            average = (time.perf_counter() - began) / (self._tasks * self.n)
-            self._pace.learn(max(average, self._busiest / self._tasks), in_turns=in_turns)
-        else:
+        if failure is not None:
             try:
                 raise failure
             finally:
                 del failure  # it holds this frame
 
-    def _job(self, threads: int, share: tuple[int, ...], where: Where) -> None:
+    def _job(self, share: tuple[int, ...], where: Where) -> None:
         """Run the tasks of one worker, in its thread."""
-        minibatch = self.minibatch
-        stream = minibatch.streams.compute[share[0]]  # the same for all its partitions
-        where.observers, where.stream = self.observers, stream
-        where.step, where.serial, where.samples = minibatch.step, minibatch.serial, sum(minibatch.sizes)
-        where.microbatches, where.partitions = self.m, self.n
-        where.checkpoint_stop = minibatch.checkpoint_stop
+        stream = self.minibatch.streams.compute[share[0]]  # the same for all its partitions
+        self.describe(where, stream)
         began = time.thread_time()
         try:
-            if stream is None and torch.get_num_threads() != threads:
-                torch.set_num_threads(threads)
+            if stream is None:
+                self.limit_threads()
             with isolated(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                 self.work(share, where)
             for j in share:
@@ -172,19 +183,36 @@ class Pass(abc.ABC):
         except AbortedError:
             pass
         except BaseException as error:
-            with self._failing:
-                if self._failure is None:
-                    self._failure = error
-                    annotate(error, where)
-            self.mailboxes.abort()
+            self.fail(error, where)
         finally:
             where.phase = None
             where.layer = None
             where.token = None
 
-    @abc.abstractmethod
+    def describe(self, where: Where, stream: torch.cuda.Stream | None) -> None:
+        """Set what is the same for all tasks of the pass."""
+        minibatch = self.minibatch
+        where.observers, where.stream = self.observers, stream
+        where.step, where.serial, where.samples = minibatch.step, minibatch.serial, sum(minibatch.sizes)
+        where.microbatches, where.partitions = self.m, self.n
+        where.checkpoint_stop = minibatch.checkpoint_stop
+
+    def limit_threads(self) -> None:
+        """Give the calling thread its share of intra-op threads."""
+        if torch.get_num_threads() != self._intra_op_threads:
+            torch.set_num_threads(self._intra_op_threads)
+
+    def fail(self, error: BaseException, where: Where) -> None:
+        """End the pass because of an exception, in the thread that raised it."""
+        with self._failing:
+            if self._failure is None:
+                self._failure = error
+                annotate(error, where)
+        self.mailboxes.abort()
+
     def work(self, share: tuple[int, ...], where: Where) -> None:
         """Run all tasks of the partitions of one worker."""
+        raise NotImplementedError
 
     def begin(
         self,

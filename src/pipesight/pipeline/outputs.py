@@ -142,6 +142,9 @@ class Merge:
                 f"{name!r} must have a number of rows for each sample in dimension {rule} "
                 f"({self._shapes(parts)}), as batch_dim says"
             )
+        if self._fits(sizes, exact=True) and not _same(parts):  # tokens of all samples, one after the other
+            self._check_shapes(name, parts, rule)
+            return _Way("concatenate", rule, tuple(sizes))
         return self._once(name, parts, rule)
 
     def _fits(self, sizes: Sequence[int], exact: bool) -> bool:

@@ -12,13 +12,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from pipesight import context
+from pipesight._nested import tensors_in
 from pipesight._torch.autograd import next_sequence_number
-from pipesight.context import Where
 from pipesight.pipeline.batchnorm import DeferredBatchNorm
 from pipesight.pipeline.checkpoint import Checkpointer
 from pipesight.pipeline.skip import SkipKey, skip_keys
 
-__all__ = ["Partition", "PlacedPartition", "SkipRoutes", "non_sequential", "split", "verify_sequential"]
+__all__ = [
+    "Partition",
+    "PlacedPartition",
+    "SkipRoutes",
+    "non_sequential",
+    "split",
+    "verify_sequential",
+    "watch_backward",
+    "weights_changed",
+]
 
 
 class Partition(nn.Sequential):
@@ -37,14 +46,14 @@ class Partition(nn.Sequential):
                 where.observers.layer_started(where)
                 output = layer(input)
                 where.observers.layer_ended(where)
-                _watch_backward(input, output, name, where)
+                watch_backward(input, output, name)
                 input = output
             else:
                 input = layer(input)
         return input
 
 
-def _watch_backward(input: object, output: object, name: str, where: Where) -> None:
+def watch_backward(input: object, output: object, name: str) -> None:
     """Tell the observers when backward reaches a layer.
 
     Its backward starts when the gradient reaches a node of its output, and ends when the next layer's starts or the
@@ -52,7 +61,10 @@ def _watch_backward(input: object, output: object, name: str, where: Where) -> N
     """
 
     def reached(_: object) -> None:
-        if where.phase not in ("backward", "weight") or where.layer == name or not where.observers.members:
+        where = context.current()
+        if where is None or where.phase not in ("backward", "weight") or where.layer == name:
+            return
+        if not where.observers.members:
             return
         if where.layer is not None:
             where.observers.layer_ended(where)
@@ -64,8 +76,7 @@ def _watch_backward(input: object, output: object, name: str, where: Where) -> N
 
 
 def _nodes(value: object) -> set[Node]:
-    tensors = value if isinstance(value, tuple) else (value,)
-    return {t.grad_fn for t in tensors if isinstance(t, Tensor) and t.grad_fn is not None}
+    return {t.grad_fn for t in tensors_in(value) if t.grad_fn is not None}
 
 
 def verify_sequential(module: nn.Module) -> None:
@@ -176,13 +187,18 @@ class PlacedPartition:
     def check_weights(self, weights: list[Tensor], versions: list[int]) -> None:
         """Raise if the tensors that were `trainable` at forward have been changed or replaced."""
         if [weight._version for weight in weights] != versions:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                "parameter of a checkpointed partition, after its forward; call optimizer.step() after backward()"
-            )
+            raise weights_changed()
         now = {*self.layers.parameters(), *self.trainable()}
         if any(weight not in now for weight in weights):
             raise RuntimeError(
                 "a parameter of a checkpointed partition was replaced between forward and backward, for example "
                 "by torch.func.functional_call; use checkpoint='never'"
             )
+
+
+def weights_changed() -> RuntimeError:
+    """Return the error about weights that are no longer those of a checkpointed forward."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+        "parameter of a checkpointed partition, after its forward; call optimizer.step() after backward()"
+    )

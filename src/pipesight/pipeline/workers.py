@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from pipesight._torch.autograd import sequence_number
 from pipesight.context import Where, enter_thread
 
-__all__ = ["Job", "Pace", "Workers", "annotate", "place_of"]
+__all__ = ["Job", "Pace", "Threads", "Workers", "annotate", "place_of"]
 
 Job: TypeAlias = Callable[[Where], None]
 """What one worker does in one pass. It must not raise."""
@@ -55,23 +55,21 @@ class Pace:
             self._usual = None
 
 
-class Workers:
-    """One thread per partition on the CPU, and one per GPU.
+class Threads:
+    """Threads that wait for jobs. Those of several callers run one after the other in each thread.
 
-    Partitions on one GPU share a thread: several would only compete for the GIL to launch kernels on one device.
-    Passes of several callers run one after the other in each thread.
+    Args:
+        names: One for each thread.
+        devices: The GPU that each thread uses, or the CPU.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, names: Sequence[str], devices: Sequence[torch.device]) -> None:
         self._pid = os.getpid()
         self._submitting = threading.RLock()  # a signal handler may use the model that it interrupts
-        self.shares = _share(devices)
-        """The partitions of each worker."""
-        self.forward_pace, self.backward_pace = Pace(), Pace()
-        self._inboxes: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in self.shares]
+        self._inboxes: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in names]
         self.threads = [
-            threading.Thread(target=_work, args=(inbox, devices[share[0]]), name=_name(share), daemon=True)
-            for inbox, share in zip(self._inboxes, self.shares, strict=True)
+            threading.Thread(target=_work, args=(inbox, device), name=name, daemon=True)
+            for inbox, name, device in zip(self._inboxes, names, devices, strict=True)
         ]
         weakref.finalize(self, _end, self._inboxes, self.threads, self._pid)
         for thread in self.threads:
@@ -83,7 +81,7 @@ class Workers:
         return self._pid == os.getpid()
 
     def run(self, jobs: Sequence[Job], abort: Callable[[], None]) -> None:
-        """Run each job in its thread and wait for all of them.
+        """Run each job in its thread and wait for all of them; threads without a job stay idle.
 
         An exception in the waiting thread, such as ``KeyboardInterrupt``, calls ``abort``, which must make the jobs
         end soon, and is raised once they have.
@@ -106,6 +104,19 @@ class Workers:
             if sent:
                 unfinished.wait()
             raise
+
+
+class Workers(Threads):
+    """One thread per partition on the CPU, and one per GPU.
+
+    Partitions on one GPU share a thread: several would only compete for the GIL to launch kernels on one device.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.shares = _share(devices)
+        """The partitions of each worker."""
+        self.forward_pace, self.backward_pace = Pace(), Pace()
+        super().__init__([_name(share) for share in self.shares], [devices[share[0]] for share in self.shares])
 
 
 class _Countdown:

@@ -57,8 +57,8 @@ class _Track:
 
     __slots__ = ("layer", "on_device", "outside", "root", "task", "thread", "transfer", "way")
 
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
         self.root: Span = (None, ROOT_ID, None, 0, 1, self.thread)
         self.task: Span | None = None
         self.layer: Span | None = None
@@ -67,6 +67,14 @@ class _Track:
         self.on_device: DeviceTask | None = None
         self.way = 0
         _span_events.adopt(self.root)
+
+
+def _track_of(where: Where) -> _Track:
+    track: _Track | None = where.track
+    thread = where.thread or threading.get_ident()
+    if track is None or track.thread != thread:
+        track = where.track = _Track(thread)
+    return track
 
 
 class PipelineSpans(Observer):
@@ -88,9 +96,7 @@ class PipelineSpans(Observer):
 
     def task_started(self, where: Where) -> None:
         """Begin the task's span."""
-        track: _Track = where.track
-        if track is None or track.thread != threading.get_ident():
-            track = where.track = _Track()
+        track = _track_of(where)
         node = _TASKS[where.phase]
         if not node.recording:
             track.task = None
@@ -152,9 +158,7 @@ class PipelineSpans(Observer):
 
     def transfer_started(self, where: Where, source: str, target: str, size: int) -> None:
         """Begin the span of a transfer."""
-        track: _Track = where.track
-        if track is None or track.thread != threading.get_ident():
-            track = where.track = _Track()
+        track = _track_of(where)
         resume(track.root)
         track.transfer = begin(ai.device.transfer) if ai.device.transfer.recording else None
 

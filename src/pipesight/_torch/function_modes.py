@@ -1,0 +1,17 @@
+"""Modes that see every call of a torch function (``TorchFunctionMode``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode
+
+__all__ = ["DEVICE_GETTERS", "innermost_mode"]
+
+innermost_mode: Callable[[], Any] = _get_current_function_mode
+"""Return the mode that sees a call first, ``None`` if there is none."""
+
+DEVICE_GETTERS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta"))
+"""What a mode is called with when a program asks a tensor for its device."""

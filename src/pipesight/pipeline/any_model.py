@@ -1,0 +1,240 @@
+"""`Pipeline`: any model as a pipeline over the devices of one process, as it is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipesight import context
+from pipesight._torch.module_internals import not_compiled, target_device
+from pipesight._torch.tensors import in_transform
+from pipesight.pipeline.autograd_node import connect
+from pipesight.pipeline.batch_dims import BatchDim, BatchDims
+from pipesight.pipeline.caller_state import CallerState
+from pipesight.pipeline.calls import split_call
+from pipesight.pipeline.devices import choose_devices
+from pipesight.pipeline.minibatch import MiniBatch
+from pipesight.pipeline.outputs import Merge
+from pipesight.pipeline.partition import Partition
+from pipesight.pipeline.placed_units import Placement
+from pipesight.pipeline.trip import hook
+from pipesight.pipeline.trips import TripEngine, Trips, TripTape
+from pipesight.pipeline.units import check_cuts
+from pipesight.schedule.argument_checks import CheckpointMode, check_checkpoint, check_chunks, checkpoint_stop
+
+__all__ = ["Pipeline"]
+
+
+class _ModelForward:
+    """`Pipeline.forward`, with the signature of the model's own: trainers ask for it."""
+
+    def __get__(self, pipe: Pipeline | None, owner: type[Pipeline]) -> Any:
+        if pipe is None:
+            return owner._call
+        forward: Any = functools.partial(owner._call, pipe)
+        forward.__signature__ = pipe._signature
+        return forward
+
+
+class Pipeline(nn.Module):
+    """Runs any model as a pipeline, through its own ``forward``: no tracing, no ``nn.Sequential``.
+
+    ::
+
+        model = GPT2LMHeadModel(config)
+        pipe = Pipeline(model, cuts=["transformer.h.4", "transformer.h.8"], chunks=8)
+        pipe(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+
+    It is called as the model is, and returns what the model returns. ``state_dict()`` and ``named_parameters()`` have
+    the model's own names; its other attributes, such as ``config``, can be reached through the pipeline.
+
+    Args:
+        module: The model.
+        cuts: The modules, by name, whose first call begins the next partition.
+        devices: One per partition. By default the CUDA devices in order, or the CPU for every partition if there is no
+            GPU. Parameters move to the device of the partition that uses them first.
+        chunks: Number of micro-batches per mini-batch.
+        checkpoint: Which micro-batches are recomputed in backward instead of keeping their activations:
+            ``"always"`` all of them, ``"except_last"``, or ``"never"``. Recomputed are the model's blocks; what is
+            between them is kept.
+        batch_dim: Which dimension of an argument or output is the batch, if not the first: one for all, or by name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cuts: Sequence[str] | None = None,
+        *,
+        devices: Iterable[torch.device | str | int] | None = None,
+        chunks: int = 1,
+        checkpoint: CheckpointMode = "except_last",
+        batch_dim: BatchDim = None,
+    ) -> None:
+        super().__init__()
+        names = check_cuts(module, cuts or [])
+        self._chunks = check_chunks(chunks)
+        self._checkpoint = check_checkpoint(checkpoint)
+        self._placement = Placement(module, names, choose_devices(devices, 1 + len(names)))
+        self._signature = inspect.signature(module.forward)
+        self._dims = BatchDims(batch_dim, self._signature)
+        self._steps = 0
+        # The same tables as the model's, so that both have the same names for everything.
+        self.__dict__.update(
+            _modules=module._modules, _parameters=module._parameters, _buffers=module._buffers, training=module.training
+        )
+        hook({*self._placement.units, *self._placement.cuts})
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self._placement.model
+
+    @property
+    def cuts(self) -> list[str]:
+        """The modules that begin partitions 1, 2 and so on."""
+        return self._placement.names[1:]
+
+    @property
+    def partitions(self) -> list[Partition]:
+        """The units of each partition, by name. Where a unit is becomes certain when it is first called."""
+        return self._placement.partitions
+
+    @property
+    def balance(self) -> list[int]:
+        """How many units each partition has."""
+        return [len(partition) for partition in self._placement.partitions]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition."""
+        return list(self._placement.devices)
+
+    @property
+    def chunks(self) -> int:
+        """Number of micro-batches per mini-batch. It may be changed between calls."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._chunks = check_chunks(chunks)
+
+    @property
+    def checkpoint(self) -> CheckpointMode:
+        """Which micro-batches are recomputed in backward. It may be changed between calls."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: CheckpointMode) -> None:
+        self._checkpoint = check_checkpoint(checkpoint)
+
+    forward = _ModelForward()
+
+    @not_compiled  # torch.compile around it compiles nothing: it cannot follow into the threads
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model with each micro-batch of the arguments; return its outputs, put together."""
+        if in_transform():
+            raise RuntimeError("torch.func transforms such as vmap and grad cannot see into a pipeline")
+        call = split_call(args, kwargs, self._chunks, self._dims)
+        engine = self._engine()
+        caller = CallerState(engine.workers, caches_casts=False)
+        if self.training and not caller.in_backward:  # else it repeats a call that was counted
+            self._steps += 1
+        m = len(call.calls)
+        minibatch = MiniBatch(
+            engine,
+            caller,
+            call.sizes,
+            checkpoint_stop=checkpoint_stop(self._checkpoint, m) if self.training else 0,
+            step=context.step_of_call(self, max(0, self._steps - self.training)),
+        )
+        if minibatch.grad:
+            for piece in (piece for pieces in call.pieces for piece in pieces):
+                piece.requires_grad_()
+        tape = TripTape(minibatch, call)
+        results = Trips(tape, self._placement).run(engine.threads(m), call)
+        merge = tape.merge = Merge([flat for flat, _ in results], call)
+        with torch.no_grad():
+            outputs = [merge.join(k, [flat.tensors[k].detach() for flat, _ in results]) for k in range(merge.count)]
+        wanted = [any(needed) for needed in zip(*(needed for _, needed in results), strict=True)]
+        del results
+        if any(wanted):
+            outputs = list(connect(tape, call.inputs, outputs, wanted))
+        return merge.rebuild(outputs)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the model, as ``nn.Module.train`` does."""
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Change the dtype, the memory format, or the device if all partitions are on one."""
+        device = target_device(*args, **kwargs)
+        if device is not None and self._placement.on_one_device:
+            self.module.to(*args, **kwargs)
+            self._placement.move(choose_devices([device] * len(self.devices), len(self.devices)))
+            self.__dict__.pop("_running", None)
+            return self
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: int | torch.device | None = None) -> Self:
+        """Move to a GPU; see :meth:`to`."""
+        if device is None:
+            return self.to("cuda")
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device)
+
+    def cpu(self) -> Self:
+        """Move to the CPU; see :meth:`to`."""
+        return self.to("cpu")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Change all tensors, each of which stays on its device: a trainer may move the model to one of ours."""
+
+        def stay(tensor: Tensor) -> Tensor:
+            changed = fn(tensor)
+            if changed.device == tensor.device:
+                return changed
+            if changed.device not in self._placement.devices:
+                raise TypeError(
+                    f"cannot move a pipeline to {changed.device}: its partitions are on "
+                    f"{[str(d) for d in self._placement.devices]}; choose them in the constructor, "
+                    "Pipeline(..., devices=[...])"
+                )
+            return changed.to(tensor.device)
+
+        self.module._apply(fn if self._placement.on_one_device else stay, recurse)
+        if self._placement.on_one_device:
+            tensor = next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
+            if tensor is not None and tensor.device != self._placement.devices[0]:
+                self._placement.move([tensor.device] * len(self.devices))
+                self.__dict__.pop("_running", None)
+        return self
+
+    def extra_repr(self) -> str:
+        """Return the arguments of the constructor."""
+        devices = [str(device) for device in self.devices]
+        return f"cuts={self.cuts}, devices={devices}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
+
+    def _engine(self) -> TripEngine:
+        """Return what runs the partitions, created on first use and again after a copy or a fork."""
+        engine: TripEngine | None = self.__dict__.get("_running")
+        if engine is None or not engine.workers.alive:
+            engine = self.__dict__["_running"] = TripEngine.of(self._placement)
+        return engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_running"}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_placement" not in self.__dict__:
+                raise
+            return getattr(self.module, name)

@@ -1,0 +1,382 @@
+"""The way of one micro-batch through the model's own ``forward``, which goes on in one partition after the other.
+
+Each micro-batch has a thread. When it calls the module that begins the next partition, it gives back its turn in the
+partition that it leaves, and waits for its turn in the next. So partitions work on different micro-batches at once,
+though each runs the model's own code from its first line to its last.
+
+The autograd graph is cut where a tensor of an earlier partition is used: the operation gets a new root instead
+(`local_graph.enter`), and the engine remembers both ends. Autograd numbers the nodes that a thread makes, so the number
+of a tensor's node tells which partition made it. A `TorchFunctionMode` looks at all operations outside units, and at
+all in a unit's first call. A unit that was seen to use nothing but its arguments is no longer looked at inside.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+
+from pipesight._torch.autograd import next_sequence_number, sequence_number
+from pipesight._torch.function_modes import DEVICE_GETTERS, innermost_mode
+from pipesight.pipeline.dependencies import Place
+from pipesight.pipeline.local_graph import LocalGraph, edge_of, enter
+from pipesight.pipeline.partition import watch_backward
+from pipesight.pipeline.placed_units import Unit
+from pipesight.pipeline.randomness import begin_task, end_task
+from pipesight.pipeline.unit_checkpoint import UnitCheckpoint
+
+if TYPE_CHECKING:
+    from pipesight.pipeline.trips import Trips
+
+__all__ = ["Trip", "TripGraph", "hook"]
+
+
+@dataclass(slots=True)
+class TripGraph(LocalGraph):
+    """The local graph of a task: its inputs are tensors of earlier partitions, its outputs those that others use."""
+
+    floor: int = 0  # autograd's number when the task began
+    sources: list[int] = field(default_factory=list)  # for each of `arriving`, the partition that it comes from
+    consumers: list[int] = field(default_factory=list)  # for each of `outs`, the partition that uses it; n: the caller
+    places: list[Place] = field(default_factory=list)  # for each of `outs`, a name
+    units: list[UnitCheckpoint] = field(default_factory=list)  # those to recompute
+
+    def __post_init__(self) -> None:
+        self.ins, self.arriving, self.anchors, self.parameters = [], [], [], []
+        self.outs, self.promised = [], []
+
+    def export(self, tensor: Tensor, consumer: int, place: Place) -> None:
+        """Note that a tensor of this graph is used by another partition, or by the caller."""
+        self.outs.append(edge_of(tensor))
+        self.consumers.append(consumer)
+        self.places.append(place)
+        self.promised.append(True)
+
+
+@dataclass(slots=True)
+class _Root:
+    """A tensor of an earlier partition, and what stands for it here."""
+
+    tensor: Tensor
+    root: Tensor
+    node: Node | None  # that of the root, unless it was changed in place
+
+
+class Trip(TorchFunctionMode):
+    """One micro-batch on its way.
+
+    Args:
+        trips: Those of the mini-batch.
+        i: Which micro-batch it is.
+        inputs: What it got of the caller's tensors that want a gradient.
+    """
+
+    def __init__(self, trips: Trips, i: int, inputs: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._trips, self.i, self._inputs = trips, i, list(inputs)
+        self._placement, self._grad = trips.placement, trips.minibatch.grad
+        self._checkpointed = i < trips.minibatch.checkpoint_stop
+        self._cuts_graph = self._grad and trips.n > 1
+        self._moves = not self._placement.on_one_device
+        self.j = 0
+        self.graphs: list[TripGraph] = []
+        self._starts: list[int] = []
+        self._roots: list[dict[int, _Root]] = [{} for _ in range(trips.n)]
+        self._calls = 0
+        self._unit: Unit | None = None
+        self._handled: BaseException | None = None  # the unit is called while it is handled
+        self._checkpoint: UnitCheckpoint | None = None
+        self._looking = False  # the mode is on the stack
+        self._busy = False  # what runs now is the engine's own
+
+    # From beginning to end.
+
+    def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model in this thread; return its output."""
+        _here.trip = self
+        self._begin_task(0)
+        self._look(self._cuts_graph or self._moves)
+        try:
+            output = model(*args, **kwargs)
+            while self.j < self._trips.n - 1:  # the model did not call the other cuts
+                self._switch()
+        except BaseException:
+            self._leave_unit()
+            end_task()
+            raise
+        finally:
+            self._look(False)
+            _here.trip = None
+        return output
+
+    def finish(self) -> None:
+        """End the last task, and let the next micro-batch have its turn."""
+        self._end_task()
+
+    def arrive(self, k: int) -> None:
+        """Go on in partition k, whose first module is about to be called."""
+        if self.j >= k:
+            raise RuntimeError(
+                f"'{self._placement.names[k]}', which begins partition {k}, was called in partition {self.j}: "
+                + (
+                    "it is called more than once, and a cut must be called once"
+                    if self.j == k
+                    else f"before it, '{self._placement.names[self.j]}' was, which begins a later partition; list the "
+                    "cuts in the order in which the model calls them"
+                )
+                + f" (cuts: {self._placement.names[1:]})"
+            )
+        self._trips.called.add(k)
+        while self.j < k:
+            self._switch()
+
+    def _switch(self) -> None:
+        self._busy = True
+        try:
+            self._end_task()
+            self._begin_task(self.j + 1)
+        finally:
+            self._busy = False
+
+    def _begin_task(self, j: int) -> None:
+        trips = self._trips
+        trips.take_turn(self.i, j)
+        self.j, self._calls = j, 0
+        where = trips.enter(j)
+        if self._grad:
+            self._starts.append(next_sequence_number())
+            graph = TripGraph(j, floor=self._starts[j])
+            graph.parameters = [*trips.tape.parameters[j], *self._inputs]
+            self.graphs.append(graph)
+        trips.begin(where, trips.partitions[j], self.i, "forward", checkpointing=self._checkpointed)
+        begin_task(trips.minibatch.randomness, (self.i, j, "forward"))
+
+    def _end_task(self) -> None:
+        trips, where = self._trips, self._trips.wheres[self.j]
+        end_task()
+        if self._grad:
+            self.graphs[self.j].marks = where.marks
+        trips.end(where)
+        trips.give_turn(self.i, self.j)
+
+    # Units.
+
+    def enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin the call of a module: a cut, a unit, or both; return its arguments as this partition sees them."""
+        if self._unit is not None:  # a module of it
+            return None
+        cut = self._placement.cuts.get(module)
+        if cut is not None:
+            self.arrive(cut)
+        unit = self._placement.units.get(module)
+        if unit is None:
+            return None
+        self._busy = True
+        try:
+            return self._enter_unit(unit, args, kwargs)
+        finally:
+            self._busy = False
+
+    def _enter_unit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        trips, where = self._trips, self._trips.wheres[self.j]
+        if unit not in trips.placement.placed[self.j].seen:
+            trips.placement.settle(unit, self.j)
+        if self._cuts_graph or self._moves:
+            args, kwargs = self._enter_all(args), self._enter_all(kwargs)
+        self._unit, self._handled = unit, sys.exception()
+        self._calls += 1
+        where.layer = unit.name
+        where.marks.append((next_sequence_number(), unit.name))
+        if where.observers.members:
+            where.observers.layer_started(where)
+        task = (self.i, self.j, f"forward {self._calls}")
+        begin_task(trips.minibatch.randomness, task)
+        if self._looking and (unit.closed.get(self._grad) or unit.is_compiled) and innermost_mode() is self:
+            self._look(False)
+        if self._checkpointed and unit.is_checkpointed and torch.is_grad_enabled():
+            self._checkpoint = UnitCheckpoint(
+                unit.name, unit.module, unit.buffers, args, kwargs, trips.minibatch.randomness, task
+            )
+            self._checkpoint.begin()
+        return args, kwargs
+
+    def leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End the call of a unit, which may have raised."""
+        unit = self._unit
+        if unit is None or unit.module is not module:
+            return
+        if sys.exception() is not self._handled:  # which the model may catch
+            self._leave_unit()
+            self._look(self._cuts_graph or self._moves)
+            return
+        self._busy = True
+        try:
+            where = self._trips.wheres[self.j]
+            checkpoint = self._checkpoint
+            self._leave_unit()
+            if checkpoint is not None:
+                self.graphs[self.j].units.append(checkpoint)
+            unit.closed.setdefault(self._grad, True)
+            if where.observers.members:
+                where.observers.layer_ended(where)
+                watch_backward(args, output, unit.name)
+            where.layer = None
+            begin_task(self._trips.minibatch.randomness, (self.i, self.j, f"after {self._calls}"))
+        finally:
+            self._busy = False
+        self._look(self._cuts_graph or self._moves)
+
+    def _leave_unit(self) -> None:
+        checkpoint, self._checkpoint = self._checkpoint, None
+        self._unit = None
+        generators = end_task()
+        if checkpoint is not None:
+            checkpoint.end(None if sys.exception() is not self._handled else generators)
+
+    # Tensors.
+
+    def _look(self, look: bool) -> None:
+        if look != self._looking:
+            self._looking = look
+            if look:
+                self.__enter__()  # type: ignore[no-untyped-call]
+            else:
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function with the tensors of earlier partitions replaced by roots of this one."""
+        kwargs = kwargs or {}
+        if self._busy or (getattr(func, "__name__", None) == "__get__" and func not in DEVICE_GETTERS):
+            return func(*args, **kwargs)
+        self._busy = True
+        try:
+            entered, more = self._enter_all(args), self._enter_all(kwargs) if kwargs else kwargs
+        finally:
+            self._busy = False
+        if self._unit is not None and (entered is not args or more is not kwargs):
+            self._unit.closed[self._grad] = False
+        return func(*entered, **more)
+
+    def _enter_all(self, value: Any) -> Any:
+        """Return a value with all tensors in it as this partition sees them; the value itself if they are the same."""
+        if isinstance(value, Tensor):
+            return self._enter_tensor(value)
+        if isinstance(value, (tuple, list)):
+            items = [self._enter_all(item) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            if hasattr(value, "_make"):
+                return value._make(items)
+            return tuple(items) if type(value) is tuple else items
+        if isinstance(value, dict):
+            pairs = {key: self._enter_all(item) for key, item in value.items()}
+            if all(new is old for new, old in zip(pairs.values(), value.values(), strict=True)):
+                return value
+            return pairs if type(value) is dict else type(value)(pairs)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [f.name for f in dataclasses.fields(value) if f.init]
+            changed = {name: new for name in names if (new := self._enter_all(old := getattr(value, name))) is not old}
+            return dataclasses.replace(value, **changed) if changed else value
+        return value
+
+    def _enter_tensor(self, tensor: Tensor) -> Tensor:
+        node = tensor.grad_fn
+        if node is None:
+            return self._enter_leaf(tensor)
+        if self._cuts_graph and (number := sequence_number(node)) < self._starts[self.j]:
+            return self._root_of(tensor, number)
+        return tensor
+
+    def _enter_leaf(self, tensor: Tensor) -> Tensor:
+        """Return a parameter, a mask, an index: as it is, or its copy on this device."""
+        j, device = self.j, self._placement.devices[self.j]
+        if tensor.requires_grad and isinstance(tensor, nn.Parameter) and not self._placement.is_known(tensor, j):
+            self._placement.use(tensor, j)
+        if not self._moves or tensor.device == device or tensor.device not in self._placement.devices:
+            return tensor
+        if tensor.requires_grad and self._grad:
+            copy = self._trips.copy_of(tensor, j)
+            graph = self.graphs[j]
+            if all(copy is not other for other in graph.parameters):
+                graph.parameters.append(copy)
+            return copy
+        known = self._roots[j].get(id(tensor))
+        if known is None:
+            known = self._roots[j][id(tensor)] = _Root(tensor, self._trips.moved(tensor, j, self.i), None)
+        return known.root
+
+    def _root_of(self, tensor: Tensor, number: int) -> Tensor:
+        """Return what stands here for a tensor of an earlier partition, whose node has this number."""
+        known = self._roots[self.j].get(id(tensor))
+        if known is not None:
+            return known.root
+        if number < self._starts[0]:
+            raise RuntimeError(
+                f"partition {self.j} uses a tensor of shape {tuple(tensor.shape)} that was computed before this call "
+                "of the model and has a graph: a model that keeps such state between calls cannot be a pipeline; "
+                "detach() what it keeps"
+            )
+        source, origin = bisect.bisect_right(self._starts, number) - 1, tensor
+        for k in range(self.j - 1, source, -1):  # one between may have changed it in place
+            changed = self._roots[k].get(id(tensor))
+            if changed is not None and changed.root.grad_fn is not changed.node:
+                source, origin = k, changed.root
+                break
+        place = (source, len(self.graphs[source].outs))
+        self.graphs[source].export(origin, self.j, place)
+        moved = self._trips.moved(origin.detach(), self.j, self.i)
+        graph = self.graphs[self.j]
+        (root,), (edge,), anchor = enter(self._trips.partitions[self.j].phony, [moved], [True])
+        assert root is not None
+        assert edge is not None
+        graph.arriving.append((place, edge))
+        graph.sources.append(source)
+        graph.anchors.append(anchor)
+        self._roots[self.j][id(tensor)] = _Root(tensor, root, root.grad_fn)
+        return root
+
+    def export_output(self, k: int, tensor: Tensor) -> bool:
+        """Note that a tensor leaves the pipeline, as output k; return whether it has a graph."""
+        if not (self._grad and tensor.requires_grad):
+            return False
+        if tensor.grad_fn is None or sequence_number(tensor.grad_fn) < self._starts[0]:
+            with torch.enable_grad():  # a parameter or an input, as it is
+                tensor = tensor.view_as(tensor)
+        assert tensor.grad_fn is not None
+        source = bisect.bisect_right(self._starts, sequence_number(tensor.grad_fn)) - 1
+        self.graphs[source].export(tensor, self._trips.n, (self._trips.n, k))
+        return True
+
+
+class _PerThread(threading.local):
+    trip: Trip | None = None
+
+
+_here = _PerThread()
+
+
+def hook(modules: Iterable[nn.Module]) -> None:
+    """Let modules report their calls to the trip that calls them, if there is one. They keep these hooks."""
+    for module in modules:
+        module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(_after, always_call=True)
+
+
+def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    trip = _here.trip
+    return None if trip is None else trip.enter_module(module, args, kwargs)
+
+
+def _after(module: nn.Module, args: Any, output: Any) -> None:
+    trip = _here.trip
+    if trip is not None:
+        trip.leave_module(module, args, output)

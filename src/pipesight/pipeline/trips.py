@@ -1,0 +1,294 @@
+"""The passes of a mini-batch through any model: forward as trips, one a micro-batch; backward on the workers.
+
+Partitions take micro-batches in the same order as those of a `GPipe`, and each task has a local graph. What differs is
+that a task's inputs and outputs are found while the model runs: a tensor of partition s that partition j uses.
+
+    forward    trip i: partition 0 ──> 1 ──> 2, each when it is its turn there
+    backward   task (i, s) waits for the gradients from every task (i, j) that used one of its tensors
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesight.context import Unrepeatable, Where, enter_thread
+from pipesight.pipeline.backward import BackwardPass
+from pipesight.pipeline.calls import SplitCall
+from pipesight.pipeline.dependencies import LeakError
+from pipesight.pipeline.flattening import Flat
+from pipesight.pipeline.gradients import GradientSum, OutputGradients
+from pipesight.pipeline.local_graph import LocalGraph
+from pipesight.pipeline.mailbox import AbortedError, Packet, ready
+from pipesight.pipeline.minibatch import Engine, MiniBatch, Pass, Tape
+from pipesight.pipeline.outputs import Merge, flatten_output
+from pipesight.pipeline.partition import PlacedPartition, SkipRoutes
+from pipesight.pipeline.placed_units import Placement
+from pipesight.pipeline.randomness import isolated
+from pipesight.pipeline.trip import Trip, TripGraph
+from pipesight.pipeline.workers import Threads, Workers
+from pipesight.schedule.gpipe_order import forward_tasks
+
+__all__ = ["TripEngine", "TripTape", "Trips"]
+
+
+@dataclass(frozen=True, slots=True)
+class TripEngine(Engine):
+    """What runs the partitions of any model, for all its mini-batches."""
+
+    placement: Placement
+    travellers: list[Threads]
+    """One pool of threads, which run the model, a micro-batch each."""
+
+    @classmethod
+    def of(cls, placement: Placement) -> TripEngine:
+        """Return an engine for a model that has been placed."""
+        return cls(list(placement.placed), SkipRoutes([]), Workers(placement.devices), placement, [])
+
+    def threads(self, m: int) -> Threads:
+        """Return at least m threads, kept for the next mini-batches."""
+        if not self.travellers or len(self.travellers[0].threads) < m:
+            names = [f"pipesight-microbatch-{i}" for i in range(m)]
+            self.travellers[:] = [Threads(names, [self.placement.devices[0]] * m)]
+        return self.travellers[0]
+
+
+class TripTape(Tape):
+    """What the forward of a mini-batch leaves for its backward."""
+
+    def __init__(self, minibatch: MiniBatch, call: SplitCall) -> None:
+        super().__init__(minibatch, [True] * len(call.inputs))
+        self.call = call
+        self.merge: Merge | None = None
+        self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """By partition and id, parameters that live on another device, and their copies there."""
+
+    def used(self) -> tuple[set[int], list[Tensor]]:
+        """Return what the outputs depend on: the positions of inputs, and the parameters."""
+        assert self.merge is not None
+        _, used = self.dependencies.of_outputs(len(self.minibatch.sizes), len(self.parameters), self.merge.count)
+        inputs = {k for pieces in self.call.pieces for k, piece in enumerate(pieces) if id(piece) in used}
+        found = {id(p): p for parameters in self.parameters for p in parameters if id(p) in used}
+        found |= {id(p): p for p, copy in self.copies.values() if id(copy) in used}
+        return inputs, list(found.values())
+
+
+class _Abandoned(BaseException):
+    """The mini-batch has failed elsewhere. Not an ``Exception``, so that the model does not catch it."""
+
+
+class Trips(Pass):
+    """Runs a mini-batch forward."""
+
+    def __init__(self, tape: TripTape, placement: Placement) -> None:
+        super().__init__(tape, len(tape.minibatch.sizes), tape.minibatch.engine.workers.forward_pace)
+        self.placement = placement
+        self.called: set[int] = set()
+        """The partitions whose first module was called."""
+        self._copies, self._copying = tape.copies, threading.Lock()
+        shares = tape.minibatch.engine.workers.shares
+        orders = [forward_tasks(self.m, share) for share in shares]
+        self._first = [order[0] for order in orders]
+        self._next = {a: b for order in orders for a, b in itertools.pairwise(order)}
+        drawn_in = {
+            j: t.ident for t, share in zip(tape.minibatch.engine.workers.threads, shares, strict=True) for j in share
+        }
+        self.wheres = [Where() for _ in range(self.n)]
+        for j, where in enumerate(self.wheres):
+            self.describe(where, self.minibatch.streams.compute[j])
+            where.partition, where.thread = j, drawn_in[j] or 0
+
+    def run(self, threads: Threads, call: SplitCall) -> list[tuple[Flat, list[bool]]]:
+        """Call the model with each micro-batch; return its outputs, and which of their tensors want a gradient."""
+        if self.minibatch.grad:
+            for partition in self.partitions:
+                self.tape.parameters[partition.j] = partition.trainable()
+        for task in self._first:
+            self._pass_turn(task)
+        outputs: list[tuple[Flat, list[bool]] | None] = [None] * self.m
+        self.run_jobs(threads, [functools.partial(self._travel, i, call, outputs) for i in range(self.m)])
+        self.tape.note_versions(self.partitions)
+        return [output for output in outputs if output is not None]
+
+    def _travel(self, i: int, call: SplitCall, outputs: list[tuple[Flat, list[bool]] | None], own: Where) -> None:
+        """Run the model with one micro-batch, in its thread."""
+        trip = Trip(self, i, [piece for piece in call.pieces[i] if piece.requires_grad])
+        args, kwargs = call.calls[i]
+        call.calls[i] = ((), {})
+        try:
+            self.limit_threads()
+            for stream in {*self.minibatch.streams.compute}:
+                if stream is not None:
+                    torch.cuda.set_stream(stream)
+            with isolated(), torch.set_grad_enabled(self.minibatch.grad):
+                output = self.minibatch.caller.run(trip.run, self.placement.model, args, kwargs)
+                outputs[i] = self._keep(trip, flatten_output(output, call.dims))
+                trip.finish()
+        except _Abandoned:
+            pass
+        except Unrepeatable:
+            message = "a checkpointed model must not call current_microbatch(); use checkpoint='never'"
+            self.fail(RuntimeError(message), self.wheres[trip.j])
+        except BaseException as error:
+            self.fail(error, self.wheres[trip.j])
+        finally:
+            enter_thread(own)
+
+    def _keep(self, trip: Trip, flat: Flat) -> tuple[Flat, list[bool]]:
+        """Put the graphs of a micro-batch onto the tape; return its outputs, and which of them want a gradient."""
+        wanted = [trip.export_output(k, tensor) for k, tensor in enumerate(flat.tensors)]
+        for graph in trip.graphs:
+            partition = self.partitions[graph.first]
+            try:
+                found = self.tape.dependencies.note(trip.i, partition, graph, graph.places, graph.floor)
+            except LeakError as leak:
+                raise RuntimeError(
+                    f"partition {partition.j} uses a tensor of an earlier partition in a way that cannot be seen, in "
+                    f"an autograd function of its own outside all modules (it leads to {leak}); pass that tensor to "
+                    "a module as an argument, or cut elsewhere"
+                ) from None
+            self.tape.parameters[partition.j] += found
+            self.tape.graphs[trip.i, partition.j] = graph
+        return flat, wanted
+
+    # For the trips.
+
+    def take_turn(self, i: int, j: int) -> None:
+        """Wait until partition j is free for micro-batch i."""
+        try:
+            self.mailboxes.get((i, j), j)
+        except AbortedError:
+            raise _Abandoned from None
+
+    def give_turn(self, i: int, j: int) -> None:
+        """Let the next task of partition j, or of the others on its GPU, begin."""
+        if (following := self._next.get((i, j))) is not None:
+            self._pass_turn(following)
+
+    def _pass_turn(self, task: tuple[int, int]) -> None:
+        self.mailboxes.put(task, Packet([], self.partitions[task[1]].device), task[1])
+
+    def enter(self, j: int) -> Where:
+        """Let the calling thread work in partition j."""
+        where, device = self.wheres[j], self.partitions[j].device
+        enter_thread(where)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return where
+
+    def moved(self, tensor: Tensor, j: int, i: int) -> Tensor:
+        """Return a tensor on the device of partition j."""
+        target = self.partitions[j].device
+        if tensor.device == target or tensor.device not in self.placement.devices:
+            return tensor
+        where, details = self.wheres[j], (str(tensor.device), str(target), tensor.nbytes)
+        if self.observers.members:
+            self.observers.transfer_started(where, *details)
+        copy = tensor.to(target, non_blocking=target.type == "cuda")
+        if self.observers.members:
+            self.observers.transfer_ended(where, *details)
+        return copy
+
+    def copy_of(self, parameter: Tensor, j: int) -> Tensor:
+        """Return the copy of a parameter in partition j, which is on another device."""
+        with self._copying:
+            known = self._copies.get((j, id(parameter)))
+            if known is None:
+                copy = parameter.detach().to(self.partitions[j].device).requires_grad_()
+                known = self._copies[j, id(parameter)] = (parameter, copy)
+        return known[1]
+
+
+class TripBackward(BackwardPass):
+    """Runs a mini-batch backward."""
+
+    tape: TripTape
+
+    def __init__(self, tape: TripTape, *, keep: bool) -> None:
+        super().__init__(tape, keep=keep)
+        routes = [(i, j, k) for (i, j), graph in self._graphs.items() for k in {*_trip(graph).consumers}]
+        self.mailboxes.add(routes)
+        self._total = GradientSum()
+
+    def run(self, outputs: OutputGradients) -> GradientSum:
+        """Take the gradients of the merged outputs, and empty the list; return those of the parameters."""
+        self._total = super().run(outputs)
+        for parameter, copy in self.tape.copies.values():
+            gradient = self._total.take(copy)
+            self._total.add([parameter], [None if gradient is None else gradient.to(parameter.device)])
+        return self._total
+
+    def send_outputs(self, outputs: OutputGradients) -> None:
+        """Split the gradients of the merged outputs by micro-batch and by the partition that made the output."""
+        merge = self.tape.merge
+        assert merge is not None
+        parts = [
+            [None] * self.m if gradient is None else merge.split_gradient(k, gradient)
+            for k, gradient in enumerate(outputs.gradients)
+        ]
+        outputs.gradients.clear()
+        for (i, j), graph in self._graphs.items():
+            numbers = [p[1] for p, c in zip(_trip(graph).places, _trip(graph).consumers, strict=True) if c == self.n]  # type: ignore[index]
+            if numbers:
+                tensors = [parts[k][i] for k in numbers]
+                self.mailboxes.put((i, j, self.n), Packet(tensors, self.partitions[j].device, ready=outputs.ready), 0)
+
+    def recompute(self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where) -> None:
+        """Run the checkpointed units of a task again."""
+        units = _trip(graph).units
+        if not units:
+            return
+        self.begin(where, partition, i, "recompute")
+        try:
+            self.check_weights(partition)
+            for unit in units:
+                self.minibatch.caller.run(functools.partial(unit.recompute, keep=self._keep))
+        finally:
+            self.end(where)
+        if not self._keep:
+            _trip(graph).units = []
+
+    def receive_gradients(
+        self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where
+    ) -> list[Tensor | None]:
+        """Wait for the gradients from all that used a tensor of this task."""
+        consumers = _trip(graph).consumers
+        gradients: list[Tensor | None] = [None] * len(consumers)
+        for k in sorted({*consumers}, reverse=True):
+            found = self.receive(self.mailboxes.get((i, partition.j, k), partition.j), partition, i, where)
+            places = [place for place, consumer in enumerate(consumers) if consumer == k]
+            for place, gradient in zip(places, found, strict=True):
+                gradients[place] = gradient
+        return gradients
+
+    def send_gradients(
+        self, i: int, j: int, graph: LocalGraph, of_ins: list[Tensor | None], of_arriving: list[Tensor | None]
+    ) -> None:
+        """Send the gradients of a task's inputs to the partitions that made them."""
+        sources = _trip(graph).sources
+        device = self.partitions[j].device
+        for s in sorted({*sources}, reverse=True):
+            tensors = [g for g, source in zip(of_arriving, sources, strict=True) if source == s]
+            packet = Packet(tensors, device, ready=ready(device, self.partitions[s].device))
+            self.mailboxes.put((i, s, j), packet, j)
+
+    def input_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Return the gradients of the caller's tensors, after `run`."""
+        call = self.tape.call
+        parts = [[self._total.take(call.pieces[i][k]) for i in range(self.m)] for k in range(len(needed))]
+        return [call.join_gradients(k, parts[k]) if need else None for k, need in enumerate(needed)]
+
+
+TripTape.backward_pass = TripBackward
+
+
+def _trip(graph: Any) -> TripGraph:
+    assert isinstance(graph, TripGraph)
+    return graph
