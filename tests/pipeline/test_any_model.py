@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -274,6 +275,30 @@ def test_state_kept_between_calls_is_refused() -> None:
     pipe(torch.randn(2, 4)).sum().backward()
     with pytest.raises(RuntimeError):
         pipe(torch.randn(2, 4)).sum().backward()
+
+
+def test_a_unit_that_is_registered_before_the_cut_and_called_after_it() -> None:
+    """Where it belongs is found by several micro-batches at once; those after them count its gradient once."""
+
+    class Zipped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.second = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for one, two in zip(self.first, self.second, strict=True):
+                x = two(one(x).tanh())
+                time.sleep(0.005)  # so that micro-batches are under way at once
+            return x
+
+    torch.manual_seed(0)
+    plain = Zipped()
+    pipe = Pipeline(copy.deepcopy(plain), ["first.1", "first.2"], chunks=12)
+    x = torch.randn(12, 4)
+    pipe(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    assert_same_gradients(pipe, plain)
 
 
 def test_without_gradients_and_in_eval() -> None:

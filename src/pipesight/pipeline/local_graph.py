@@ -121,7 +121,12 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
-        raise AssertionError("gradients are taken out of the graph before they get here")
+        # They are taken out of the task's own graph before they get here.
+        raise RuntimeError(
+            "the gradients of one micro-batch reached the inputs of another: the model keeps a tensor of one call for "
+            "the next, such as a state in an attribute of a module, and in a pipeline the next call begins before this "
+            "one has ended; detach what is kept, or keep nothing in training (use_cache=False)"
+        )
 
 
 # `_Enter.apply` without its check for functorch, whose transforms do not reach a worker.
