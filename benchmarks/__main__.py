@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import (
+    any_model,
     cpu_step,
     distributed,
     empty_task,
@@ -41,6 +42,7 @@ BENCHMARKS: dict[str, tuple[Callable[[Options], bool], str]] = {
     for module in (
         cpu_step,
         empty_task,
+        any_model,
         distributed,
         gpu,
         spans,

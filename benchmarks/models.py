@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["WORKLOADS", "Workload", "identity", "mlp", "tiny", "transformer", "unet"]
+__all__ = ["WORKLOADS", "Loop", "Workload", "gpt", "identity", "mlp", "tiny", "transformer", "unet"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +62,43 @@ def transformer(*, layers: int = 8, dim: int = 256, heads: int = 4, sequence: in
     """A stack of equal transformer blocks on already embedded tokens."""
     model = nn.Sequential(*(Block(dim, heads) for _ in range(layers)))
     return Workload(model, torch.randn(batch, sequence, dim), torch.randn(batch, sequence, dim))
+
+
+class Embedding(nn.Module):
+    """Tokens, and the places where they stand."""
+
+    def __init__(self, vocabulary: int, sequence: int, dim: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, dim), nn.Parameter(torch.randn(sequence, dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.tokens(tokens) + self.places
+        return y
+
+
+def gpt(
+    *, layers: int = 8, dim: int = 256, heads: int = 4, sequence: int = 64, batch: int = 32, vocabulary: int = 256
+) -> Workload:
+    """An embedding, equal transformer blocks, and a head."""
+    head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, vocabulary))
+    blocks = [Block(dim, heads) for _ in range(layers)]
+    model = nn.Sequential(Embedding(vocabulary, sequence, dim), *blocks, head)
+    return Workload(model, torch.randint(vocabulary, (batch, sequence)), torch.randn(batch, sequence, vocabulary))
+
+
+class Loop(nn.Module):
+    """The layers of `gpt` as most models have them: a list that the model's own forward goes through."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        super().__init__()
+        self.embedding, self.blocks, self.head = model[0], nn.ModuleList(list(model)[1:-1]), model[-1]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
 
 
 Carried = tuple[Tensor, ...]
@@ -158,6 +195,7 @@ def unet(*, depth: int = 4, width: int = 64, image: int = 128, batch: int = 64) 
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
+    "gpt": gpt,
     "identity": identity,
     "mlp": mlp,
     "tiny": tiny,

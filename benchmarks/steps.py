@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.job import PIPELINES, Job
-from benchmarks.models import WORKLOADS, Workload
+from benchmarks.models import WORKLOADS, Loop, Workload
 
 __all__ = ["Runner", "Steps", "build_workload"]
 
@@ -44,6 +44,8 @@ class Steps:
         self.step = self._whole
         if job.engine in PIPELINES:
             self.model = wrap(job, workload.model)
+        elif job.engine == "any_model":
+            self.model = wrap_loop(job, Loop(workload.model))
         elif job.engine == "accumulated":
             self.step = self._accumulated
         elif job.engine != "whole":
@@ -105,6 +107,19 @@ def wrap(job: Job, model: nn.Sequential) -> nn.Module:
     wrapped: nn.Module = package.GPipe(
         model,
         job.balance(len(model)),
+        devices=[job.device] * job.partitions,
+        chunks=job.chunks,
+        checkpoint=job.checkpoint,
+    )
+    return wrapped
+
+
+def wrap_loop(job: Job, model: Loop) -> nn.Module:
+    """Cut a model that is no `nn.Sequential` where `wrap` cuts the one that has the same layers."""
+    last = [sum(job.balance(len(model.blocks) + 2)[: j + 1]) for j in range(job.partitions - 1)]
+    wrapped: nn.Module = importlib.import_module("pipesight").Pipeline(
+        model,
+        [f"blocks.{layer - 1}" for layer in last],  # the embedding is layer 0
         devices=[job.device] * job.partitions,
         chunks=job.chunks,
         checkpoint=job.checkpoint,

@@ -26,6 +26,8 @@ class Entry:
     """Of how many items the loss of a micro-batch is the mean; ``None``: the model returns no loss."""
     options: dict[str, Any] = field(default_factory=dict)
     """What a pipeline must be told beside the cuts."""
+    output_dim: int = 0
+    """The batch dimension of what the model returns."""
     needs: str = "transformers"
 
     def build(self) -> nn.Module:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.entry import Call, Entry
+from zoo.entry import BATCH, CHUNKS, Call, Entry
 
 RELATIVE = 1e-5
 ROUNDING = 3e-7
@@ -72,36 +73,51 @@ def objective(value: Any) -> Tensor:
     return torch.stack([(t.sin() + t.square() / 2).sum() / 100 for t in found]).sum()
 
 
-def weights(calls: list[Call], items: Callable[[dict[str, Any]], float] | None) -> list[float]:
+def micro_batches(entry: Entry, call: Call, chunks: int = CHUNKS, batch: int = BATCH) -> list[Call]:
+    """Return the call of each micro-batch."""
+    dims = entry.options.get("batch_dim", {})
+    names = list(inspect.signature(entry.build().forward).parameters)
+    args = [split(one, batch, chunks, dims, name) for one, name in zip(call[0], names, strict=False)]
+    named = split(call[1], batch, chunks, dims)
+    return list(zip(zip(*args, strict=True) if args else [()] * len(named), named, strict=True))
+
+
+def shares(calls: list[Call], items: Callable[[dict[str, Any]], float] | None) -> list[float]:
     """Return how much the objective of each micro-batch counts."""
     if items is None:
         return [1.0] * len(calls)
-    counts = [items({**dict(enumerate(args)), **kwargs}) for args, kwargs in calls]
+    counts = [items(kwargs) for _, kwargs in calls]
     return [count / sum(counts) for count in counts]
 
 
-def plain_microbatches(entry: Entry, model: nn.Module, call: Call, chunks: int, batch: int) -> Result:
+def plain_microbatches(entry: Entry, model: nn.Module, call: Call, chunks: int = CHUNKS, batch: int = BATCH) -> Result:
     """Feed a copy of a model the micro-batches of a call one by one, forward and backward."""
     plain = copy.deepcopy(model)
-    dims = entry.options.get("batch_dim", {})
-    args = [split(one, batch, chunks, dims, name) for one, name in zip(call[0], ("src", "tgt"), strict=False)]
-    calls = list(
-        zip(zip(*args, strict=True) if args else [()] * chunks, split(call[1], batch, chunks, dims), strict=True)
-    )
-    shares = weights(calls, entry.items)
+    calls = micro_batches(entry, call, chunks, batch)
+    weights = shares(calls, entry.items)
     outputs = []
-    for (some, named), share in zip(calls, shares, strict=True):
-        output = plain(*some, **named)
-        (objective(output) * share).backward()
+    for (args, kwargs), weight in zip(calls, weights, strict=True):
+        output = plain(*args, **kwargs)
+        (objective(output) * weight).backward()
         outputs.append(dict(tensors(output)))
     merged = {}
     for name in outputs[0]:
         parts = [output[name].detach() for output in outputs]
-        if parts[0].dim() == 0:
-            merged[name] = torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum()
+        if parts[0].dim() == 0 and not parts[0].is_floating_point():
+            merged[name] = parts[0]  # a setting of a cache
+        elif parts[0].dim() == 0:
+            merged[name] = torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum()
         else:
-            merged[name] = torch.cat(parts, 1 if dims else 0)
+            merged[name] = torch.cat(parts, entry.output_dim)
     return Result(merged, gradients_of(plain), buffers_of(plain))
+
+
+def piped(pipe: nn.Module, call: Call) -> Result:
+    """Run a mini-batch through a pipeline, forward and backward."""
+    output = pipe(*call[0], **call[1])
+    objective(output).backward()
+    outputs = {name: tensor.detach() for name, tensor in tensors(output)}
+    return Result(outputs, gradients_of(pipe), buffers_of(pipe))
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
@@ -136,10 +152,18 @@ def worst(
     return found
 
 
-def assert_same(ours: Result, theirs: Result) -> None:
-    """Outputs, gradients and buffers are those of the plain model, to rounding."""
+def worst_gradient(ours: Result, theirs: Result) -> tuple[float, str]:
+    """Return the largest difference of a gradient, and the parameter's name; rounding where they cancel is none."""
     largest = max((g.abs().max().item() for g in theirs.gradients.values() if g is not None), default=0.0)
     assert largest > 0, "the plain model has no gradients"
-    for what, floor in (("outputs", 0.0), ("gradients", largest * ROUNDING / RELATIVE), ("buffers", 0.0)):
-        error, name = worst(getattr(ours, what), getattr(theirs, what), floor)
+    return worst(ours.gradients, theirs.gradients, largest * ROUNDING / RELATIVE)
+
+
+def assert_same(ours: Result, theirs: Result) -> None:
+    """Outputs, gradients and buffers are those of the plain model, to rounding."""
+    for what, (error, name) in {
+        "outputs": worst(ours.outputs, theirs.outputs),
+        "gradients": worst_gradient(ours, theirs),
+        "buffers": worst(ours.buffers, theirs.buffers),
+    }.items():
         assert error <= RELATIVE, f"{what} differ by {error:.2e} of the largest number, most in {name}"

@@ -296,7 +296,8 @@ TEXT = [
         functools.partial(_transformer, False),
         functools.partial(_masked_sequences, False),
         ("encoder.layers.1", "decoder.layers.0", "decoder.layers.1"),
-        options={"batch_dim": {"src": 1, "tgt": 1}},
+        options={"batch_dim": {"src": 1, "tgt": 1, "output": 1}},
+        output_dim=1,
         needs="torch",
     ),
 ]
