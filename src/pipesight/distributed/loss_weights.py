@@ -15,19 +15,18 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from pipesight._torch.module_internals import uncompiled
 from pipesight.distributed.shapes import Cut
+from pipesight.pipeline.loss_merging import LossWeight, check_loss_weight
 
-__all__ = ["LossFunction", "LossWeight", "LossWeights"]
+__all__ = ["LossFunction", "LossWeights"]
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
-
-LossWeight: TypeAlias = Callable[[Any, Any], Any] | Literal["samples", "sum"]
 
 _F = nn.functional
 
@@ -54,10 +53,7 @@ class LossWeights:
     def __init__(self, loss_fn: LossFunction, loss_weight: LossWeight | None) -> None:
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of output and target, but got {type(loss_fn).__name__}")
-        if not (loss_weight is None or callable(loss_weight) or loss_weight in ("samples", "sum")):
-            raise ValueError(
-                f"loss_weight must be 'samples', 'sum' or a function of output and target, but got {loss_weight!r}"
-            )
+        check_loss_weight(loss_weight, "output and target")
         self.loss_fn = loss_fn
         self.given = loss_weight
 

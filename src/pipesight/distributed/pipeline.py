@@ -23,7 +23,7 @@ from pipesight.distributed import saving, schedules
 from pipesight.distributed.agreement import LAYERS, Agreement, Message
 from pipesight.distributed.failures import RankMonitor
 from pipesight.distributed.grad_scaler import GradScaler, refuse_plain_scalers
-from pipesight.distributed.loss_weights import LossFunction, LossWeight, LossWeights
+from pipesight.distributed.loss_weights import LossFunction, LossWeights
 from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.model_building import build_model
 from pipesight.distributed.rank_initialisation import Recipe
@@ -32,6 +32,7 @@ from pipesight.distributed.shapes import Skeleton
 from pipesight.distributed.stage_building import learned_with, make_stages
 from pipesight.distributed.step_inputs import StepInputs
 from pipesight.distributed.step_runner import ScheduleRunner, StepRunner
+from pipesight.pipeline.loss_merging import LossWeight
 from pipesight.pipeline.microbatch import TensorOrTensors
 from pipesight.pipeline.partition import Partition, verify_sequential
 from pipesight.pipeline.skip import verify_skippables

@@ -54,13 +54,10 @@ class BatchDims:
 
     def rule(self, name: str) -> tuple[Rule, bool]:
         """Return the rule for what is called ``name``, and whether it is for this very one."""
-        if name in self._rules:
-            return self._rules[name], True
         parts = name.split(".")
-        for stop in range(len(parts) - 1, 0, -1):
-            if (found := ".".join(parts[:stop])) in self._rules:
-                return self._rules[found], False
-        return self.default, False
+        names = (".".join(parts[:stop]) for stop in range(len(parts), 0, -1))
+        found = next((known for known in names if known in self._rules), None)
+        return (self.default, False) if found is None else (self._rules[found], found == name)
 
     def listed(self, rule: Rule) -> set[str]:
         """Return the names with this rule."""

@@ -132,27 +132,35 @@ class Merge:
         if parts[0].dim() == 0 and parts[0].is_floating_point() and not exact:
             return _Way("add", weights=tuple(self._weigh(name, parts, self._sizes)))
         sizes = [part.size(rule) if part.dim() > rule else -1 for part in parts]
-        if self._fits(sizes, exact) and not (not exact and self._dims.seen_whole(name) and _same(parts)):
+        rows = self._rows(sizes)
+        if rows == 1 and not (not exact and self._dims.seen_whole(name) and _same(parts)):
             self._check_shapes(name, parts, rule)
             if not exact:
                 self._dims.remember(name, True, sum(self._sizes), parts[0].shape)
             return _Way("concatenate", rule, tuple(sizes))
-        if exact:
+        if exact and not rows:
             raise ValueError(
                 f"{name!r} must have a number of rows for each sample in dimension {rule} "
                 f"({self._shapes(parts)}), as batch_dim says"
             )
-        if self._fits(sizes, exact=True) and not _same(parts):  # tokens of all samples, one after the other
+        if rows > 1 and (exact or (self._is_flattened(parts, rule) and not _same(parts))):
             self._check_shapes(name, parts, rule)
             return _Way("concatenate", rule, tuple(sizes))
         return self._once(name, parts, rule)
 
-    def _fits(self, sizes: Sequence[int], exact: bool) -> bool:
-        """Whether there is a row for each sample, or, where the user says that it is the batch, a number of rows."""
-        if not exact or not sum(self._sizes):
-            return list(sizes) == list(self._sizes)
-        rows = max(sizes) // max(self._sizes)
-        return rows > 0 and all(size == rows * samples for size, samples in zip(sizes, self._sizes, strict=True))
+    def _rows(self, sizes: Sequence[int]) -> int:
+        """Return how many rows there are for each sample; 0 if there is no such number."""
+        if list(sizes) == list(self._sizes):
+            return 1
+        rows = max(sizes) // max(max(self._sizes), 1)
+        return rows if all(size == rows * mine for size, mine in zip(sizes, self._sizes, strict=True)) else 0
+
+    def _is_flattened(self, parts: Sequence[Tensor], dim: int) -> bool:
+        """Whether samples may have been flattened together with another dimension: no other is the batch."""
+        if len(set(self._sizes)) > 1:
+            return True
+        others = (*parts[0].shape[:dim], *parts[0].shape[dim + 1 :])
+        return bool(others) and self._sizes[0] not in others
 
     def _check_shapes(self, name: str, parts: Sequence[Tensor], dim: int) -> None:
         shapes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
