@@ -112,7 +112,7 @@ def pipelined(model, merging, x, labels, chunks, *, grad=True, **more):
             with torch.no_grad(), watch:
                 outputs.append(model(*args, **kwargs))
     flats = [flatten_output(output, call.dims) for output in outputs]
-    merge = Merge(flats, call, merging.weigher(call, outputs, () if grad else watches))
+    merge = Merge(flats, call, merging.weigher(call, flats, () if grad else watches))
     return merge.rebuild([merge.join(k, [flat.tensors[k] for flat in flats]) for k in range(merge.count)])
 
 

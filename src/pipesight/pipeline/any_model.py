@@ -19,6 +19,7 @@ from pipesight.pipeline.batch_dims import BatchDim, BatchDims
 from pipesight.pipeline.caller_state import CallerState
 from pipesight.pipeline.calls import split_call
 from pipesight.pipeline.devices import choose_devices
+from pipesight.pipeline.loss_merging import LossMerging, LossWeight
 from pipesight.pipeline.minibatch import MiniBatch
 from pipesight.pipeline.outputs import Merge
 from pipesight.pipeline.partition import Partition
@@ -64,6 +65,9 @@ class Pipeline(nn.Module):
             ``"always"`` all of them, ``"except_last"``, or ``"never"``. Recomputed are the model's blocks; what is
             between them is kept.
         batch_dim: Which dimension of an argument or output is the batch, if not the first: one for all, or by name.
+        loss_weight: How losses that the model returns are weighed. By default by what they are means over, which is
+            read off their graphs. ``"samples"`` averages them by samples, ``"sum"`` adds them; a function of the output
+            and the arguments (a dict, by name) of a micro-batch returns what its loss is a mean over.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Pipeline(nn.Module):
         chunks: int = 1,
         checkpoint: CheckpointMode = "except_last",
         batch_dim: BatchDim = None,
+        loss_weight: LossWeight | None = None,
     ) -> None:
         super().__init__()
         names = check_cuts(module, cuts or [])
@@ -83,6 +88,7 @@ class Pipeline(nn.Module):
         self._placement = Placement(module, names, choose_devices(devices, 1 + len(names)))
         self._signature = inspect.signature(module.forward)
         self._dims = BatchDims(batch_dim, self._signature)
+        self._losses = LossMerging(loss_weight)
         self._steps = 0
         # The same tables as the model's, so that both have the same names for everything.
         self.__dict__.update(
@@ -157,12 +163,14 @@ class Pipeline(nn.Module):
             for piece in (piece for pieces in call.pieces for piece in pieces):
                 piece.requires_grad_()
         tape = TripTape(minibatch, call)
-        results = Trips(tape, self._placement).run(engine.threads(m), call)
-        merge = tape.merge = Merge([flat for flat, _ in results], call)
+        watches = [] if minibatch.grad else self._losses.watches(call)
+        results = Trips(tape, self._placement).run(engine.threads(m), call, watches)
+        flats = [flat for flat, _ in results]
+        merge = tape.merge = Merge(flats, call, self._losses.weigher(call, flats, watches))
         with torch.no_grad():
-            outputs = [merge.join(k, [flat.tensors[k].detach() for flat, _ in results]) for k in range(merge.count)]
+            outputs = [merge.join(k, [flat.tensors[k].detach() for flat in flats]) for k in range(merge.count)]
         wanted = [any(needed) for needed in zip(*(needed for _, needed in results), strict=True)]
-        del results
+        del results, flats
         if any(wanted):
             outputs = list(connect(tape, call.inputs, outputs, wanted))
         return merge.rebuild(outputs)

@@ -48,6 +48,11 @@ class SplitCall:
         got, original = self._originals.get(id(value), (None, None))
         return original if got is value else None
 
+    def forget_arguments(self) -> None:
+        """Let go of the arguments; pieces of tensors that want a gradient are kept."""
+        self.calls, self.arguments = [], []
+        self._originals.clear()
+
     def join_gradients(self, k: int, parts: Sequence[Tensor | None]) -> Tensor | None:
         """Return the gradient of ``inputs[k]``, given those of its pieces; None stands for zeros."""
         known = [part for part in parts if part is not None]

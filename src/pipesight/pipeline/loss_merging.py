@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipesight._torch.loss_graph import LossPart, loss_parts
 from pipesight.pipeline.calls import SplitCall
+from pipesight.pipeline.flattening import Flat
 from pipesight.pipeline.loss_watch import LossWatch
 from pipesight.pipeline.outputs import Weigh, weigh_by_samples
 
@@ -50,8 +51,16 @@ class LossMerging:
         self._warned: set[str] = set()
         self._ratios: set[str] = set()
         """Losses that were divided by numbers that depend on the micro-batch."""
+        self._lossless: set[frozenset[str]] = set()
+        """The arguments of calls that returned no loss."""
 
-    def weigher(self, call: SplitCall, outputs: Sequence[Any], watches: Sequence[LossWatch] = ()) -> Weigh:
+    def watches(self, call: SplitCall) -> list[LossWatch]:
+        """Return what to run the micro-batches of a call without graphs under; nothing if no loss is expected."""
+        if self.given is not None or len(call.sizes) == 1 or frozenset(call.arguments[0]) in self._lossless:
+            return []
+        return [LossWatch() for _ in call.sizes]
+
+    def weigher(self, call: SplitCall, outputs: Sequence[Flat], watches: Sequence[LossWatch] = ()) -> Weigh:
         """Return what weighs the losses of a call.
 
         Args:
@@ -59,6 +68,7 @@ class LossMerging:
             outputs: Of its micro-batches, with their graphs.
             watches: Those under which the micro-batches ran, where they have no graphs.
         """
+        self._lossless.add(frozenset(call.arguments[0]))
         if self.given == "samples":
             return weigh_by_samples
         if self.given == "sum":
@@ -70,6 +80,7 @@ class LossMerging:
 
     def _weigh(self, name: str, losses: Sequence[Tensor], call: SplitCall, watches: Sequence[LossWatch]) -> list[float]:
         """Return the weights that follow from what the losses are made of."""
+        self._lossless.discard(frozenset(call.arguments[0]))
         by_samples = weigh_by_samples(name, losses, call.sizes)
         if _equal(losses):
             return by_samples
@@ -189,11 +200,11 @@ def _ratio(divisor: Any, scale: Any) -> float:
     return float(whole / scale) if scale else math.inf
 
 
-def _called(function: Callable[[Any, Any], Any], outputs: Sequence[Any], arguments: Sequence[Any]) -> list[float]:
+def _called(function: Callable[[Any, Any], Any], outputs: Sequence[Flat], arguments: Sequence[Any]) -> list[float]:
     weights = []
     for output, mine in zip(outputs, arguments, strict=True):
         try:
-            weights.append(float(function(output, mine)))
+            weights.append(float(function(output.rebuild(output.tensors), mine)))
         except Exception as error:
             error.add_note("in loss_weight, which is called with the output and the arguments of a micro-batch")
             raise

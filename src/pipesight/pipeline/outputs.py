@@ -59,7 +59,7 @@ class Merge:
     """
 
     def __init__(self, flats: Sequence[Flat], call: SplitCall, weigh: Weigh = weigh_by_samples) -> None:
-        self._flats, self._sizes, self._dims = flats, call.sizes, call.dims
+        self._flats, self._sizes, self._dims = list(flats), call.sizes, call.dims
         self._call, self._weigh = call, weigh
         first = flats[0]
         for i, flat in enumerate(flats):
@@ -91,7 +91,7 @@ class Merge:
 
     def split_gradient(self, k: int, gradient: Tensor | None) -> list[Tensor | None]:
         """Return the gradients of tensor ``k`` of each micro-batch, given that for the whole batch."""
-        way, count = self._ways[k], len(self._flats)
+        way, count = self._ways[k], len(self._sizes)
         if gradient is None:
             return [None] * count
         if way.kind == "first":
@@ -103,7 +103,8 @@ class Merge:
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """Return the output for the whole batch, in the model's own classes, made of its tensors.
 
-        Objects that the caller passed, such as a cache, are filled and returned themselves.
+        Objects that the caller passed, such as a cache, are filled and returned themselves. May be called once: the
+        outputs of micro-batches are not kept any longer, nor are their arguments.
         """
         given = [self._original([flat.tensors[k] for flat in self._flats]) for k in range(self.count)]
         mixed = [theirs if theirs is not None else mine for theirs, mine in zip(given, tensors, strict=True)]
@@ -112,7 +113,10 @@ class Merge:
             original = self._original([flat.containers[number] for flat in self._flats])
             return copy.copy(value) if original is None else original
 
-        return self._flats[0].rebuild(mixed, self._values, shell)
+        output = self._flats[0].rebuild(mixed, self._values, shell)
+        self._flats, self._values = [], []
+        self._call.forget_arguments()
+        return output
 
     def _original(self, parts: Sequence[Any]) -> Any:
         """Return what the caller passed, if all micro-batches return what they got of it."""

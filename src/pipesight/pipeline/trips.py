@@ -9,6 +9,7 @@ that a task's inputs and outputs are found while the model runs: a tensor of par
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -26,6 +27,7 @@ from pipesight.pipeline.dependencies import LeakError
 from pipesight.pipeline.flattening import Flat
 from pipesight.pipeline.gradients import GradientSum, OutputGradients
 from pipesight.pipeline.local_graph import LocalGraph
+from pipesight.pipeline.loss_watch import LossWatch
 from pipesight.pipeline.mailbox import AbortedError, Packet, ready
 from pipesight.pipeline.minibatch import Engine, MiniBatch, Pass, Tape
 from pipesight.pipeline.outputs import Merge, flatten_output
@@ -93,6 +95,7 @@ class Trips(Pass):
         self.called: set[int] = set()
         """The partitions whose first module was called."""
         self._copies, self._copying = tape.copies, threading.Lock()
+        self._watches: Sequence[LossWatch] = ()
         shares = tape.minibatch.engine.workers.shares
         orders = [forward_tasks(self.m, share) for share in shares]
         self._first = [order[0] for order in orders]
@@ -105,8 +108,17 @@ class Trips(Pass):
             self.describe(where, self.minibatch.streams.compute[j])
             where.partition, where.thread = j, drawn_in[j] or 0
 
-    def run(self, threads: Threads, call: SplitCall) -> list[tuple[Flat, list[bool]]]:
-        """Call the model with each micro-batch; return its outputs, and which of their tensors want a gradient."""
+    def run(
+        self, threads: Threads, call: SplitCall, watches: Sequence[LossWatch] = ()
+    ) -> list[tuple[Flat, list[bool]]]:
+        """Call the model with each micro-batch; return its outputs, and which of their tensors want a gradient.
+
+        Args:
+            threads: One for each micro-batch.
+            call: Their arguments.
+            watches: What notes their losses, if any.
+        """
+        self._watches = watches
         if self.minibatch.grad:
             for partition in self.partitions:
                 self.tape.parameters[partition.j] = partition.trainable()
@@ -128,7 +140,8 @@ class Trips(Pass):
                 if stream is not None:
                     torch.cuda.set_stream(stream)
             with isolated(), torch.set_grad_enabled(self.minibatch.grad):
-                output = self.minibatch.caller.run(trip.run, self.placement.model, args, kwargs)
+                with self._watches[i] if self._watches else contextlib.nullcontext():
+                    output = self.minibatch.caller.run(trip.run, self.placement.model, args, kwargs)
                 outputs[i] = self._keep(trip, flatten_output(output, call.dims))
                 trip.finish()
         except _Abandoned:
