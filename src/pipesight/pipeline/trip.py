@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipesight._torch.autograd import next_sequence_number, sequence_number
 from pipesight._torch.function_modes import DEVICE_GETTERS, innermost_mode
+from pipesight._torch.module_internals import forward_hook_tables
 from pipesight.pipeline.dependencies import Place
 from pipesight.pipeline.local_graph import LocalGraph, edge_of, enter
 from pipesight.pipeline.partition import watch_backward
@@ -367,6 +368,8 @@ _here = _PerThread()
 def hook(modules: Iterable[nn.Module]) -> None:
     """Let modules report their calls to the trip that calls them, if there is one. They keep these hooks."""
     for module in modules:
+        if _before in forward_hook_tables(module)[1].values():  # of another pipeline of this model, or of its copy
+            continue
         module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
         module.register_forward_hook(_after, always_call=True)
 
