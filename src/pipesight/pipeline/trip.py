@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipesight._torch.autograd import next_sequence_number, sequence_number
 from pipesight._torch.function_modes import DEVICE_GETTERS, innermost_mode
-from pipesight._torch.module_internals import forward_hook_tables
+from pipesight._torch.module_internals import forward_hook_tables, not_compiled
 from pipesight.pipeline.dependencies import Place
 from pipesight.pipeline.local_graph import LocalGraph, edge_of, enter
 from pipesight.pipeline.partition import watch_backward
@@ -374,11 +374,13 @@ def hook(modules: Iterable[nn.Module]) -> None:
         module.register_forward_hook(_after, always_call=True)
 
 
+@not_compiled
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     trip = _here.trip
     return None if trip is None else trip.enter_module(module, args, kwargs)
 
 
+@not_compiled
 def _after(module: nn.Module, args: Any, output: Any) -> None:
     trip = _here.trip
     if trip is not None:
