@@ -43,6 +43,8 @@ class DescribedPipeline:
     """Its name, such as `gpipe` or `1f1b`."""
     balance: tuple[int, ...] | None = None
     """Layers of each partition."""
+    cuts: tuple[str, ...] | None = None
+    """Of a pipeline of any model, the modules that begin partitions 1, 2 and so on."""
     devices: tuple[str, ...] | None = None
     """Of each partition, such as `cuda:0`."""
     checkpoint: str | None = None
@@ -99,12 +101,13 @@ def hosts_of(description: Mapping[str, Any]) -> dict[int, str]:
 
 def _pipeline(entry: Mapping[str, Any], partitions: int, processors: int | None) -> DescribedPipeline:
     balance = _list(entry, "balance", int)
-    devices = _list(entry, "devices", str)
+    devices, cuts = _list(entry, "devices", str), _list(entry, "cuts", str)
     return DescribedPipeline(
         partitions=partitions,
         chunks=_number(entry, "chunks"),
         schedule=_text(entry, "schedule"),
         balance=tuple(balance) if len(balance) == partitions else None,
+        cuts=tuple(cuts) if len(cuts) == partitions - 1 and "cuts" in entry else None,
         devices=tuple(devices) if len(devices) == partitions else None,
         checkpoint=_text(entry, "checkpoint"),
         batch_size=_number(entry, "batch_size"),

@@ -57,11 +57,12 @@ class Outcome:
     def call(self, plan: Plan) -> str | None:
         """Return the code that runs a plan, where the engine of the run can."""
         n = plan.setting.partitions
+        units = None if self.measured is None else self.measured.units
         if self.measured is not None and self.measured.facts.ranks is not None:
-            return distributed_call(plan)
+            return distributed_call(plan, units)
         if self.devices is None:
-            return plan.call()
-        return plan.call([self.devices if self.devices == "cpu" else f"{self.devices}:{j}" for j in range(n)])
+            return plan.call(units=units)
+        return plan.call([self.devices if self.devices == "cpu" else f"{self.devices}:{j}" for j in range(n)], units)
 
 
 def make_plans(

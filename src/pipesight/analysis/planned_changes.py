@@ -12,7 +12,7 @@ from pipesight._formatting import time
 from pipesight._plurals import count_of
 from pipesight.analysis.measured_costs import Measured
 from pipesight.plan.balance_search import find_balance
-from pipesight.plan.plans import DISTRIBUTED_NAMES, WORTH, Plan, best_plans, fastest_first, predict
+from pipesight.plan.plans import DISTRIBUTED_NAMES, WORTH, Plan, best_plans, division, fastest_first, predict
 from pipesight.plan.possible_settings import settings
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.stage_costs import StageCosts
@@ -75,7 +75,7 @@ def fewer_partitions(measured: Measured, *, lost: float) -> Change | None:
     what = "ranks" if measured.facts.ranks is not None else "partitions"
     few = f"{enough} {what if enough > 1 else what[:-1]}"
     why = f"{setting.partitions} {what} share {count_of(enough, 'processor')}, and slow each other down"
-    text = f"{few} instead of {setting.partitions}: balance={list(plan.balance)}"
+    text = f"{few} instead of {setting.partitions}: {division(plan.balance, measured.units)}"
     gain = gain_of(plan, measured)
     if gain <= WORTH:
         return Change(text, why, lost, AT_MOST)
@@ -101,7 +101,8 @@ def _balance(measured: Measured) -> Change | None:
     times = [sum(layer.forward + layer.backward for layer in block) for block in blocks]
     worst = max(range(len(times)), key=times.__getitem__)
     why = f"partition {worst} takes {times[worst] * len(times) / max(sum(times), 1e-12):.2f} times the mean"
-    what = f"balance={list(plan.balance)} instead of {list(now)}"
+    before = division(now, measured.units).partition("=")[2]
+    what = f"{division(plan.balance, measured.units)} instead of {before}"
     return Change(what, why, gain_of(plan, measured), SIMULATED)
 
 
@@ -199,7 +200,7 @@ def _together(measured: Measured) -> Change | None:
     if gain <= WORTH:
         return None
     best = plans[0].setting
-    what = f'balance={list(plans[0].balance)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
+    what = f'{division(plans[0].balance, measured.units)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
     what += f', schedule="{DISTRIBUTED_NAMES[best.schedule]}"' if over_ranks else ""
     why = "all of these together; each alone saves less"
     if best.chunks == 1 and best.partitions > 1:

@@ -115,10 +115,9 @@ class Placement:
         layers = self.partitions[j]._modules
         if not unit.settled:
             unit.settled = True
-            if unit.name not in layers:
-                for partition in self.partitions:
-                    partition._modules.pop(unit.name, None)
-                layers[unit.name] = unit.module
+            for partition in self.partitions:
+                partition._modules.pop(unit.name, None)
+            layers[unit.name] = unit.module  # at the end: units are in the order of their first calls
         for tensor in (*unit.module.parameters(), *unit.module.buffers()):
             self.use(tensor, j)
         self.placed[j].seen.add(unit)

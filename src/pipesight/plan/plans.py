@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "best_plans",
     "distributed_call",
+    "division",
     "fastest_first",
     "predict",
     "simulated",
@@ -68,23 +70,36 @@ class Plan:
         """Whether no other balance can be faster."""
         return self.bound_seconds >= self.step_seconds
 
-    def call(self, devices: Sequence[str] | None = None) -> str | None:
-        """Return the code that runs it with `pipesight.GPipe`; ``None`` if that has no such schedule."""
+    def call(self, devices: Sequence[str] | None = None, units: Sequence[str] | None = None) -> str | None:
+        """Return the code that runs it in one process; ``None`` if that has no such schedule.
+
+        Args:
+            devices: Of the partitions.
+            units: The layers, by name, of a model that `pipesight.Pipeline` runs; by default it is for `GPipe`.
+        """
         if self.setting.schedule != "gpipe":
             return None
         where = "devices" if devices is None else json.dumps(list(devices))
         rest = f'devices={where}, chunks={self.setting.chunks}, checkpoint="{self.setting.checkpoint}"'
-        return f"GPipe(model, balance={list(self.balance)}, {rest})"
+        return f"{'GPipe' if units is None else 'Pipeline'}(model, {division(self.balance, units)}, {rest})"
 
 
-def distributed_call(plan: Plan) -> str | None:
+def division(balance: Sequence[int], units: Sequence[str] | None = None) -> str:
+    """Return a balance as code: ``balance=[4, 3]``, or for a model of these units ``cuts=["layers.4"]``."""
+    if units is None:
+        return f"balance={list(balance)}"
+    starts = itertools.accumulate(balance[:-1])
+    return f"cuts={json.dumps([units[start] for start in starts])}"
+
+
+def distributed_call(plan: Plan, units: Sequence[str] | None = None) -> str | None:
     """Return the code that runs a plan with one rank per partition; ``None`` if no schedule can."""
     setting, name = plan.setting, DISTRIBUTED_NAMES[plan.setting.schedule]
     schedule = by_name(name)
     if schedule is None or not schedule.fits(setting.chunks, setting.partitions, setting.stages):
         return None
     rest = f'chunks={setting.chunks}, schedule="{name}", checkpoint="{setting.checkpoint}"'
-    return f"DistributedPipeline(..., balance={list(plan.balance)}, {rest})"
+    return f"DistributedPipeline(..., {division(plan.balance, units)}, {rest})"
 
 
 def predict(

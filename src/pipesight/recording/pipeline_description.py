@@ -17,18 +17,21 @@ from pipesight._nested import tensors_in
 
 if TYPE_CHECKING:
     from pipesight.distributed import DistributedPipeline
+    from pipesight.pipeline.any_model import Pipeline as PipelineOfAnyModel
     from pipesight.pipeline.gpipe import GPipe
 
-__all__ = ["Pipeline", "PipelineDescription", "is_gpipe"]
+__all__ = ["Pipeline", "PipelineDescription", "is_pipeline"]
 
-Pipeline: TypeAlias = Union["GPipe", "DistributedPipeline"]
-"""A pipeline of either engine. Only a `GPipe` is a module."""
+Pipeline: TypeAlias = Union["GPipe", "PipelineOfAnyModel", "DistributedPipeline"]
+"""A pipeline of either engine. Those in one process are modules."""
+
+_CLASSES = [("pipesight.pipeline.gpipe", "GPipe"), ("pipesight.pipeline.any_model", "Pipeline")]
 
 
-def is_gpipe(module: nn.Module) -> bool:
-    """Tell whether a module is a `GPipe`. Programs that have none never import it, and recording does not either."""
-    imported = sys.modules.get("pipesight.pipeline.gpipe")
-    return imported is not None and isinstance(module, imported.GPipe)
+def is_pipeline(module: nn.Module) -> bool:
+    """Tell whether a module is a pipeline. Programs that have none never import it, and recording does not either."""
+    imported = [(sys.modules.get(name), of) for name, of in _CLASSES]
+    return any(home is not None and isinstance(module, getattr(home, of)) for home, of in imported)
 
 
 class PipelineDescription:
@@ -81,6 +84,7 @@ class PipelineDescription:
             "partitions": len(pipeline.balance),
             "chunks": pipeline.chunks,
             "balance": pipeline.balance,
+            **({"cuts": cuts} if (cuts := getattr(pipeline, "cuts", None)) is not None else {}),
             "devices": [str(device) for device in pipeline.devices],
             "checkpoint": pipeline.checkpoint,
             "batch_size": self._samples,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesight.recording.pipeline_description import is_gpipe
+from pipesight.recording.pipeline_description import is_pipeline
 from pipesight.stats import current_session
 from pipesight.stats.api import CheckedConfig, open_session
 from pipesight.stats.model_watch import Watch
@@ -81,7 +81,7 @@ class RunStatistics:
         """Watch a module that training calls, unless it is part of what is watched, or holds a pipeline."""
         if self._chosen or not self.observing or module in self._known or not _trains(module):
             return
-        pipelines = [inner for inner in module.modules() if is_gpipe(inner)]
+        pipelines = [inner for inner in module.modules() if is_pipeline(inner)]
         if pipelines and not (len(pipelines) == 1 and _wraps(module, pipelines[0])):
             return  # each is watched when it is called
         self._add(module)

@@ -29,7 +29,7 @@ def named_layers(model: nn.Module, *, numbered: bool = False) -> Iterator[tuple[
 def partitions_of(model: Any) -> dict[nn.Module, int]:
     """Return the partition of each layer that is in one: of a module, or of this rank's part of a pipeline."""
     if isinstance(model, nn.Module):
-        numbered = [item for inner in model.modules() for item in enumerate(_partitions(inner))]
+        numbered = [item for inner in model.modules() for item in enumerate(_partitions(inner, of_any_model=True))]
     else:
         numbered = list(model.partitions.items())
     return {layer: j for j, partition in numbered for layer in partition.modules()}
@@ -46,8 +46,12 @@ def _named(module: nn.Module, prefix: str, seen: set[nn.Module], numbered: bool)
                 yield from _named(child, f"{prefix}{name}.", seen, numbered)
 
 
-def _partitions(module: nn.Module) -> list[nn.Module]:
-    """Return the partitions of a pipeline; none, if the module is something else."""
+def _partitions(module: nn.Module, *, of_any_model: bool = False) -> list[nn.Module]:
+    """Return the partitions of a pipeline; none, if the module is something else.
+
+    Those of a pipeline of any model only if asked for: its layers have their names without them.
+    """
     found = getattr(module, "partitions", None)
-    partitions = list(found) if isinstance(found, nn.ModuleList) else []
+    known = isinstance(found, nn.ModuleList) or (of_any_model and isinstance(found, list))
+    partitions = list(found) if known and found is not None else []
     return partitions if all(isinstance(partition, Partition) for partition in partitions) else []
