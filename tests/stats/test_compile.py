@@ -165,3 +165,42 @@ def test_watching_a_model_that_has_run_compiled(tmp_path):
         compiled(x).sum().backward()
     compiled(x)
     assert values(tmp_path) == {(0, "0", "activation", "numel"): 20, (0, "1", "activation", "numel"): 20}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("how", ["before", "after", "blocks"])
+def test_steps_that_are_not_logged(how, tmp_path):
+    """They run code without hooks, compiled once, whichever step is compiled first; blocks of a kind share theirs."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.act = nn.Linear(3, 3), nn.Tanh()
+
+        def forward(self, x):
+            return x + self.act(self.linear(x))
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(12))), torch.randn(5, 3)
+    expected = {str(i): model[: i + 1](x).detach() for i in range(12)}
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, backend=counter) if how == "before" else model
+    with watch(compiled, config(("activation", "gradient"), start_step=2, freq=2), log_dir=tmp_path):
+        if how == "after":
+            compiled = torch.compile(model, backend=counter)
+        elif how == "blocks":
+            for layer in model:
+                layer.compile(backend=counter)
+        optimizer, frames = torch.optim.SGD(model.parameters(), 0.0), []
+        for _ in range(8):
+            compiled(x).sum().backward()
+            optimizer.step()
+            frames.append(counter.frame_count)
+    assert 0 < frames[0] == frames[1] < frames[2] == frames[-1]
+    found = values(tmp_path)
+    assert {key[0] for key in found} == {2, 4, 6}
+    for name, activation in expected.items():
+        for step in (2, 4, 6):
+            assert_six(found, step, name, "activation", activation)
+            assert (step, f"{name}.act", "gradient", "mean") in found

@@ -12,6 +12,7 @@ from torch import Tensor
 __all__ = [
     "current_gpu",
     "in_transform",
+    "is_capturing_stream",
     "is_fake",
     "is_functional",
     "is_instance",
@@ -44,14 +45,16 @@ def in_transform() -> bool:
     return _innermost_transform() is not None
 
 
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+"""Return the address of a GPU's current stream: ``torch.cuda.current_stream`` without an object for it."""
+
+is_capturing_stream: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+"""Tell whether a CUDA graph captures the current stream, where CUDA is initialised: the C function itself."""
+
+
 def current_gpu() -> int:
     """Return the calling thread's GPU: ``torch.cuda.current_device`` where CUDA is known to be initialised."""
     return int(torch._C._cuda_getDevice())  # builds without CUDA do not have it
-
-
-def raw_stream(device: int) -> int:
-    """Return the address of a GPU's current stream: ``torch.cuda.current_stream`` without an object for it."""
-    return int(torch._C._cuda_getCurrentRawStream(device))  # builds without CUDA do not have it
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -103,6 +103,9 @@ class RunStatistics:
         """Begin a step."""
         self.observing, self.trained = observing, False
         self._session.step_count = number
+        self._session.prepare_anew()
+        for watch in self._watches:
+            watch.begin_step()
 
     def flush(self) -> None:
         """Log what was measured so far."""
@@ -148,6 +151,13 @@ class _RunWatch(Watch):
         self._statistics, self._begin_step = statistics, begin
         super().__init__(session, model, auto_step=True, own=False)
 
+    def begin_step(self) -> None:
+        """Prepare for a step that has begun."""
+        self._prepare()
+
+    def _needs_hooks(self, step: int) -> bool:
+        return self._statistics.observing and super()._needs_hooks(step)
+
     def _before_model(self, *args: object) -> None:
         self._begin_step()
         super()._before_model(*args)
@@ -160,9 +170,9 @@ class _RunWatch(Watch):
     def _wants(self, tap: Tap) -> bool:
         return self._statistics.observing and super()._wants(tap)
 
-    def _log(self, tap: Tap, value: Any) -> None:
+    def log(self, tap: Tap, tensors: Sequence[Tensor]) -> None:
         if self._statistics.observing:
-            super()._log(tap, value)
+            super().log(tap, tensors)
 
     def _log_weights(self, weights: list[tuple[str, str, Tensor]], early: bool) -> None:
         if self._statistics.observing and (self._part.is_first or not self._part.alike):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from pipesight.stats.config import Config, TensorRule
+from pipesight.stats.config.steps import Steps
 from pipesight.stats.measuring_feature import MeasuringFeature
 from pipesight.stats.moments.quantity import Quantity, Source, combine, quantity
 from pipesight.stats.registry import Registry
@@ -49,6 +50,11 @@ class TensorActions:
         self._rules, self._tensor = tuple(rules), tensor
         self._built: dict[tuple[int, ...], Action] = {}
         self._now: tuple[int, Action | None] = (-1, None)
+
+    @property
+    def steps(self) -> frozenset[Steps]:
+        """The steps at which there may be something to do."""
+        return frozenset(rule.steps for rule, _ in self._rules)
 
     def at(self, step: int) -> Action | None:
         """Return what to do at a step."""

@@ -22,7 +22,7 @@ from pipesight import context
 from pipesight.stats.actions import Action
 from pipesight.stats.measurements import TensorMeasurements, merge_all
 from pipesight.stats.message_log import MessageLog
-from pipesight.stats.moments.cuda_moments import DeviceRows
+from pipesight.stats.moments.cuda_moments import DeviceRows, SentRows
 from pipesight.stats.moments.moments import LaterMoments
 from pipesight.stats.moments.quantity import MOMENTS, Source
 from pipesight.stats.moments.small_tensor_buffer import SmallRows
@@ -30,6 +30,7 @@ from pipesight.stats.nonfinite import EARLY, Bad, Layers, Spot, in_order
 from pipesight.stats.nonfinite_reporter import NonfiniteReporter
 from pipesight.stats.rank_merging import RankMerging
 from pipesight.stats.sinks import Record, Sinks
+from pipesight.stats.watched_tensor import Tap
 
 __all__ = ["IterationBuffer"]
 
@@ -45,6 +46,9 @@ class IterationBuffer:
         iteration: The current one; ``None`` if nothing was measured since the last one ended.
         entries: What was measured in it. Each iteration has a dict of its own.
         layers: The layers of the watched models.
+        numbers: Count the tensors.
+        devices: Where tensors of each GPU are measured.
+        fast: The tensors for which nothing remains to be looked up in this iteration.
         at_once: Layers and tensors that change in place, so that they cannot wait to be measured with others.
     """
 
@@ -52,12 +56,13 @@ class IterationBuffer:
         self.iteration: int | None = None
         self.layers = Layers()
         self.at_once: set[tuple[str, str]] = set()
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
+        self.fast: list[Tap] = []
         self._merging, self._sinks, self._messages, self._reporter = merging, sinks, messages, reporter
         self._lock = threading.RLock()
         self.entries: dict[Key, TensorMeasurements] = {}
-        self._unread: deque[list[TensorMeasurements]] = deque()
-        self._devices: dict[int, DeviceRows] = {}
+        self._unread: deque[tuple[list[TensorMeasurements], list[SentRows]]] = deque()
+        self.devices: dict[int, DeviceRows] = {}
         self._small = SmallRows()
         self._told_of_ranks = False
 
@@ -71,7 +76,7 @@ class IterationBuffer:
 
     def spot(self, *, early: bool = False) -> Spot:
         """Return when and where the calling thread is; early for a weight that the step has yet to change."""
-        where, number = context.current(), next(self._numbers)
+        where, number = context.current(), next(self.numbers)
         if where is None:
             return number - EARLY if early else number, None, None, None
         return number, where.partition, where.microbatch, where.phase
@@ -111,7 +116,8 @@ class IterationBuffer:
             NonfiniteError: The actions include ``"raise"``.
         """
         with self._lock:
-            for device in self._devices:
+            for device, rows in self.devices.items():
+                rows.hand_out()
                 torch.cuda.synchronize(device)  # others may have been measured on other streams
             known = [found for entry in self.entries.values() if (found := entry.bad(self.layers)) is not None]
             first = in_order([*known, bad], self.layers)[0]
@@ -119,10 +125,10 @@ class IterationBuffer:
 
     def rows(self, device: int) -> DeviceRows:
         """Return where tensors of a GPU are measured."""
-        rows = self._devices.get(device)
+        rows = self.devices.get(device)
         if rows is None:
             with self._lock:
-                rows = self._devices.setdefault(device, DeviceRows(torch.device("cuda", device)))
+                rows = self.devices.setdefault(device, DeviceRows(torch.device("cuda", device)))
         return rows
 
     def small(self, tensor: Tensor, source: Source) -> LaterMoments | None:
@@ -138,7 +144,7 @@ class IterationBuffer:
         with self._lock:
             self._reporter.speak()
             iteration = iteration if self.iteration is None else self.iteration
-            entries = self._begin_anew()
+            entries, sent = self._begin_anew()
             groups = self._merging.groups(iteration)
             alone = [entry for (*_, group, _), entry in entries.items() if group not in groups]
             unmerged = sum(key[2] is not None for key in entries) - (len(entries) - len(alone))
@@ -150,10 +156,12 @@ class IterationBuffer:
                 )
             if not groups:
                 if alone:
-                    self._unread.append(alone)
+                    self._unread.append((alone, sent))
                 self._write_read(wait=len(self._unread) > UNREAD)
                 return
             self._write_read(wait=True)
+            for rows in sent:
+                rows.hand_out()
             found = self._look(entries.values())
             self._log(alone, merge_all(alone))
             for group in groups:
@@ -177,7 +185,9 @@ class IterationBuffer:
     def flush_alone(self) -> None:
         """Log what needs no other rank: they may be gone."""
         with self._lock:
-            entries = self._begin_anew()
+            entries, sent = self._begin_anew()
+            for rows in sent:
+                rows.hand_out()
             lost = sum(key[2] is not None for key in entries)
             if lost:
                 self._messages.warning(
@@ -191,10 +201,17 @@ class IterationBuffer:
             if entries:
                 self._reporter.end(next(iter(entries.values())).iteration, found)
 
-    def _begin_anew(self) -> dict[Key, TensorMeasurements]:
+    def prepare_anew(self) -> None:
+        """Have everything looked up again for each tensor."""
+        for tap in self.fast:
+            tap.is_fast = False
+            tap.entries = None
+        self.fast.clear()
+
+    def _begin_anew(self) -> tuple[dict[Key, TensorMeasurements], list[SentRows]]:
+        self.prepare_anew()
         entries, self.entries, self.iteration = self.entries, {}, None
-        for rows in self._devices.values():
-            rows.send()
+        sent = [on_its_way for rows in self.devices.values() if (on_its_way := rows.send()) is not None]
         self._small.measure_all()
         for key in [key for key, entry in entries.items() if entry.changed]:
             entry = entries.pop(key)
@@ -203,21 +220,24 @@ class IterationBuffer:
                 f"{entry.tensor!r} of layer {entry.layer!r} is not logged in iteration {entry.iteration}: it was "
                 "changed in place before it was measured; from now on it is measured at once"
             )
-        return entries
+        return entries, sent
 
     def measure_waiting(self) -> None:
         """Measure the tensors that wait for others, before they can change."""
-        for rows in self._devices.values():
+        for rows in self.devices.values():
             rows.flush()
 
     def _write_read(self, *, wait: bool) -> None:
         """Log the iterations whose values have come, in order."""
-        while self._unread and (wait or all(entry.ready for entry in self._unread[0])):
-            self._write(self._unread.popleft())
+        while self._unread and (wait or all(rows.ready() for rows in self._unread[0][1])):
+            self._write(*self._unread.popleft())
 
-    def _write(self, entries: list[TensorMeasurements]) -> None:
+    def _write(self, entries: list[TensorMeasurements], sent: list[SentRows]) -> None:
+        for rows in sent:
+            if rows.has_bad():
+                rows.hand_out()
         found = self._look(entries)
-        self._log(entries, merge_all(entries))
+        self._log(entries, merge_all(entries, sent))
         self._reporter.end(entries[0].iteration, found)
 
     def _look(self, entries: Iterable[TensorMeasurements]) -> list[Bad]:

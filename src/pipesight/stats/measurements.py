@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pipesight.stats.actions import Action
-from pipesight.stats.moments.cuda_moments import Calls, DeviceRow, merge_calls
+from pipesight.stats.moments.cuda_moments import Calls, DeviceRow, SentRows, merge_calls
 from pipesight.stats.moments.moments import LaterMoments, Moments
 from pipesight.stats.moments.quantity import MOMENTS
-from pipesight.stats.nonfinite import Bad, Layers, Place
+from pipesight.stats.nonfinite import Bad, Layers, Place, whole_spot
 from pipesight.stats.sinks import Record
 
 __all__ = ["Statistics", "TensorMeasurements", "merge_all"]
@@ -30,6 +31,7 @@ class TensorMeasurements:
     """
 
     __slots__ = ("action", "bad_ranks", "calls", "first", "iteration", "layer", "tensor")
+    one_by_one: ClassVar[bool] = False
 
     def __init__(self, layer: str, tensor: str, iteration: int, action: Action) -> None:
         self.layer, self.tensor, self.iteration, self.action = layer, tensor, iteration, action
@@ -42,16 +44,11 @@ class TensorMeasurements:
         """Whether a tensor changed before it was measured."""
         return any(records is None for records, _ in self.calls)
 
-    @property
-    def ready(self) -> bool:
-        """Whether `merge_all` does not wait for a device."""
-        firsts = (records[0] for records, _ in self.calls if records)
-        return all(not isinstance(first, LaterMoments) or first.ready for first in firsts)
-
     def bad(self, layers: Layers) -> Bad | None:
         """Return the first call with NaN or Inf."""
         found: Bad | None = None
-        for records, spot in self.calls:
+        for records, when in self.calls:
+            spot = whole_spot(when)
             first = records[0] if records else Moments.EMPTY
             if isinstance(first, DeviceRow) and not first.is_bad:
                 continue
@@ -75,8 +72,13 @@ class TensorMeasurements:
             yield Record(self.layer, self.tensor, label, self.iteration, float(value), nans, infs, ranks, *where)
 
 
-def merge_all(entries: Sequence[TensorMeasurements]) -> list[dict[str, Any]]:
-    """Return one record a source for each entry, none for one without a call that counts."""
+def merge_all(entries: Sequence[TensorMeasurements], sent: Iterable[SentRows] = ()) -> list[dict[str, Any]]:
+    """Return one record a source for each entry, none for one without a call that counts.
+
+    Args:
+        entries: What was measured.
+        sent: Rows on their way from devices that were not handed out to the entries.
+    """
     merged: list[dict[str, Any]] = [{} for _ in entries]
     on_device: list[tuple[dict[str, Any], str, list[DeviceRow]]] = []
     for entry, result in zip(entries, merged, strict=True):
@@ -88,6 +90,10 @@ def merge_all(entries: Sequence[TensorMeasurements]) -> list[dict[str, Any]]:
                 result[source.key] = reduce(lambda a, b: a.merge(b), map(_resolve, records))
     for (result, key, _), moments in zip(on_device, merge_calls([rows for *_, rows in on_device]), strict=True):
         result[key] = moments
+    results = {id(entry): result for entry, result in zip(entries, merged, strict=True)}
+    for owner, moments in chain.from_iterable(rows.merged() for rows in sent):
+        result = results.get(id(owner), {})
+        result[MOMENTS] = result[MOMENTS].merge(moments) if MOMENTS in result else moments
     return merged
 
 

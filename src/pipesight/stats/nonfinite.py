@@ -13,10 +13,16 @@ from typing import TypeAlias
 
 from pipesight.stats.moments import Moments
 
-__all__ = ["EARLY", "Bad", "Layers", "NonfiniteError", "Place", "Spot", "in_order"]
+__all__ = ["EARLY", "Bad", "Layers", "NonfiniteError", "Place", "Spot", "in_order", "whole_spot"]
 
 Spot: TypeAlias = tuple[int, int | None, int | None, str | None]
 """When a tensor came, as a number that grows, and its partition, micro-batch and phase, if it was in a pipeline."""
+
+
+def whole_spot(spot: int | Spot) -> Spot:
+    """Return when and where a tensor came, of which only a number may be given outside of pipelines."""
+    return (spot, None, None, None) if isinstance(spot, int) else spot
+
 
 EARLY = 1 << 62
 """Taken off the number of a weight that the step has not changed yet: it was there before all others came."""

@@ -6,6 +6,7 @@ import atexit
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipesight import context
-from pipesight._torch.tensors import in_transform
+from pipesight._torch.tensors import in_transform, is_capturing_stream, is_transformed
 from pipesight.stats.actions import Action, TensorActions, action_for, actions_for
 from pipesight.stats.config import Config
 from pipesight.stats.config.rules import StatisticRequest, TensorRule
@@ -25,7 +26,7 @@ from pipesight.stats.measurements import Statistics
 from pipesight.stats.measuring_feature import MeasuringFeature
 from pipesight.stats.message_log import MessageLog
 from pipesight.stats.moments._flat_pieces import ORDINARY
-from pipesight.stats.moments.cuda_launch import has_kernels
+from pipesight.stats.moments.cuda_launch import QUICK, has_kernels
 from pipesight.stats.moments.cuda_moments import is_capturing, is_quick
 from pipesight.stats.moments.delayed_scaling import DelayedScaling
 from pipesight.stats.moments.moments import LaterMoments
@@ -40,6 +41,8 @@ from pipesight.stats.sinks import Sinks
 from pipesight.stats.watched_tensor import Tap, Trial
 
 __all__ = ["StatsSession"]
+
+on_gpu = attrgetter("is_cuda")
 
 MOST_TENSORS = 100_000
 
@@ -86,6 +89,7 @@ class StatsSession:
         self._told_of_capture = False
         self._reporter = NonfiniteReporter(messages.warning, messages.info, folder, rank, first_rank=FirstRank())
         self._pending = IterationBuffer(self.merging, sinks, messages, self._reporter)
+        self._devices, self._numbers = self._pending.devices, self._pending.numbers
         self._actions_of: dict[TensorKey, TensorActions | None] = {}
         self._actions: dict[tuple[Any, ...], Action] = {}
         self._delayed = DelayedScaling()
@@ -172,25 +176,45 @@ class StatsSession:
 
     def measure_quickly(self, tap: Tap, tensor: Tensor) -> bool:
         """Measure a tensor as `log_tensor_stats` does, if that takes no more than a kernel; else return False."""
-        if not tensor.is_cuda or not self.wants(tap) or not tap.quick or not is_quick(tensor):
+        if not tap.is_fast and not self._prepare_quickly(tap):
             return False
-        if torch.cuda.is_current_stream_capturing():
+        if not on_gpu(tensor) or tensor.dtype not in QUICK or type(tensor) not in ORDINARY or is_transformed(tensor):
+            return False
+        if is_capturing_stream():
             return self._captured()
-        if tap.entry is None:
-            assert tap.action is not None
-            tap.entry = self._pending.entry(tap.layer, tap.tensor, tap.step, tap.action, None)
-            tap.entries = self._pending.entries
-            self.met = True
-        rows, spot = self._pending.rows(tensor.get_device()), self._pending.spot()
+        where, number = context.current(), next(self._numbers)
+        spot = number if where is None else (number, where.partition, where.microbatch, where.phase)
+        device = tensor.get_device()
+        rows = self._devices.get(device) or self._pending.rows(device)
+        assert tap.entry is not None
         if tap.waits:
-            rows.measure_later(tensor, tap.powers, tap.entry.calls, spot)
+            rows.measure_later(tensor, tap.powers, tap.entry, spot)
             return True
+        if not is_quick(tensor):
+            return False
         row = rows.measure_quickly(tensor, tap.powers)
         tap.entry.calls.append(((row,), spot))
         if tap.trial is not None and tap.trial.step == tap.step:
             tap.trial.at_once.append(row)
-            rows.measure_later(tensor, tap.powers, tap.trial.afterwards, spot)
+            rows.measure_later(tensor, tap.powers, tap.trial, spot)
         return True
+
+    def _prepare_quickly(self, tap: Tap) -> bool:
+        """Look up what there is to do with a tensor in this step; return whether one kernel does it."""
+        if not self.wants(tap) or not tap.quick or tap.action is None:
+            return False
+        if tap.entry is None:
+            tap.entry = self._pending.entry(tap.layer, tap.tensor, tap.step, tap.action, None)
+            tap.entries = self._pending.entries
+            self.met = True
+            if tap.waits:
+                tap.is_fast = True
+                self._pending.fast.append(tap)
+        return True
+
+    def prepare_anew(self) -> None:
+        """Look up again what there is to do with each tensor: the step is another one, or a watch has ended."""
+        self._pending.prepare_anew()
 
     def measure_waiting(self) -> None:
         """Measure what waits to be measured together, before somebody else gets hold of it."""
@@ -201,6 +225,7 @@ class StatsSession:
         actions = self.actions_of(tap.layer, tap.tensor)
         tap.step, tap.entries, tap.entry = self.step_count, self._pending.entries, None
         tap.action = action = actions.at(tap.step) if actions else None
+        tap.quick = False
         if action is not None:
             if tap.waits is None and (tap.trial is None or not tap.trial.at_once):
                 tap.trial = Trial(tap.step)
@@ -346,6 +371,7 @@ class StatsSession:
         """Select nothing from now on."""
         self.config = Config()
         self._actions_of.clear()
+        self.prepare_anew()
 
     def flush(self) -> None:
         """Log what was measured so far, and wait for it."""

@@ -30,11 +30,21 @@ class Weights:
         model: Whose optimizers are meant.
         log: Takes layers, names and tensors, and whether these are as they were before the forward.
         begins: Called when a step begins with the optimizer, which is given a closure and calls the model itself.
+        repeats: Called before an optimizer steps for the second time since a step has ended.
         ended: Called when an optimizer has stepped.
     """
 
-    def __init__(self, model: nn.Module, log: Log, *, begins: Callable[[], None], ended: Callable[[], None]) -> None:
-        self._log, self._begins, self._ended = log, begins, ended
+    def __init__(
+        self,
+        model: nn.Module,
+        log: Log,
+        *,
+        begins: Callable[[], None],
+        repeats: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._log, self._begins, self._repeats, self._ended = log, begins, repeats, ended
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._model = model
         self._layers: list[tuple[str, nn.Module, tuple[str, ...]]] = []
         self._measured: set[tuple[str, str]] = set()
@@ -51,16 +61,19 @@ class Weights:
     def stop(self) -> None:
         """Log no more, and hold nobody: who logs holds this, and the model would stay until garbage is collected."""
         self._layers.clear()
-        self._log = self._begins = self._ended = _nothing
+        self._log = self._begins = self._repeats = self._ended = _nothing
 
     def end_step(self) -> None:
         """Log what no optimizer came by, and begin anew."""
         self._log_those(None, ("weight", "wgrad"))
         self._measured.clear()
+        self._stepped.clear()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_ours(optimizer):
             return
+        if optimizer in self._stepped:
+            self._repeats()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._log_those(_members(optimizer), ("weight", "wgrad"))
@@ -71,6 +84,7 @@ class Weights:
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         if self._is_ours(optimizer):
             self._log_those(_members(optimizer), ("wgrad",))
+            self._stepped.add(optimizer)
             self._ended()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:

@@ -19,13 +19,17 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._patches import Patches
+from pipesight._torch.hook_guards import HookGuards
 from pipesight._torch.module_internals import WRAPPER_NAMES, forward_hook_tables, is_compiled, uncompiled
 from pipesight.stats import api
+from pipesight.stats.config.steps import Steps
 from pipesight.stats.config_errors import shown
 from pipesight.stats.current_session import running
 from pipesight.stats.layer_names import named_layers, partitions_of
 from pipesight.stats.model_watch._hook import Hook, Once
 from pipesight.stats.model_watch._input_gradients import InputGradients
+from pipesight.stats.model_watch._layer_hooks import LayerHooks
+from pipesight.stats.model_watch._output_hook import GradientHook, OutputHook
 from pipesight.stats.model_watch._readable import has_values, numbers
 from pipesight.stats.model_watch._step_counter import AgreedSteps
 from pipesight.stats.model_watch._weights import Weights
@@ -96,18 +100,30 @@ class Watch:
         self._part = part_of(model)
         self._wrapped, self._model = self._part.module, _unwrapped(self._part.module)
         self._what = f"this {type(self._model if isinstance(model, nn.Module) else model).__name__}"
+        self._measure_gradient = session.measure_quickly if self._part.replicas == 1 else _not_quickly
         self.layers: dict[str, tuple[str, ...]] = {}
         self._handles: list[RemovableHandle] = []
         self._leaves: list[RemovableHandle] = []  # hooks of tensors that outlive the step
-        self._hooks: list[Hook] = []
+        self._hooks: list[Hook] = []  # of the model
+        self._layer_hooks = LayerHooks()
+        self._logged: frozenset[Steps] = frozenset()  # the steps that need the hooks of the layers
+        self._differentiated = False  # whether gradients are logged
         self._patches = Patches()
+        self._guards = HookGuards()
         self._skipped: set[tuple[str, str]] = set()
         self._stepped = False
         self._steps: AgreedSteps | None = None
-        self._inside: bool | None = None  # a call of the model is under way, and is it counted
+        self.inside: bool | None = None
+        """Whether a call of the model is under way that counts; None if there is none."""
         self._called = self._trained = False  # the model, at all and in a call that counts
         self._first_step = session.step_count
-        self._weights = Weights(self._model, self._log_weights, begins=self._begin, ended=self._after_optimizer)
+        self._weights = Weights(
+            self._model,
+            self._log_weights,
+            begins=self._begin,
+            repeats=self._begin_unseen,
+            ended=self._after_optimizer,
+        )
         names = {plain: layer for name, layer in named_layers(self._model) if (plain := _plain_name(name))}
         scripted = [name for name, layer in names.items() if isinstance(layer, torch.jit.ScriptModule)]
         if scripted:
@@ -133,6 +149,8 @@ class Watch:
             session.merging.adopt(self._part.group, self.layers)
         self._warn_of_mistakes(names, list(selected))
         session.before_step.append(self._before_step)
+        session.after_step.append(self._prepare)
+        self._prepare()
         session.before_close.append(self._warn_if_idle)
 
     def _warn_of_mistakes(self, names: Collection[str], selected: Sequence[str]) -> None:
@@ -189,6 +207,7 @@ class Watch:
                 self._warn_if_idle()
         finally:
             self._session.before_step.remove(self._before_step)
+            self._session.after_step.remove(self._prepare)
             self._session.before_close.remove(self._warn_if_idle)
             if self._own:
                 self._session.close(alone=failed)
@@ -198,7 +217,10 @@ class Watch:
             handle.remove()
         for hook in self._hooks:
             hook.stop()
+        self._layer_hooks.remove()
+        self._session.prepare_anew()
         self._patches.undo()
+        self._guards.turn_off()
         self._handles.clear()
         self._leaves.clear()
         self._hooks.clear()
@@ -216,32 +238,37 @@ class Watch:
 
     def _attach(self, name: str, layer: nn.Module, tensors: tuple[str, ...]) -> None:
         if "input" in tensors:
-            hook = self._hook(partial(self._before_layer, Tap(name, "input")))
-            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            self._layer_hooks.before(layer, Hook(partial(self._before_layer, Tap(name, "input"))))
         if "dgrad" in tensors:
             self._attach_to_inputs(name, layer)
         outputs = tuple(Tap(name, t) for t in OUTPUTS if t in tensors)
         if outputs or "gradient" in tensors:
-            gradient = Tap(name, "gradient")
-            after_backward = partial(self._after_backward, gradient) if "gradient" in tensors else None
-            hook = self._hook(partial(self._after_layer, outputs, gradient, after_backward))
-            self._handles.append(layer.register_forward_hook(hook))
+            gradient = self._gradient_hook(name, "gradient") if "gradient" in tensors else None
+            hook = OutputHook(self, self._session.measure_quickly, outputs, gradient)
+            self._layer_hooks.after(layer, hook)
         if "weight" in tensors or "wgrad" in tensors:
             self._weights.add(name, layer, tensors)
+        for tensor in tensors:
+            actions = self._session.actions_of(name, tensor)
+            if tensor not in ("weight", "wgrad") and actions is not None:
+                self._logged |= actions.steps
+                self._differentiated |= tensor in ("gradient", "dgrad")
+
+    def _gradient_hook(self, name: str, tensor: str) -> GradientHook:
+        return GradientHook(self, self._measure_gradient, Tap(name, tensor))
 
     def _attach_to_inputs(self, name: str, layer: nn.Module) -> None:
-        tap = Tap(name, "dgrad")
-        hook = partial(self._hook_gradient, partial(self._after_backward, tap))
-        inputs = InputGradients(layer, hook, partial(self._warn_of_change, name))
+        gradient = self._gradient_hook(name, "dgrad")
+        inputs = InputGradients(layer, partial(self.hook_gradient, gradient), partial(self._warn_of_change, name))
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return inputs.before(args, kwargs) if self._differentiates(tap) else None
+            return inputs.before(args, kwargs) if self.differentiates(gradient) else None
 
         def after(*_: object) -> None:
             inputs.after()
 
-        self._handles.append(layer.register_forward_pre_hook(self._hook(before), with_kwargs=True))
-        self._handles.append(layer.register_forward_hook(self._hook(after)))
+        self._layer_hooks.before(layer, Hook(before))
+        self._layer_hooks.after(layer, Hook(after))
 
     def _warn_of_change(self, name: str) -> None:
         self._session.messages.warning(
@@ -252,6 +279,8 @@ class Watch:
     def _attach_to_model(self) -> None:
         self._handles += self._weights.attach()
         self._patches.wrap(torch.jit, "script", self._without_hooks)
+        self._patches.wrap(torch, "compile", self._guarded)
+        self._guards.turn_on()
         if self._auto and not isinstance(self._model, torch.jit.ScriptModule):
             self._handles += [
                 self._model.register_forward_pre_hook(self._hook(self._before_model), prepend=True),
@@ -276,17 +305,23 @@ class Watch:
                 table.clear()
                 table.update(hooks)
 
+    def _guarded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let a model be compiled, for the steps with hooks and for those without."""
+        compiled = original(*args, **kwargs)
+        self._guards.turn_on()
+        return compiled
+
     def _hook(self, function: Callable[..., object]) -> Hook:
         self._hooks.append(Hook(function))
         return self._hooks[-1]
 
     def _before_model(self, *_: object) -> None:
-        self._inside = self._counts()
-        if self._inside:
+        self.inside = self._counts()
+        if self.inside:
             self._begin()
 
     def _after_model(self, *_: object) -> None:
-        self._inside = None
+        self.inside = None
         self._session.measure_waiting()
 
     def _counts(self) -> bool:
@@ -304,58 +339,63 @@ class Watch:
             self._stepped = False
             self._session.step()
 
-    def _counted(self) -> bool:
+    def _begin_unseen(self) -> None:
+        """End the last step, if layers may have been called since without the model: they say so if they have hooks."""
+        if not self._layer_hooks.on:
+            self._called = self._trained = True
+            self._begin()
+
+    def counted(self) -> bool:
         """Whether a layer's forward is logged: the model's call decides, or the layer's where there is none."""
-        if self._inside is not None:
-            return self._inside and not is_recomputing()
+        if self.inside is not None:
+            return self.inside and not is_recomputing()
         if not self._counts():
             return False
         self._begin()
         return True
+
+    def _prepare(self) -> None:
+        """Have the layers call, if the step that begins is logged."""
+        step = self._session.step_count + (self._stepped and self._auto)
+        self._layer_hooks.turn(on=self._needs_hooks(step))
+
+    def _needs_hooks(self, step: int) -> bool:
+        # Without auto_step, the backward may belong to another step than the forward.
+        later = self._differentiated and not self._auto
+        return later or any(steps.includes(step) for steps in self._logged)
 
     def _wants(self, tap: Tap) -> bool:
         """Whether a tensor is logged in this step."""
         return self._session.wants(tap)
 
     def _before_layer(self, tap: Tap, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if (self._inside is None or self._wants(tap)) and self._counted():
-            self._log(tap, (args, kwargs))
+        if self.counted():
+            self.log(tap, numbers((args, kwargs)))
 
-    def _after_layer(
-        self,
-        outputs: tuple[Tap, ...],
-        gradient: Tap,
-        after_backward: Callable[[Tensor], None] | None,
-        _: nn.Module,
-        args: Any,
-        output: Any,
-    ) -> None:
-        if outputs and (self._inside is None or any(map(self._wants, outputs))) and self._counted():
-            for tap in outputs:
-                self._log(tap, output)
-        if after_backward is not None and self._differentiates(gradient):
-            for tensor in numbers(output):
-                if tensor.requires_grad:
-                    self._hook_gradient(after_backward, tensor)
-
-    def _differentiates(self, gradient: Tap) -> bool:
+    def differentiates(self, gradient: GradientHook) -> bool:
         """Whether a gradient of this forward will be logged."""
         if not torch.is_grad_enabled():
             return False
         # Without auto_step, the backward may belong to another step than the forward.
-        return not self._auto or (self._model.training and self._wants(gradient))
+        return not self._auto or (self._model.training and self._wants(gradient.tap))
 
-    def _hook_gradient(self, after_backward: Callable[[Tensor], None], tensor: Tensor) -> None:
-        handle = tensor.register_hook(after_backward if self._part.group is None else Once(after_backward))
-        if tensor.is_leaf:
+    def hook_gradient(self, gradient: GradientHook, tensor: Tensor) -> None:
+        """Have the gradient of a tensor logged."""
+        if self._part.group is not None:
+            handle = tensor.register_hook(Once(gradient))
+            if tensor.is_leaf:
+                self._leaves.append(handle)
+        elif (handle := gradient.put_on(tensor)) is not None:
             self._leaves.append(handle)
 
-    def _after_backward(self, tap: Tap, gradient: Tensor) -> None:
+    def log_gradient(self, tap: Tap, gradient: Tensor) -> None:
+        """Log a gradient, as it would be for the whole batch."""
         if self._handles and (self._part.replicas == 1 or self._wants(tap)):
-            self._log(tap, self._part.of_whole_batch(gradient))
+            self.log(tap, (self._part.of_whole_batch(gradient),))
 
-    def _log(self, tap: Tap, value: Any) -> None:
-        for tensor in numbers(value):
+    def log(self, tap: Tap, tensors: Sequence[Tensor]) -> None:
+        """Log tensors, if they are logged in this step."""
+        for tensor in tensors:
             if self._session.measure_quickly(tap, tensor):
                 continue
             if has_values(tensor):
@@ -374,6 +414,7 @@ class Watch:
 
     def _after_optimizer(self) -> None:
         self._stepped = True
+        self._prepare()
 
     def _before_step(self) -> None:
         self._weights.end_step()
@@ -394,6 +435,11 @@ def _check_arguments(model: object, config: object) -> None:
         )
     call = f"watch(model, {shown(model)})" if isinstance(model, str | os.PathLike) else "watch(model, config)"
     raise TypeError(f"model of watch() must be an nn.Module (model: {shown(model)}); call {call}")
+
+
+def _not_quickly(*_: object) -> bool:
+    """Leave it to `Watch.log_gradient`, which scales it."""
+    return False
 
 
 def _forget_compiled(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ BLOCK, DEPTH, WARPS = 1024, 16, 8
 PROGRAMS = 2  # a multiprocessor: as many as it holds
 WAVES = 4  # of programs, where many tensors are measured together
 REGISTERS = 128  # so that it holds two
+TILE = BLOCK * DEPTH
 QUICK = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -75,19 +76,29 @@ class Kernels:
             types = (dtype, None, torch.float64, torch.int32, torch.float64)
             kernel = self._of_one[key] = _Kernel(_triton.measure_kernel, types, self._constants(dtype, powers))
         programs = self._programs(dtype, powers, numel, self._walkers)
-        kernel.launch((programs, 1, 1), stream, address, numel, rows, done, out)
+        kernel.launch((int(programs), 1, 1), stream, address, numel, rows, done, out)
 
-    def measure_many(self, tensors: Sequence[Tensor], powers: bool, rows: int, done: int, out: int) -> None:
-        """Measure dense tensors of one dtype, at addresses that are multiples of 16, on the current stream.
+    def measure_many(
+        self,
+        dtype: torch.dtype,
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        powers: bool,
+        rows: int,
+        done: int,
+        out: int,
+    ) -> None:
+        """Measure dense tensors of one dtype on the current stream.
 
         Args:
-            tensors: What to measure.
+            dtype: Of the tensors.
+            addresses: Where they are: multiples of 16.
+            sizes: How many elements each has.
             powers: Whether the third and fourth moments are wanted.
             rows: The address of ``scratch_rows`` rows for each, that this stream alone uses.
             done: The address of as many int32 that are 0.
             out: The address of as many rows.
         """
-        dtype, sizes = tensors[0].dtype, [x.numel() for x in tensors]
         kernel = self._of_many.get((dtype, powers))
         if kernel is None:
             import triton.language as tl  # type: ignore  # noqa: PGH003
@@ -97,20 +108,21 @@ class Kernels:
             types = (torch.int64, torch.float64, torch.int32, torch.float64)
             constants = (getattr(tl, str(dtype).removeprefix("torch.")), *self._constants(dtype, powers))
             kernel = self._of_many[dtype, powers] = _Kernel(_triton.measure_many_kernel, types, constants)
+        numel = np.array(sizes, dtype=np.int64)
         # All together fill the device a few times, each by its share; more programs would have more to merge.
-        fill = WAVES * self._walkers / sum(sizes)
-        counts = [self._programs(dtype, powers, n, min(self._walkers, max(1, int(n * fill)))) for n in sizes]
-        columns = np.array(([x.data_ptr() for x in tensors], sizes, counts), dtype=np.int64)
+        share = (numel * (WAVES * self._walkers / max(1, numel.sum()))).astype(np.int64)
+        counts = self._programs(dtype, powers, numel, share.clip(1, self._walkers))
+        columns = np.stack((np.array(addresses, dtype=np.int64), numel, counts))
         table = torch.from_numpy(columns).to(self._device, non_blocking=True)
-        grid = (max(counts), len(sizes), 1)
+        grid = (int(counts.max()), len(sizes), 1)
         kernel.launch(grid, raw_stream(self._device.index), table.data_ptr(), rows, done, out)
 
-    def _programs(self, dtype: torch.dtype, powers: bool, numel: int, walkers: int) -> int:
+    def _programs(self, dtype: torch.dtype, powers: bool, numel: Any, walkers: Any) -> Any:
         """Return how many programs measure a tensor: walkers over whole tiles, and one for the rest of quick ones."""
-        whole, rest = divmod(numel, BLOCK * DEPTH)
+        whole, rest = numel // TILE, numel % TILE > 0
         if dtype in QUICK and not powers:
-            return min(walkers, whole) + (rest > 0)
-        return min(walkers, whole + (rest > 0))
+            return np.minimum(walkers, whole) + rest
+        return np.minimum(walkers, whole + rest)
 
     def _constants(self, dtype: torch.dtype, powers: bool) -> tuple[Any, ...]:
         return BLOCK, DEPTH, powers, dtype in QUICK and not powers, self._pairs, self.scratch_rows

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections import deque
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from pipesight.stats.moments.cpu_moments import measure_on_device
 from pipesight.stats.moments.cuda_launch import QUICK, Kernels
 from pipesight.stats.moments.moments import FIELDS, LaterMoments, Moments, merge_rows
 
-__all__ = ["Calls", "DeviceRow", "DeviceRows", "is_capturing", "is_quick", "merge_calls"]
+__all__ = ["Calls", "DeviceRow", "DeviceRows", "SentRows", "is_capturing", "is_quick", "merge_calls"]
 
 ROWS = 512  # a block
 TOGETHER = 64  # tensors, at most, that one kernel measures
@@ -63,17 +65,28 @@ class _Readback:
         """Whether a tensor has NaN or Inf."""
         return bool(len(self.rows)) and index in self._bad
 
+    def has_bad(self) -> bool:
+        """Whether any tensor has NaN or Inf."""
+        return bool(len(self.rows)) and bool(self._bad)
+
 
 class DeviceRow(LaterMoments):
     """The moments of one tensor, on a device or on their way from it."""
 
     __slots__ = ("_at", "_block", "index", "readback")
 
-    def __init__(self, block: Tensor, at: int, index: int) -> None:
-        self._block: Tensor | None = block
+    def __init__(self, block: Tensor | None, at: int, index: int) -> None:
+        self._block = block
         self._at = at
         self.index = index
         self.readback: _Readback | None = None
+
+    @classmethod
+    def of(cls, readback: _Readback, index: int) -> DeviceRow:
+        """Return a row on its way."""
+        row = cls(None, 0, index)
+        row.readback = readback
+        return row
 
     @property
     def ready(self) -> bool:
@@ -94,6 +107,11 @@ class DeviceRow(LaterMoments):
             return Moments.from_row(self.readback.rows[self.index].tolist())
         assert self._block is not None
         return Moments.from_row(self._block[self._at].tolist())
+
+    def put(self, moments: Moments) -> None:
+        """Write moments that were measured otherwise."""
+        assert self._block is not None
+        self._block[self._at].copy_(torch.tensor(moments.row(), dtype=torch.float64))
 
     def sent(self, readback: _Readback, start: int) -> None:
         """The row is on its way, with others; those of its stream begin at ``start``."""
@@ -120,7 +138,75 @@ def merge_calls(tensors: Sequence[Sequence[DeviceRow]]) -> list[Moments]:
 
 
 Calls: TypeAlias = list[tuple[Sequence[Any] | None, Any]]
-_Waiting: TypeAlias = tuple[Tensor, int, bool, Calls, Any]  # with its version, whether powers, where the row goes
+
+
+class RowOwner(Protocol):
+    """Gets the rows of one tensor.
+
+    Attributes:
+        calls: To it is added ``((row,), spot)``, or ``(None, spot)`` where the tensor changed before it was measured.
+        one_by_one: Whether it wants each row, not only what they merge to.
+    """
+
+    calls: Calls
+    one_by_one: ClassVar[bool]
+
+
+_version, _dtype, _one_by_one = attrgetter("_version"), attrgetter("dtype"), attrgetter("one_by_one")
+
+
+_Waiting: TypeAlias = tuple[Tensor, int, bool, RowOwner, Any]  # with its version, whether powers, its owner and spot
+
+
+class _Batch(NamedTuple):
+    """Rows that one kernel wrote: the owners of each call, and their rows from the start on."""
+
+    start: int
+    rows: list[int]
+    owners: tuple[RowOwner, ...]
+    spots: tuple[Any, ...]
+
+
+class SentRows:
+    """Rows of one step on their way from a device, and whose they are."""
+
+    def __init__(self, readback: _Readback, batches: list[_Batch]) -> None:
+        self._readback, self._batches = readback, batches
+
+    def ready(self) -> bool:
+        """Whether they are here."""
+        return self._readback.ready()
+
+    def has_bad(self) -> bool:
+        """Whether any tensor has NaN or Inf; waits for the device."""
+        return self._readback.has_bad()
+
+    def hand_out(self) -> None:
+        """Give each owner its rows, one by one."""
+        for start, rows, owners, spots in self._batches:
+            for row, owner, spot in zip(rows, owners, spots, strict=True):
+                owner.calls.append(((DeviceRow.of(self._readback, start + row),), spot))
+        self._batches.clear()
+
+    def merged(self) -> Iterator[tuple[RowOwner, Moments]]:
+        """Yield the owners whose rows were not handed out, and the moments of all their calls; waits for the device."""
+        owners: dict[int, RowOwner] = {}
+        numbers: dict[int, int] = {}
+        codes = [numbers.setdefault(id(owner), len(numbers)) for batch in self._batches for owner in batch.owners]
+        if not codes:
+            return
+        for batch in self._batches:
+            owners.update(zip(map(id, batch.owners), batch.owners, strict=True))
+        rows = self._readback.rows[np.concatenate([np.array(batch.rows) + batch.start for batch in self._batches])]
+        counts = np.bincount(codes)
+        rows, ends = rows[np.argsort(codes, kind="stable")], np.cumsum(counts)
+        found: dict[int, list[float]] = {}
+        for count in np.unique(counts):  # those with as many calls, at once
+            members = np.flatnonzero(counts == count)
+            places = (ends[members] - count)[None, :] + np.arange(count)[:, None]
+            found.update(zip(members.tolist(), merge_rows(torch.from_numpy(rows[places])).tolist(), strict=True))
+        for key, number in numbers.items():
+            yield owners[key], Moments(*found[number])
 
 
 class _Lane:
@@ -137,19 +223,20 @@ class _Lane:
         self._done = torch.zeros(TOGETHER, dtype=torch.int32, device=device)
         self.rows, self.done = self._rows.data_ptr(), self._done.data_ptr()
         self._device = device
-        self.waiting: list[_Waiting] = []
+        self.waiting: deque[_Waiting] = deque()  # threads append without a lock
         self.bytes_waiting = 0
         self.begin()
 
     def take_waiting(self) -> list[_Waiting]:
-        """Return the tensors that wait to be measured; they wait no longer."""
-        waiting, self.waiting, self.bytes_waiting = self.waiting, [], 0
-        return waiting
+        """Return tensors that wait to be measured, as many as a kernel takes; they wait no longer."""
+        self.bytes_waiting = 0
+        return [self.waiting.popleft() for _ in range(min(TOGETHER, len(self.waiting)))]
 
     def begin(self) -> None:
         """Begin a step."""
         self.blocks: list[Tensor] = []
         self.given: list[DeviceRow] = []
+        self.batches: list[_Batch] = []
         self.used = 0
         self._left = self._address = 0
 
@@ -165,15 +252,34 @@ class _Lane:
         self._left -= 1
         return address, row
 
-    def reserve(self, count: int) -> tuple[Tensor, list[DeviceRow]]:
-        """Return new rows, one after the other in memory."""
+    def reserve(self, count: int) -> tuple[int, list[DeviceRow]]:
+        """Return the address of new rows, one after the other in memory, and the rows."""
         block = self._add_blocks(-(-count // ROWS)) if count > self._left else self.blocks[-1]
         at = self.used % ROWS
         given = [DeviceRow(block, at + i, self.used + i) for i in range(count)]
         self.given += given
         self.used += count
         self._left = -self.used % ROWS
-        return block[at : at + count], given
+        return block.data_ptr() + at * ROW_BYTES, given
+
+    def reserve_batch(self, count: int, rows: list[int], owners: tuple[RowOwner, ...], spots: tuple[Any, ...]) -> int:
+        """Return the address of new rows, fewer than in a block, that belong to owners."""
+        if count > self._left:
+            self._add_blocks(1)
+        address = self._address + (ROWS - self._left) * ROW_BYTES
+        self.batches.append(_Batch(self.used, rows, owners, spots))
+        self.used += count
+        self._left -= count
+        return address
+
+    def hand_out(self) -> None:
+        """Give the owners of batches their rows, one by one."""
+        for start, rows, owners, spots in self.batches:
+            for i, owner, spot in zip(rows, owners, spots, strict=True):
+                row = DeviceRow(self.blocks[(start + i) // ROWS], (start + i) % ROWS, start + i)
+                self.given.append(row)
+                owner.calls.append(((row,), spot))
+        self.batches = []
 
     def _add_blocks(self, count: int) -> Tensor:
         block = torch.empty(count * ROWS, len(FIELDS), dtype=torch.float64, device=self._device)
@@ -226,51 +332,79 @@ class DeviceRows:
         self._kernels.measure(x, powers, stream, lane.rows, lane.done, address)
         return row
 
-    def measure_later(self, x: Tensor, powers: bool, calls: Calls, spot: Any) -> None:
-        """Measure a tensor that `is_quick` together with others, until `flush` at the latest.
+    def measure_later(self, x: Tensor, powers: bool, owner: RowOwner, spot: Any) -> None:
+        """Measure a tensor together with others, until `flush` at the latest.
 
         Args:
-            x: It must not change until then.
+            x: Of a dtype in `QUICK`. It must not change until then.
             powers: Whether the third and fourth moments are wanted.
-            calls: Gets ``((row,), spot)``, or ``(None, spot)`` where torch knows that the tensor has changed.
+            owner: Gets the row, or None where torch knows that the tensor has changed.
             spot: When and where the tensor was.
         """
         stream = raw_stream(self._index)
-        with self._lock:
-            lane = self._lanes.get(stream) or self._add_lane(stream)
-            lane.waiting.append((x, x._version, powers, calls, spot))
-            lane.bytes_waiting += x.nbytes
-            if len(lane.waiting) < TOGETHER and lane.bytes_waiting < self._most_bytes:
-                return
-            waiting = lane.take_waiting()
-        self._measure_waiting(waiting)
+        lane = self._lanes.get(stream) or self._add_lane(stream)
+        lane.waiting.append((x, x._version, powers, owner, spot))
+        lane.bytes_waiting += x.nbytes
+        if len(lane.waiting) >= TOGETHER or lane.bytes_waiting >= self._most_bytes:
+            with self._lock:
+                waiting = lane.take_waiting()
+            if waiting:
+                self._measure_waiting(lane, waiting)
 
     def flush(self) -> None:
         """Measure all tensors that wait."""
-        with self._lock:
-            lanes = [(lane.stream, lane.take_waiting()) for lane in self._lanes.values() if lane.waiting]
-        for stream, waiting in lanes:
-            with torch.cuda.stream(stream):
-                self._measure_waiting(waiting)
+        for lane in list(self._lanes.values()):
+            while lane.waiting:
+                with self._lock:
+                    waiting = lane.take_waiting()
+                if waiting:
+                    with torch.cuda.stream(lane.stream):
+                        self._measure_waiting(lane, waiting)
 
-    def _measure_waiting(self, waiting: list[_Waiting]) -> None:
+    def _measure_waiting(self, lane: _Lane, waiting: list[_Waiting]) -> None:
+        """Measure tensors on the lane's stream, which is the current one."""
         if current_gpu() != self._index:
             with torch.cuda.device(self.device):
-                self._measure_waiting(waiting)
+                self._measure_waiting(lane, waiting)
+            return
+        if self._measure_alike(lane, waiting):
             return
         alike: dict[tuple[torch.dtype, bool], list[_Waiting]] = {}
         for item in waiting:
-            x, version, powers, calls, spot = item
+            x, version, powers, owner, spot = item
             if x._version != version or not (address := x.data_ptr()):
-                calls.append((None, spot))
-            elif address % 16:
-                calls.append(((self.measure_quickly(x, powers),), spot))
+                owner.calls.append((None, spot))
+            elif owner.one_by_one or address % 16 or not is_dense(x):
+                owner.calls.append(((self.measure_one(x, powers=powers),), spot))
             else:
                 alike.setdefault((x.dtype, powers), []).append(item)
-        for (_, powers), items in alike.items():
-            rows = self._measure_many([x for x, *_ in items], powers)
-            for (*_, of_tensor, at), row in zip(items, rows, strict=True):
-                of_tensor.append(((row,), at))
+        for items in alike.values():
+            self._measure_alike(lane, items)
+
+    def _measure_alike(self, lane: _Lane, waiting: list[_Waiting]) -> bool:
+        """Measure tensors by one kernel, if it takes them all; one that several layers returned is measured once."""
+        tensors, versions, powers, owners, spots = zip(*waiting, strict=True)
+        ids = list(map(id, tensors))
+        places: dict[int, int] = {}
+        rows = [places.setdefault(key, len(places)) for key in ids]
+        distinct = list(dict(zip(ids, tensors, strict=True)).values())
+        addresses = list(map(Tensor.data_ptr, distinct))
+        if (
+            tuple(map(_version, tensors)) != versions
+            or len({*map(_dtype, distinct)}) > 1
+            or len({*powers}) > 1
+            or not all(addresses)
+            or any(address & 15 for address in addresses)
+            or not all(map(Tensor.is_contiguous, distinct))
+            or any(map(Tensor.is_neg, distinct))
+            or any(map(_one_by_one, owners))
+        ):
+            return False
+        with self._lock:
+            out = lane.reserve_batch(len(distinct), rows, owners, spots)
+        sizes = list(map(Tensor.numel, distinct))
+        self._kernels.measure_many(distinct[0].dtype, addresses, sizes, powers[0], lane.rows, lane.done, out)
+        return True
 
     def measure(self, tensors: Sequence[Tensor], *, powers: bool = False) -> list[DeviceRow]:
         """Measure tensors on the current stream, by one kernel for those of one dtype."""
@@ -292,21 +426,23 @@ class DeviceRows:
                 found.update(zip(some, rows, strict=True))
         return [found[i] for i in range(len(tensors))]
 
-    def send(self) -> None:
-        """Start to read the rows back, and begin anew."""
+    def send(self) -> SentRows | None:
+        """Start to read the rows back, and begin anew; None if there is nothing to be read."""
         self.flush()
         with self._lock:
-            lanes = [(lane, lane.blocks, lane.given, lane.used) for lane in self._lanes.values() if lane.given]
+            lanes = [
+                (lane, lane.blocks, lane.given, lane.batches, lane.used) for lane in self._lanes.values() if lane.used
+            ]
             for lane, *_ in lanes:
                 lane.begin()
         if not lanes:
-            return
+            return None
         with torch.cuda.device(self.device):
             here = torch.cuda.current_stream()
             host = torch.empty(sum(used for *_, used in lanes), len(FIELDS), dtype=torch.float64, pin_memory=True)
             start = 0
             starts = []
-            for lane, blocks, _, used in lanes:
+            for lane, blocks, _, _, used in lanes:
                 if lane.stream != here:
                     here.wait_stream(lane.stream)
                 starts.append(start)
@@ -316,28 +452,44 @@ class DeviceRows:
                     host[start : start + size].copy_(block[:size], non_blocking=True)
                     start += size
             readback = _Readback(host)
-        for (_, _, given, _), start in zip(lanes, starts, strict=True):
+        batches: list[_Batch] = []
+        for (_, _, given, of_lane, _), start in zip(lanes, starts, strict=True):
             for row in given:
                 row.sent(readback, start)
+            batches += [_Batch(batch.start + start, *batch[1:]) for batch in of_lane]
+        return SentRows(readback, batches)
+
+    def hand_out(self) -> None:
+        """Give the owners what was measured so far, and is not on its way yet."""
+        self.flush()
+        with self._lock:
+            for lane in self._lanes.values():
+                lane.hand_out()
 
     def _add_lane(self, stream: int) -> _Lane:
         return self._lanes.setdefault(stream, _Lane(self.device, self._kernels.scratch_rows))
 
-    def _reserve(self, count: int) -> tuple[_Lane, Tensor, list[DeviceRow]]:
+    def _reserve(self, count: int) -> tuple[_Lane, int, list[DeviceRow]]:
         stream = raw_stream(self._index)
         with self._lock:
             lane = self._lanes.get(stream) or self._add_lane(stream)
             return lane, *lane.reserve(count)
 
     def _put(self, moments: Moments) -> DeviceRow:
-        _, rows, given = self._reserve(1)
-        rows.copy_(torch.tensor([moments.row()], dtype=torch.float64))
-        return given[0]
+        _, _, (row,) = self._reserve(1)
+        row.put(moments)
+        return row
 
     def _measure_many(self, tensors: list[Tensor], powers: bool) -> list[DeviceRow]:
         lane, out, given = self._reserve(len(tensors))
-        self._kernels.measure_many(tensors, powers, lane.rows, lane.done, out.data_ptr())
+        addresses, sizes = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors))
+        self._kernels.measure_many(tensors[0].dtype, addresses, sizes, powers, lane.rows, lane.done, out)
         return given
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of an ordinary tensor are its memory."""
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def is_quick(tensor: Tensor) -> bool:
@@ -345,8 +497,7 @@ def is_quick(tensor: Tensor) -> bool:
     return (
         type(tensor) in ORDINARY
         and tensor.dtype in QUICK
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
+        and is_dense(tensor)
         and not is_transformed(tensor)
         and bool(address := tensor.data_ptr())
         and not address % 4
