@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
-__all__ = ["DEVICE_GETTERS", "innermost_mode"]
+__all__ = ["DEVICE_GETTERS", "innermost_mode", "without_innermost_mode"]
 
 innermost_mode: Callable[[], Any] = _get_current_function_mode
 """Return the mode that sees a call first, ``None`` if there is none."""
+
+without_innermost_mode: Callable[[], AbstractContextManager[Any]] = _pop_mode_temporarily
+"""A context without that mode."""
 
 DEVICE_GETTERS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta"))
 """What a mode is called with when a program asks a tensor for its device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ __all__ = [
     "WRAPPER_NAMES",
     "BatchNorm",
     "forward_hook_tables",
+    "intercept_calls",
     "is_compiled",
+    "is_persistent",
     "not_compiled",
     "set_state_metadata",
     "state_metadata",
@@ -55,7 +58,36 @@ def forward_hook_tables(module: nn.Module) -> tuple[dict[int, Any], dict[int, An
 
 def is_compiled(module: nn.Module) -> bool:
     """Tell whether a module was compiled, by ``torch.compile(module)`` or by ``module.compile()``."""
-    return "_orig_mod" in vars(module).get("_modules", ()) or module._compiled_call_impl is not None
+    call = module._compiled_call_impl
+    while isinstance(call, _Interception):
+        call = call.inner if call.compiled else None
+    return "_orig_mod" in vars(module).get("_modules", ()) or call is not None
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Tell whether a buffer is saved, given its name in the module."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+class _Interception:
+    """Stands where torch keeps the compiled call of a module: calls go there, and copies of a module do without it."""
+
+    __slots__ = ("_around", "compiled", "inner")
+
+    def __init__(self, inner: Callable[..., Any], compiled: bool, around: Callable[..., Any]) -> None:
+        self.inner, self.compiled, self._around = inner, compiled, around
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(self.inner, args, kwargs)
+
+
+def intercept_calls(
+    module: nn.Module, around: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+) -> None:
+    """Let ``around`` make the calls of a module, hooks included: it gets the call and its arguments."""
+    compiled = module._compiled_call_impl
+    inner = module._call_impl if compiled is None else compiled
+    module._compiled_call_impl = _Interception(inner, compiled is not None, around)
 
 
 def uncompiled(value: Any) -> Any:

@@ -21,12 +21,16 @@ __all__ = [
     "is_view",
     "raw_stream",
     "storage_id",
+    "with_function_overrides",
     "without_function_overrides",
     "without_subclass_overrides",
 ]
 
 without_function_overrides: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 """A context in which no ``__torch_function__`` is called: neither that of a subclass nor that of a mode."""
+
+with_function_overrides: Callable[[], AbstractContextManager[None]] = torch._C._EnableTorchFunction
+"""A context in which they are called again, inside :data:`without_function_overrides`."""
 
 without_subclass_overrides: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """A context in which no ``__torch_function__`` of a subclass is called; modes still are."""

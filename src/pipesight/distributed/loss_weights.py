@@ -24,7 +24,7 @@ from pipesight._torch.module_internals import uncompiled
 from pipesight.distributed.shapes import Cut
 from pipesight.pipeline.loss_merging import LossWeight, check_loss_weight
 
-__all__ = ["LossFunction", "LossWeights"]
+__all__ = ["LossFunction", "LossWeights", "mean_of"]
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
@@ -109,6 +109,26 @@ class LossWeights:
                 raise ValueError(f"loss_weight must return a finite, non-negative number, but returned {weight}")
             weights.append(weight)
         return weights
+
+
+def mean_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[float, int] | None:
+    """Return what a call of torch's ``cross_entropy`` or ``nll_loss`` divides by, and which targets it ignores.
+
+    ``None`` for other functions, for sums, and for a target without values.
+    """
+    if func is not _F.cross_entropy and func is not _F.nll_loss:
+        return None
+    target = args[1] if len(args) > 1 else kwargs.get("target")
+    named = dict(zip(("weight", "size_average", "ignore_index", "reduce", "reduction"), args[2:], strict=False))
+    settings = _settings_of(functools.partial(func, **named, **{k: v for k, v in kwargs.items() if k in _SETTINGS}))
+    if settings.function is None or not isinstance(target, Tensor) or target.is_meta:
+        return None
+    if settings.weight is not None and settings.weight.is_meta:
+        return None
+    return float(_counted(settings, target)), settings.ignore_index
+
+
+_SETTINGS = ("weight", "size_average", "ignore_index", "reduce", "reduction")
 
 
 def _counted(settings: _Settings, target: Tensor) -> Tensor:

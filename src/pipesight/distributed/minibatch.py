@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,6 @@ from pipesight.context import MicrobatchToken, Observers, Where
 from pipesight.distributed.failures import RankMonitor
 from pipesight.distributed.loss_check import Evidence
 from pipesight.distributed.loss_weights import LossFunction
-from pipesight.distributed.shapes import Flow
 from pipesight.pipeline.checkpoint import Checkpoint
 from pipesight.pipeline.microbatch import Form, gather
 from pipesight.pipeline.randomness import PassRandomness
@@ -60,8 +60,8 @@ class BatchLoss:
 class MiniBatch:
     """What all tasks of one mini-batch know, on this rank."""
 
-    flows: list[Flow]
-    """One per micro-batch."""
+    flows: Sequence[Any]
+    """What each micro-batch sends: a `Flow`, or the `Plan` of a call of any model."""
     inputs: list[tuple[Tensor, ...]]
     """Of the first partition; empty elsewhere."""
     loss: BatchLoss

@@ -23,19 +23,19 @@ from torch import Tensor, nn
 
 from pipesight.distributed.rank_initialisation import Recipe, build_on_meta
 
-__all__ = ["build_model"]
+__all__ = ["build_model", "keep_layers"]
 
 logger = logging.getLogger(__name__)
 
 
 def build_model(
-    factory: Callable[[], nn.Module], own: Callable[[int], set[int]], *, first: bool
+    factory: Callable[[], nn.Module], free: Callable[[nn.Module], None], *, first: bool
 ) -> tuple[nn.Module, Recipe | None]:
     """Return the model that a factory builds, and the recipe for its weights unless it already has them.
 
     Args:
         factory: Builds it.
-        own: Returns which layers belong to this rank, given how many there are.
+        free: Frees what belongs to other ranks, of a model that had to be built whole.
         first: Whether this rank logs a warning if the model has to be built on the CPU.
     """
     states = _generators()
@@ -60,12 +60,12 @@ def build_model(
     with _turn(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(torch.initial_seed())
         module = factory()
-        if isinstance(module, nn.Sequential):
-            _give_up(module, own(len(module)))
+        if isinstance(module, nn.Module):
+            free(module)
     return module, None
 
 
-def _give_up(module: nn.Sequential, own: set[int]) -> None:
+def keep_layers(module: nn.Sequential, own: set[int]) -> None:
     """Free the memory of all layers but some."""
     mine = {id(t) for k, layer in enumerate(module) if k in own for t in (*layer.parameters(), *layer.buffers())}
     hollow: dict[int, Tensor] = {}

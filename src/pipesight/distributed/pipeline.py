@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -20,31 +19,40 @@ from pipesight import context
 from pipesight._torch.pipelining import check_supported
 from pipesight.context import Where
 from pipesight.distributed import saving, schedules
-from pipesight.distributed.agreement import LAYERS, Agreement, Message
+from pipesight.distributed.agreement import Agreement, Message
 from pipesight.distributed.failures import RankMonitor
 from pipesight.distributed.grad_scaler import GradScaler, refuse_plain_scalers
-from pipesight.distributed.loss_weights import LossFunction, LossWeights
+from pipesight.distributed.layer_pipeline import LayerPipeline
+from pipesight.distributed.loss_weights import LossFunction
 from pipesight.distributed.mesh import PipelineMesh
-from pipesight.distributed.model_building import build_model
-from pipesight.distributed.rank_initialisation import Recipe
+from pipesight.distributed.model_pipeline import ModelPipeline
+from pipesight.distributed.model_steps import take_loss
 from pipesight.distributed.replicas import KINDS
-from pipesight.distributed.shapes import Skeleton
-from pipesight.distributed.stage_building import learned_with, make_stages
-from pipesight.distributed.step_inputs import StepInputs
-from pipesight.distributed.step_runner import ScheduleRunner, StepRunner
+from pipesight.distributed.transfers import TransferringStage
+from pipesight.pipeline.batch_dims import BatchDim
 from pipesight.pipeline.loss_merging import LossWeight
-from pipesight.pipeline.microbatch import TensorOrTensors
-from pipesight.pipeline.partition import Partition, verify_sequential
-from pipesight.pipeline.skip import verify_skippables
-from pipesight.schedule.argument_checks import CheckpointMode, check_balance, check_checkpoint, check_chunks
+from pipesight.pipeline.partition import Partition
+from pipesight.schedule.argument_checks import CheckpointMode, check_checkpoint, check_chunks
 
 __all__ = ["DistributedPipeline"]
 
 
 class DistributedPipeline:
-    """Runs an ``nn.Sequential`` over the processes of a job, each with some of its partitions.
+    """Runs a model over the processes of a job, each with some of its partitions.
 
-    Every process makes the same calls. The first rank needs the input, the last one the target::
+    Every process makes the same calls. Any model can be cut at modules, ``cuts``. It is called as it is, with the same
+    arguments on every rank, and computes its loss itself::
+
+        pipesight.distributed.init_process_group()
+        pipeline = DistributedPipeline(make_model, cuts=["transformer.h.4", "transformer.h.8"], chunks=8)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = pipeline.step(**batch)
+            optimizer.step()
+
+    An ``nn.Sequential`` can also be cut by numbers of layers, ``balance``. Then the first rank needs the input, the
+    last one the target::
 
         pipesight.distributed.init_process_group()
         pipeline = DistributedPipeline(make_model, balance=[2, 2], chunks=8, loss_fn=nn.CrossEntropyLoss())
@@ -59,16 +67,19 @@ class DistributedPipeline:
             rank allocates and initialises only its own layers. The weights depend on the seed and the layer, not on
             the number of ranks. If the function needs values, or leaves a tensor uninitialised, the ranks of each
             machine call it on the CPU instead, one after the other, with the seed of the rank.
-        balance: How many layers each partition takes.
+        balance: How many layers of an ``nn.Sequential`` each partition takes.
+        cuts: Instead of ``balance``, the names of the modules whose first call begins partitions 1, 2 and so on.
         chunks: Number of micro-batches per mini-batch.
         schedule: One of ``pipesight.distributed.schedule_names()``.
-        loss_fn: Takes output and target of a micro-batch, returns their loss. The losses of micro-batches are averaged
-            so that the loss is that of the whole batch, or summed if ``loss_fn.reduction`` is ``"sum"``. If it is a
-            module with parameters, these are trained, and saved as ``loss_fn.*``, on the last rank.
+        loss: With ``cuts``, takes the output of the model, returns its loss: by default ``output.loss``.
+        loss_fn: With ``balance``, takes output and target of a micro-batch, returns their loss. The losses of
+            micro-batches are averaged so that the loss is that of the whole batch, or summed if ``loss_fn.reduction``
+            is ``"sum"``. If it is a module with parameters, these are trained, and saved as ``loss_fn.*``, on the last
+            rank.
         loss_weight: How much the loss of a micro-batch counts in that average, given its output (whose shape alone is
             known) and target. By default the number of samples, and for torch's ``cross_entropy`` and ``nll_loss``
             what their mean is over. ``"sum"`` sums losses; ``"samples"`` averages them by samples, without a check
-            that this gives the loss of the whole batch.
+            that this gives the loss of the whole batch. With ``cuts``, a function gets the arguments of a micro-batch.
         mesh: The ranks to use: one dimension, or two, named ``pp`` and ``dp``. All ranks by default. With ``dp``,
             give each replica of the pipeline its own part of the batch: it is not split for you.
         checkpoint: Which micro-batches are recomputed in backward instead of keeping their activations:
@@ -76,93 +87,102 @@ class DistributedPipeline:
         deferred_batch_norm: Let ``nn.BatchNorm*`` track the statistics of the whole mini-batch instead of those of
             each micro-batch.
         data_parallel: ``"ddp"`` keeps every replica whole, ``"fsdp"`` shards parameters and gradients over them.
+        sample: With ``cuts``, arguments of a call, ``(args, kwargs)``: they show which partition uses which parameter.
+            Without, this is guessed by the order of modules, and a wrong guess costs time.
+        batch_dim: With ``cuts``, which dimension of the arguments is the batch, if not the first.
         timeout: How many seconds a rank may keep others waiting, in a step or between steps, before they name it and
             raise; by default the timeout of the process group.
     """
 
     def __init__(
         self,
-        module: nn.Sequential | Callable[[], nn.Sequential],
-        balance: Iterable[int],
+        module: nn.Module | Callable[[], nn.Module],
+        balance: Iterable[int] | None = None,
         *,
+        cuts: Sequence[str] | None = None,
         chunks: int,
         schedule: str = "1f1b",
-        loss_fn: LossFunction,
-        loss_weight: LossWeight | None = None,
+        loss: Callable[[Any], Any] | None = None,
+        loss_fn: LossFunction | None = None,
+        loss_weight: LossWeight | Callable[..., Any] | None = None,
         mesh: DeviceMesh | None = None,
         checkpoint: CheckpointMode = "never",
         deferred_batch_norm: bool = False,
         data_parallel: Literal["ddp", "fsdp"] = "ddp",
+        sample: tuple[Sequence[Any], dict[str, Any]] | None = None,
+        batch_dim: BatchDim = None,
         timeout: float | None = None,
     ) -> None:
         check_supported()
+        _check_way(balance, cuts, loss, loss_fn, sample, batch_dim)
         if data_parallel not in KINDS:
             raise ValueError(f"data_parallel is not one of 'ddp' or 'fsdp' (data_parallel: {data_parallel!r})")
         self._kind = schedules.choose(schedule)
         self._chunks = check_chunks(chunks)
         self._checkpoint = check_checkpoint(checkpoint)
         self._data_parallel = data_parallel
-        loss_weights = LossWeights(loss_fn, loss_weight)
         self._mesh = PipelineMesh(mesh, timeout)
-        sizes = list(balance)
-        recipe: Recipe | None = None
-        if not isinstance(module, nn.Module):
-            module, recipe = build_model(module, lambda n: self._layers_of(sizes, n), first=dist.get_rank() == 0)
-        verify_sequential(module)
-        assert isinstance(module, nn.Sequential)
-        verify_skippables(module)
-        self._balance = check_balance(sizes, len(module))
-        self._kind.check(self._chunks, self._mesh.length, len(self._balance))
+        self._part: LayerPipeline | ModelPipeline
+        if cuts is None:
+            assert balance is not None
+            assert loss_fn is not None
+            self._part = LayerPipeline(
+                module,
+                list(balance),
+                self._kind,
+                self._mesh,
+                loss_fn=loss_fn,
+                loss_weight=loss_weight,
+                deferred_batch_norm=deferred_batch_norm,
+                data_parallel=data_parallel,
+            )
+        else:
+            self._part = ModelPipeline(
+                module,
+                cuts,
+                self._kind,
+                self._mesh,
+                sample=sample,
+                loss=take_loss if loss is None else loss,
+                loss_weight=loss_weight,
+                batch_dim=batch_dim,
+                deferred_batch_norm=deferred_batch_norm,
+                data_parallel=data_parallel,
+            )
+        self._kind.check(self._chunks, self._mesh.length, len(self._part.balance))
         self._where = Where()
         self._monitor = RankMonitor(
             [self._mesh.control_group, self._mesh.pipeline_group, self._mesh.replica_group], self._where, timeout
         )
-        self._skeleton = Skeleton(module, self._balance, self._mesh.device)
-        with self._monitor.explaining("other replicas to start"):
-            self._stages = make_stages(
-                module,
-                recipe,
-                self._skeleton,
-                self._kind,
-                self._mesh,
-                deferred_batch_norm=deferred_batch_norm,
-                data_parallel=data_parallel,
-            )
-        self.module = nn.Sequential(
-            OrderedDict(child for stage in self._stages for child in stage.submod.named_children())
-        )
-        """The layers of this rank, under the names that they have in the plain model."""
-        self.module.training = module.training
-        self._learned = learned_with(self.module, loss_fn, self._stages[-1], self._mesh, data_parallel)
+        self._part.start(self._monitor)
         self._agreement = Agreement(self._mesh.control_group, self._monitor)
-        self._runner = StepRunner(
-            self.module,
-            StepInputs(self._skeleton, self._mesh, self._kind, self._chunks, loss_weights),
-            ScheduleRunner(self._kind, self._stages, self._mesh.length),
-            self._agreement,
-            self._monitor,
-            self._where,
-            self._checkpoint,
-        )
+        self._runner = self._part.runner(self._chunks, self._agreement, self._monitor, self._where, self._checkpoint)
         arguments: Message = {"chunks": self._chunks, "schedule": self._kind.name, "checkpoint": checkpoint}
         arguments["loss_weight"] = "a function" if callable(loss_weight) else loss_weight
-        arguments |= {"data_parallel": data_parallel, "balance": self._balance, LAYERS: self._skeleton.fingerprint()}
+        arguments |= {"data_parallel": data_parallel, **self._part.arguments()}
         message: Message = {"call": type(self).__name__, "arguments": arguments, "device": str(self._mesh.device)}
         messages = self._agreement.settle({**message, "pipe": secrets.randbelow(2**53 - 1) + 1})
         self._devices = {rank: str(answer["device"]) for rank, answer in messages.items()}
         refuse_plain_scalers(self.parameters())
         self._where.pipe = messages[self._mesh.members[0]]["pipe"]
 
-    def _layers_of(self, balance: list[int], count: int) -> set[int]:
-        """Return the indices of the layers of this rank, given how many layers there are."""
-        sizes = check_balance(balance, count)
-        mine = self._kind.partitions_of(self._mesh.position, self._mesh.length, len(sizes))
-        return {k for j in mine for k in range(sum(sizes[:j]), sum(sizes[: j + 1]))}
+    @property
+    def module(self) -> nn.Module:
+        """The layers of this rank, under the names that they have in the plain model."""
+        return self._part.module
+
+    @property
+    def _stages(self) -> Sequence[TransferringStage]:
+        return self._part.stages
+
+    @property
+    def _learned(self) -> nn.Module:
+        return self._part.learned()
 
     @property
     def balance(self) -> list[int]:
         """How many layers each partition takes."""
-        return list(self._balance)
+        return list(self._part.balance)
 
     @property
     def chunks(self) -> int:
@@ -187,12 +207,12 @@ class DistributedPipeline:
     @property
     def outlines(self) -> list[Partition]:
         """All partitions, those of other ranks too, with tensors that have a shape but no memory."""
-        return list(self._skeleton.partitions)
+        return self._part.outlines()
 
     @property
     def ranks(self) -> list[list[int]]:
         """The ranks that have each partition, one in each pipeline of the mesh."""
-        place = [self._kind.rank_of(j, self._mesh.length) for j in range(len(self._balance))]
+        place = [self._kind.rank_of(j, self._mesh.length) for j in range(len(self._part.balance))]
         return [[pipeline[k] for pipeline in self._mesh.pipelines] for k in place]
 
     @property
@@ -208,7 +228,7 @@ class DistributedPipeline:
     @property
     def is_last(self) -> bool:
         """Whether this rank has the last partition, needs the target and gets the loss."""
-        return self._stages[-1].j == len(self._balance) - 1
+        return self._stages[-1].j == len(self._part.balance) - 1
 
     @property
     def data_parallel(self) -> str:
@@ -234,11 +254,7 @@ class DistributedPipeline:
 
     def train(self, mode: bool = True) -> DistributedPipeline:
         """Set the mode of all layers, as ``nn.Module.train`` does. Call it on every rank."""
-        self._learned.train(mode)
-        self.module.train(mode)
-        for stage in self._stages:
-            stage.submod.train(mode)
-        self._skeleton.train(mode)
+        self._part.train(mode)
         return self
 
     def eval(self) -> DistributedPipeline:
@@ -246,20 +262,16 @@ class DistributedPipeline:
         return self.train(False)
 
     def step(
-        self,
-        input: TensorOrTensors | None = None,
-        target: Any = None,
-        *,
-        broadcast_loss: bool = False,
-        scaler: GradScaler | None = None,
+        self, *args: Any, broadcast_loss: bool = False, scaler: GradScaler | None = None, **kwargs: Any
     ) -> Tensor | None:
         """Run forward and backward of one mini-batch; gradients are added to ``.grad``, as ``backward`` does.
 
         Args:
-            input: Needed on the first rank, ignored on others.
-            target: Needed on the last rank, ignored on others.
+            *args: With ``cuts``, the arguments of the model, the same on every rank. With ``balance``, ``input``, which
+                the first rank needs, and ``target``, which the last one does; others ignore them.
             broadcast_loss: Return the loss on every rank, not only on the last.
             scaler: A ``pipesight.distributed.GradScaler``, on every rank, to scale gradients against underflow.
+            **kwargs: As ``args``.
 
         Returns:
             The loss of the whole mini-batch, that of all data-parallel replicas; ``None`` on ranks that do not get it.
@@ -271,22 +283,19 @@ class DistributedPipeline:
             )
         scale = None if scaler is None else scaler.factor()
         with torch.enable_grad():
-            batch = self._runner.run(self, "step", (input, target), learns=True, scale=scale)
-        return self._runner.loss(batch, everywhere=broadcast_loss)
+            given = (args, kwargs)
+            return self._part.loss(self, "step", given, learns=True, scale=scale, everywhere=broadcast_loss)
 
-    def eval_step(
-        self, input: TensorOrTensors | None = None, target: Any = None, *, broadcast_loss: bool = False
-    ) -> Tensor | None:
+    def eval_step(self, *args: Any, broadcast_loss: bool = False, **kwargs: Any) -> Tensor | None:
         """Return the loss of one mini-batch, as :meth:`step` does, without a backward."""
         with torch.no_grad():
-            batch = self._runner.run(self, "eval_step", (input, target), learns=False)
-        return self._runner.loss(batch, everywhere=broadcast_loss)
+            given = (args, kwargs)
+            return self._part.loss(self, "eval_step", given, learns=False, scale=None, everywhere=broadcast_loss)
 
-    def predict(self, input: TensorOrTensors | None = None) -> Any:
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model for one mini-batch on the last rank, and ``None`` on others."""
         with torch.no_grad():
-            batch = self._runner.run(self, "predict", (input, None), learns=False, with_target=False)
-        return batch.output() if self.is_last else None
+            return self._part.predict(self, (args, kwargs))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all ranks so that their common norm is at most ``max_norm``; return the norm."""
@@ -374,4 +383,27 @@ class DistributedPipeline:
         """
         self._runner.preemption.on_sigterm(
             lambda: self.save(folder, optimizer, extra=None if extra is None else extra())
+        )
+
+
+def _check_way(balance: Any, cuts: Any, loss: Any, loss_fn: Any, sample: Any, batch_dim: Any) -> None:
+    """Raise unless a model is cut in one of two ways, and what was given belongs to it."""
+    if (balance is None) == (cuts is None):
+        which = "neither" if cuts is None else "both"
+        raise TypeError(
+            "a model is cut at modules, cuts=['transformer.h.4'], or, if it is an nn.Sequential, by numbers of layers, "
+            f"balance=[2, 2], but got {which}"
+        )
+    if cuts is None:
+        wrong = [
+            name for name, value in (("loss", loss), ("sample", sample), ("batch_dim", batch_dim)) if value is not None
+        ]
+        if loss_fn is None:
+            raise TypeError("balance needs a loss_fn of output and target: DistributedPipeline(..., loss_fn=...)")
+        if wrong:
+            raise TypeError(f"{wrong[0]} belongs to cuts, but the model is cut by balance")
+    elif loss_fn is not None:
+        raise TypeError(
+            "loss_fn belongs to balance; with cuts, the model computes its loss itself, or loss= takes it from the "
+            "output: loss=lambda output: ..."
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from pipesight._torch.operators import TorchDispatchMode, schema_of, takes_devic
 from pipesight._torch.tensors import storage_id
 from pipesight.pipeline.randomness import seed_of
 
-__all__ = ["Recipe", "build_on_meta"]
+__all__ = ["Recipe", "build_on_meta", "meta_tensors"]
 
 
 def build_on_meta(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
@@ -75,6 +75,7 @@ class Recipe:
 
     def __init__(self) -> None:
         self._operators: list[_Operator] = []
+        self._touched: list[set[int]] | None = None
 
     def note(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record an operator."""
@@ -86,7 +87,7 @@ class Recipe:
         for operator in self._operators:
             written |= operator.written()
         for name, child in module.named_modules():
-            for _, key, tensor in _meta_tensors(child):
+            for _, key, tensor in meta_tensors(child):
                 if storage_id(tensor) not in written and tensor.numel():
                     return f"{name}.{key}".lstrip(".")
         return None
@@ -97,11 +98,22 @@ class Recipe:
             self._materialise(name, layer, device)
 
     def _materialise(self, name: str, layer: nn.Module, device: torch.device) -> None:
-        places = [place for module in layer.modules() for place in _meta_tensors(module)]
-        needed = {storage_id(tensor) for _, _, tensor in places}
+        places = [place for module in layer.modules() for place in meta_tensors(module)]
+        found = self.values(name, [tensor for _, _, tensor in places])  # those that modules share stay shared
+        for values, key, tensor in places:
+            value = found[id(tensor)]
+            if value.device != device:
+                value = found[id(tensor)] = _like(tensor, value.detach().to(device))
+            values[key] = value
+
+    def values(self, name: str, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the initial values of some meta tensors by their ids, drawn from the stream of ``name``."""
+        needed = {storage_id(tensor) for tensor in tensors}
+        if self._touched is None or len(self._touched) != len(self._operators):
+            self._touched = [operator.touched() for operator in self._operators]
         chosen: list[_Operator] = []
-        for operator in reversed(self._operators):
-            if not needed.isdisjoint(operator.touched()):
+        for operator, touched in zip(reversed(self._operators), reversed(self._touched), strict=True):
+            if not needed.isdisjoint(touched):
                 chosen.append(operator)
                 needed |= {storage_id(t) for t in operator.tensors() if t.is_meta}
         real: dict[int, Tensor] = {}
@@ -109,17 +121,14 @@ class Recipe:
             torch.default_generator.manual_seed(seed_of(torch.initial_seed(), "initial weights", name))
             for operator in reversed(chosen):
                 _run(operator, real)
-        found: dict[int, Tensor] = {}  # tensors that two modules of the layer share stay shared
-        for values, key, tensor in places:
-            if id(tensor) not in found:
-                value = _view(tensor, real).to(device)
-                if isinstance(tensor, nn.Parameter):
-                    value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-                found[id(tensor)] = value
-            values[key] = found[id(tensor)]
+        return {id(tensor): _like(tensor, _view(tensor, real)) for tensor in tensors}
 
 
-def _meta_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+def meta_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
     """Return the meta tensors of a module itself, plain attributes included, and the dictionaries that hold them."""
     return [
         (values, key, tensor)

@@ -13,8 +13,7 @@ the context is set, and errors name partition, layer and micro-batch.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -24,10 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from pipesight._torch.pipelining import stage_backward_input, stage_backward_weight
 from pipesight._torch.tensors import is_view
-from pipesight.context import Observers, Phase
+from pipesight.context import Observers
 from pipesight.distributed.minibatch import LocalGraph
 from pipesight.distributed.recomputing_layers import RecomputingLayers
-from pipesight.distributed.replicas import Averaging
 from pipesight.distributed.skip_forwarding import SkipForwarding
 from pipesight.distributed.transfers import TransferringStage
 from pipesight.pipeline.aliasing import Changes, region_of
@@ -36,7 +34,6 @@ from pipesight.pipeline.microbatch import Form, as_tuple, form_of
 from pipesight.pipeline.partition import Partition, SkipRoutes
 from pipesight.pipeline.randomness import begin_task, end_task
 from pipesight.pipeline.skip import SkipKey, SkipTracker, skip_keys
-from pipesight.pipeline.workers import annotate
 
 __all__ = ["Stage"]
 
@@ -65,8 +62,6 @@ class Stage(TransferringStage):
     ) -> None:
         super().__init__(partition, j, partitions, device=device, group=group)
         self._skips = SkipForwarding(j, routes)
-        self.averaging: Averaging | None = None
-        """Of the gradients of its replicas, unless FSDP does it."""
         self._has_skips = any(skip_keys(partition))
         self._checkpointer = Checkpointer(partition)
         self._recomputing_layers = RecomputingLayers(partition)
@@ -239,16 +234,6 @@ class Stage(TransferringStage):
             where.observers = self.batch.observers
         self._end()
 
-    @contextlib.contextmanager
-    def _running_backward(self, i: int, part: str = "backward") -> Iterator[None]:
-        """Let layers draw from the random stream of the task, and let hooks see the context."""
-        begin_task(self.batch.randomness, (i, self.j, part))
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                yield
-        finally:
-            end_task()
-
     def _recompute(self, i: int, graph: LocalGraph, checkpoint: Checkpoint) -> None:
         self._start("recompute", i)
         try:
@@ -304,30 +289,6 @@ class Stage(TransferringStage):
             super().perform_reduce_grad(1)
         if self.averaging is not None:
             self.averaging.start()
-
-    def reshard(self) -> None:
-        """Free what FSDP has gathered: without a backward, it would keep weights that an optimizer has changed."""
-        for module in self.submod.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-    # The context.
-
-    def _start(
-        self, phase: Phase, i: int, *, checkpointing: bool = False, marks: list[tuple[int, str]] | None = None
-    ) -> None:
-        token = self.batch.tokens[i]
-        self.batch.where.begin_task(phase, self.j, i, self.device, token, checkpointing=checkpointing, marks=marks)
-
-    def _end(self) -> None:
-        where = self.batch.where
-        if self.batch.observers.members:
-            self.batch.observers.task_ended(where)
-        where.phase = None
-
-    def _fail(self, error: BaseException) -> None:
-        annotate(error, self.batch.where)
-        self._end()
 
 
 def _made_leaves(tensors: list[Tensor]) -> list[Tensor]:

@@ -16,26 +16,27 @@ from pipesight.distributed import schedules
 from pipesight.distributed.agreement import Agreement, Message
 from pipesight.distributed.failures import RankFailedError, RankMonitor
 from pipesight.distributed.loss_check import LossCheck, collect
+from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.minibatch import BatchLoss, MiniBatch
 from pipesight.distributed.saving import Preemption
 from pipesight.distributed.shapes import Flow
-from pipesight.distributed.stage import Stage
 from pipesight.distributed.step_inputs import StepInputs
 from pipesight.distributed.symptoms import is_symptom
+from pipesight.distributed.transfers import TransferringStage
 from pipesight.pipeline.minibatch import next_serial
 from pipesight.pipeline.randomness import PassRandomness, begin_task, end_task, isolated
 from pipesight.schedule.argument_checks import CheckpointMode, checkpoint_stop
 from pipesight.schedule.supported_schedules import RankSchedule
 
-__all__ = ["ScheduleRunner", "StepRunner"]
+__all__ = ["CallRunner", "ScheduleRunner", "StepRunner"]
 
 
-class StepRunner:
-    """Makes the calls of a pipeline, and counts them.
+class CallRunner:
+    """What all calls of a pipeline have in common; it counts them.
 
     Args:
         module: The layers of this rank.
-        inputs: Reads batches, and agrees with other ranks on what is in them.
+        mesh: The ranks.
         schedule_runner: Runs the stages of this rank.
         agreement: Exchanges messages.
         monitor: That of the other ranks.
@@ -46,20 +47,61 @@ class StepRunner:
     def __init__(
         self,
         module: nn.Module,
-        inputs: StepInputs,
+        mesh: PipelineMesh,
         schedule_runner: ScheduleRunner,
         agreement: Agreement,
         monitor: RankMonitor,
         where: Where,
         checkpoint: CheckpointMode,
     ) -> None:
-        self._module, self._inputs, self._schedule_runner = module, inputs, schedule_runner
+        self._module, self._mesh, self._schedule_runner = module, mesh, schedule_runner
         self._agreement, self._monitor, self._where, self._checkpoint = agreement, monitor, where, checkpoint
-        self._check = LossCheck(inputs.loss_weights, len(inputs.mesh.pipelines))
         self.preemption = Preemption()
         self.steps = 0
         """How many training steps there were, those before a restart included."""
         self._calls = self._since = 0  # all calls; those since the last training step
+
+    def _enter_step(self, step: int, counted: list[int]) -> None:
+        """Set the step of the context to that of the ranks that count: one without parameters has no optimizer."""
+        self._where.step = step
+        if counted and context.counted_step() is not None:
+            self._where.step = max(counted)
+            context.catch_up(max(counted))
+
+    def _enter_pass(self, samples: int, m: int, n: int, learns: bool) -> Where:
+        """Set the context to a pass of so many samples, micro-batches and partitions."""
+        mesh, where = self._mesh, self._where
+        where.observers = context.observers()
+        where.serial = next_serial()
+        where.samples, where.microbatches, where.partitions = samples, m, n
+        where.stream = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else None
+        stop = checkpoint_stop(self._checkpoint, m)
+        where.checkpoint_stop = stop if learns and self._module.training else 0
+        return where
+
+    def _randomness(self, seed: int) -> PassRandomness:
+        devices = (torch.device("cpu"), self._mesh.device)
+        return PassRandomness(dict.fromkeys(devices, seed + self._mesh.replica))
+
+    def loss(self, batch: MiniBatch, *, everywhere: bool) -> Tensor | None:
+        """Return the loss of the whole batch, on the last rank or everywhere."""
+        loss = torch.stack(list(batch.loss.values.values())).sum() if self._schedule_runner.is_last else None
+        with self._monitor.explaining("the loss"):
+            return self._mesh.share_loss(loss, everywhere=everywhere)
+
+
+class StepRunner(CallRunner):
+    """Makes the calls of a pipeline of layers.
+
+    Args:
+        inputs: Reads batches, and agrees with other ranks on what is in them.
+        settings: As for :class:`CallRunner`.
+    """
+
+    def __init__(self, inputs: StepInputs, *settings: Any) -> None:
+        super().__init__(*settings)
+        self._inputs = inputs
+        self._check = LossCheck(inputs.loss_weights, len(inputs.mesh.pipelines))
 
     def run(
         self,
@@ -115,13 +157,6 @@ class StepRunner:
             self._check.passed(call)
         return minibatch
 
-    def _enter_step(self, step: int, counted: list[int]) -> None:
-        """Set the step of the context to that of the ranks that count: one without parameters has no optimizer."""
-        self._where.step = step
-        if counted and context.counted_step() is not None:
-            self._where.step = max(counted)
-            context.catch_up(max(counted))
-
     def _weigh(self, targets: list[Any], flows: list[Flow]) -> tuple[list[float], dict[int, Message]]:
         """Weigh micro-batches by the user's function, now that shapes are known; let the ranks agree again."""
         message: Message = {"call": f"loss_weight {self._calls}"}
@@ -137,15 +172,9 @@ class StepRunner:
     def _minibatch(
         self, flows: list[Flow], inputs: list[tuple[Tensor, ...]], loss: BatchLoss, seed: int, learns: bool
     ) -> MiniBatch:
-        mesh, where = self._inputs.mesh, self._where
-        where.observers = context.observers()
-        where.serial = next_serial()
-        where.samples = sum(flow.cuts[0].output[0].shape[0] for flow in flows)
-        where.microbatches, where.partitions = len(flows), len(self._inputs.skeleton.partitions)
-        where.stream = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else None
-        stop = checkpoint_stop(self._checkpoint, len(flows))
-        where.checkpoint_stop = stop if learns and self._module.training else 0
-        random = PassRandomness(dict.fromkeys((torch.device("cpu"), mesh.device), seed + mesh.replica))
+        samples = sum(flow.cuts[0].output[0].shape[0] for flow in flows)
+        where = self._enter_pass(samples, len(flows), len(self._inputs.skeleton.partitions), learns)
+        random = self._randomness(seed)
         return MiniBatch(flows, inputs, loss, learns, random, where, where.observers, self._monitor)
 
     def _verify(self, batch: MiniBatch, call: str) -> None:
@@ -169,12 +198,6 @@ class StepRunner:
                 context.enter_thread(self._where)
         self._agreement.settle({"call": f"check of {call} {self._calls}"}, error)
 
-    def loss(self, batch: MiniBatch, *, everywhere: bool) -> Tensor | None:
-        """Return the loss of the whole batch, on the last rank or everywhere."""
-        loss = torch.stack(list(batch.loss.values.values())).sum() if self._schedule_runner.is_last else None
-        with self._monitor.explaining("the loss"):
-            return self._inputs.mesh.share_loss(loss, everywhere=everywhere)
-
 
 class ScheduleRunner:
     """Runs torch's schedules over the stages of this rank, for any number of micro-batches.
@@ -185,7 +208,7 @@ class ScheduleRunner:
         ranks: How many there are in the pipeline.
     """
 
-    def __init__(self, kind: RankSchedule, stages: Sequence[Stage], ranks: int) -> None:
+    def __init__(self, kind: RankSchedule, stages: Sequence[TransferringStage], ranks: int) -> None:
         self._kind, self._stages, self._ranks = kind, stages, ranks
         self._schedules: dict[int, tuple[Any, dict[str, Any]]] = {}
 

@@ -12,18 +12,23 @@ error names the rank that was waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from pipesight._torch.pipelining import PipelineStageBase
+from pipesight.context import Phase
 from pipesight.distributed.minibatch import MiniBatch
-from pipesight.distributed.shapes import Cut
+from pipesight.distributed.replicas import Averaging
 from pipesight.pipeline.partition import Partition
+from pipesight.pipeline.randomness import begin_task, end_task
+from pipesight.pipeline.workers import annotate
 
 __all__ = ["TransferringStage"]
 
@@ -46,6 +51,8 @@ class TransferringStage(PipelineStageBase):
     ) -> None:
         super().__init__(partition, j, partitions, device, group)
         self.j = j
+        self.averaging: Averaging | None = None
+        """Of the gradients of its replicas, unless FSDP does it."""
         self._warm = False
         self._received: dict[int, list[Tensor]] = {}
         self._gradients_received: dict[int, list[Tensor | None]] = {}
@@ -57,7 +64,7 @@ class TransferringStage(PipelineStageBase):
         self.batch = batch
         self.clear_runtime_states()
 
-    def _cut(self, i: int, *, before: bool = False) -> Cut:
+    def _cut(self, i: int, *, before: bool = False) -> Any:
         return self.batch.flows[i].cuts[self.j if before else self.j + 1]
 
     # What schedules call around the steps.
@@ -140,6 +147,40 @@ class TransferringStage(PipelineStageBase):
         """Take the gradients of the output."""
         if self.has_backward:
             self._gradients_received[mb_index] = list(next_stage_bwd_outputs)
+
+    def reshard(self) -> None:
+        """Free what FSDP has gathered: without a backward, it would keep weights that an optimizer has changed."""
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    # The context.
+
+    def _start(
+        self, phase: Phase, i: int, *, checkpointing: bool = False, marks: list[tuple[int, str]] | None = None
+    ) -> None:
+        token = self.batch.tokens[i]
+        self.batch.where.begin_task(phase, self.j, i, self.device, token, checkpointing=checkpointing, marks=marks)
+
+    def _end(self) -> None:
+        where = self.batch.where
+        if self.batch.observers.members:
+            self.batch.observers.task_ended(where)
+        where.phase = None
+
+    def _fail(self, error: BaseException) -> None:
+        annotate(error, self.batch.where)
+        self._end()
+
+    @contextlib.contextmanager
+    def _running_backward(self, i: int, part: str = "backward") -> Iterator[None]:
+        """Let layers draw from the random stream of the task, and let hooks see the context."""
+        begin_task(self.batch.randomness, (i, self.j, part))
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            end_task()
 
 
 def _ops(

@@ -28,6 +28,8 @@ class RankSchedule:
     """Given micro-batches, ranks and partitions, returns what is wrong and how to fix it, or ``None``."""
     stand_in: str
     """The schedule for batches that are too small for this one. It gives the same gradients."""
+    splits: bool = False
+    """Whether it splits backwards into the gradients of inputs and those of weights."""
 
     def partitions_of(self, rank: int, ranks: int, partitions: int) -> list[int]:
         """Return the partitions of a rank."""
@@ -51,17 +53,17 @@ class RankSchedule:
             )
             raise ValueError(
                 f"schedule '{self.name}' needs one partition per rank (partitions: {partitions}, ranks: {ranks}); give "
-                f"balance {ranks} numbers, or {other}"
+                f"balance {ranks} numbers or cuts {ranks - 1} names, or {other}"
             )
         if self.placement == "v" and partitions != 2 * ranks:
             raise ValueError(
                 f"schedule '{self.name}' needs two partitions per rank (partitions: {partitions}, ranks: {ranks}); "
-                f"give balance {2 * ranks} numbers"
+                f"give balance {2 * ranks} numbers or cuts {2 * ranks - 1} names"
             )
         if partitions % ranks:
             raise ValueError(
                 f"schedule '{self.name}' needs equally many partitions on every rank (partitions: {partitions}, ranks: "
-                f"{ranks}); give balance a multiple of {ranks} numbers"
+                f"{ranks}); give balance a multiple of {ranks} numbers, or cuts one name less"
             )
         if (wrong := self.rule(chunks, ranks, partitions)) is not None:
             raise ValueError(f"schedule '{self.name}' {wrong}")
@@ -99,9 +101,9 @@ SCHEDULES = (
     RankSchedule("1f1b", "Schedule1F1B", "one each", _as_many_as_partitions, "gpipe"),
     RankSchedule("interleaved-1f1b", "ScheduleInterleaved1F1B", "loop", _full_rounds, "looped-bfs"),
     RankSchedule("looped-bfs", "ScheduleLoopedBFS", "loop", _anything, "looped-bfs"),
-    RankSchedule("interleaved-zero-bubble", "ScheduleInterleavedZeroBubble", "loop", _full_rounds, "looped-bfs"),
-    RankSchedule("zbv-zero-bubble", "ScheduleZBVZeroBubble", "v", _anything, "zbv-zero-bubble"),
-    RankSchedule("dualpipev", "ScheduleDualPipeV", "v", _as_many_as_partitions, "zbv-zero-bubble"),
+    RankSchedule("interleaved-zero-bubble", "ScheduleInterleavedZeroBubble", "loop", _full_rounds, "looped-bfs", True),
+    RankSchedule("zbv-zero-bubble", "ScheduleZBVZeroBubble", "v", _anything, "zbv-zero-bubble", True),
+    RankSchedule("dualpipev", "ScheduleDualPipeV", "v", _as_many_as_partitions, "zbv-zero-bubble", True),
 )
 
 

@@ -1,0 +1,381 @@
+"""Find out, without computing anything, what a call of a model sends from partition to partition.
+
+Every rank has an outline of the model: a copy with parameters that have no memory. A call of it gives every rank the
+same plan: which tensors cross each cut, and which partition uses which parameters. Units that are called for the
+second time with arguments of the same shapes are not run: what they return is known.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesight._nested import tensors_in
+from pipesight._torch.module_internals import HOOK_TABLES, forward_hook_tables
+from pipesight._torch.operators import TorchDispatchMode
+from pipesight._torch.tensors import with_function_overrides, without_function_overrides
+from pipesight.context import Where, enter_thread
+from pipesight.distributed.loss_weights import mean_of
+from pipesight.distributed.model_walk import Call, Doors, Name, UnitResult, Walk, signature
+from pipesight.distributed.stand_ins import META, place
+from pipesight.pipeline.flattening import flatten
+from pipesight.pipeline.randomness import PassRandomness, isolated
+
+__all__ = ["Crossing", "ModelOutline", "Plan", "PlannedCut"]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A tensor that goes from one partition to another."""
+
+    name: Name
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    learns: bool
+    """Whether it needs a gradient."""
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return an uninitialised tensor for it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCut:
+    """What one micro-batch sends over a cut; some of it only passes the next partition."""
+
+    tensors: tuple[Crossing, ...]
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a call does, the same on every rank."""
+
+    cuts: list[PlannedCut]
+    """Before the first partition, where nothing crosses, after it, and so on."""
+    needs: list[set[Name]]
+    """What each partition takes of earlier ones."""
+    counts: list[int]
+    """How many calls there are in each."""
+    watched: set[tuple[int, int]]
+    """Calls of units inside which something crosses."""
+    results: dict[tuple[int, int], UnitResult]
+    """What calls of units return; those that are not there must be made."""
+    parameters: list[set[str]]
+    """Those that each partition uses, by name."""
+    random: bool
+    """Whether random numbers are drawn."""
+    by_values: bool
+    """Whether the model looks at values of its arguments: another batch of these shapes may take another way."""
+    units: list[list[str]]
+    """Those that each partition is the first to call."""
+    mean: tuple[float, int] | None
+    """If the result is a mean of torch's ``cross_entropy`` or ``nll_loss``: of how many, and what it ignores."""
+
+    def fingerprint(self) -> str:
+        """Return what ranks compare."""
+        return repr((self.cuts, self.counts, sorted(self.watched)))
+
+
+class ModelOutline:
+    """A model without its memory, and the plans of its calls.
+
+    Args:
+        model: The model, on any device or on ``meta``.
+        units: Its units, by name.
+        cuts: The modules that begin partitions 1, 2 and so on.
+        device: Where it will run.
+    """
+
+    _REMEMBERED = 256
+
+    def __init__(self, model: nn.Module, units: Sequence[str], cuts: Sequence[str], device: torch.device) -> None:
+        self._cuts, self._device = cuts, device
+        self.partitions = len(cuts) + 1
+        self.module = _hollow(model)
+        self.doors = Doors(self.module, units, cuts)
+        self.parameters = {id(p): name for name, p in self.module.named_parameters()}
+        self.made = 0
+        """How many plans there have been."""
+        self._known: dict[Any, Plan] = {}
+        self._results: dict[Any, UnitResult | None] = {}
+
+    def has_hooks(self, unit: str) -> bool:
+        """Return whether a unit has hooks, which must see each of its calls."""
+        modules = self.doors.units[unit].modules()
+        return any(hooks for module in modules for hooks in forward_hook_tables(module))
+
+    def follow(self, model: nn.Module) -> Any:
+        """Take over the modes of the model and what it freezes; return what plans depend on besides arguments."""
+        state: list[bool] = []
+        for mine, theirs in zip(self.module.modules(), model.modules(), strict=True):
+            mine.training = theirs.training
+            state.append(theirs.training)
+            for key, parameter in theirs._parameters.items():
+                if parameter is not None:
+                    mine._parameters[key].requires_grad_(parameter.requires_grad)  # type: ignore[union-attr]
+                    state.append(parameter.requires_grad)
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return tuple(state), autocast, torch.get_default_dtype(), torch.is_grad_enabled()
+
+    def plan(
+        self,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        finish: Callable[[Any], Any],
+        surroundings: Any,
+        i: int,
+        randomness: PassRandomness,
+        *,
+        anew: bool = False,
+    ) -> Plan:
+        """Return what a call does.
+
+        Args:
+            call: The arguments of a micro-batch.
+            finish: What the last partition does with the output of the model, such as taking the loss.
+            surroundings: What :meth:`follow` returned.
+            i: The micro-batch.
+            randomness: That of the pass.
+            anew: Find it out for these very values of the arguments.
+        """
+        key = signature(call), finish, surroundings
+        known = self._known.get(key)
+        if known is not None and not (known.by_values or anew):
+            return known
+        self.made += 1
+        plan = self._walk(call, finish, surroundings, i, randomness)
+        if known is None:
+            if len(self._known) > self._REMEMBERED:
+                self._known.clear()
+            # All units have been called; now once more with what is known of them, as later calls go.
+            try:
+                again = self._walk(call, finish, surroundings, i, randomness)
+                alike = (again.cuts, again.counts) == (plan.cuts, plan.counts)
+            except Exception:
+                alike = False
+            if alike:
+                plan = again
+            else:  # the model sees from outside whether its units have been called
+                plan.results.clear()
+                self._results.update(dict.fromkeys(self._results))
+            self._known[key] = plan
+        return plan
+
+    def _walk(
+        self, call: Any, finish: Callable[[Any], Any], surroundings: Any, i: int, randomness: PassRandomness
+    ) -> Plan:
+        walk = _DryWalk(self, self._cuts, self._device, i, randomness, surroundings, self._results)
+        inside = Where()
+        inside.phase = "forward"  # so that hooks on all modules, those of tracing among them, ignore this
+        enter_thread(inside)
+        detector = _RandomDetector()
+        self.doors.walk = walk
+        args, kwargs = call
+        try:
+            with isolated(), detector, walk:
+                output = finish(self.module(*args, **kwargs))
+                with without_function_overrides():
+                    walk.end(output)
+        except Exception as error:
+            error.add_note(f"in partition {walk.j}, while its shapes were found out with tensors that have no values")
+            raise
+        finally:
+            self.doors.walk = None
+            walk.end_stream()
+            inside.phase = None
+        walk.random = walk.random or detector.seen
+        return walk.plan(self.partitions)
+
+
+class _DryWalk(Walk):
+    def __init__(
+        self,
+        outline: ModelOutline,
+        cuts: Sequence[str],
+        device: torch.device,
+        i: int,
+        randomness: PassRandomness,
+        surroundings: Any,
+        results: dict[Any, UnitResult | None],
+    ) -> None:
+        super().__init__(cuts, device, i, randomness)
+        self._outline, self._surroundings, self._results = outline, surroundings, results
+        n = len(cuts) + 1
+        self.needs: list[set[Name]] = [set() for _ in range(n)]
+        self.used: list[set[str]] = [set() for _ in range(n)]
+        self.counts = [0] * n
+        self.watched: set[tuple[int, int]] = set()
+        self.results: dict[tuple[int, int], UnitResult] = {}
+        self.random = self.by_values = False
+        self.called: dict[str, int] = {}
+        self.mean: tuple[float, int] | None = None
+        self._means: dict[int, tuple[float, int]] = {}
+        self._keys: dict[tuple[int, int], Any] = {}
+        self._crossing: dict[Name, Crossing] = {}
+        self._given: set[int] = set()  # the tensors that the unit under way was given
+        self._outside = False  # it has used others
+        self._inside: set[str] = set()  # parameters that it uses
+
+    def arrive(self, cut: int) -> None:
+        """Begin a partition."""
+        if cut == self.j + 1:
+            self.counts[self.j] = self.n
+        super().arrive(cut)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = super().__torch_function__(func, types, args, kwargs)
+        mean = mean_of(func, args, kwargs or {})
+        if mean is not None:
+            self._means[id(output)] = mean
+        return output
+
+    def read_values(self) -> None:
+        """Note that the plan depends on values; inside a unit, what it returns does not."""
+        self.by_values = self.by_values or self.unit is None
+
+    def look(self, tensor: Tensor) -> Tensor:
+        """Note what is used here."""
+        if (parameter := self._outline.parameters.get(id(tensor))) is not None:
+            self.used[self.j].add(parameter)
+            self._inside.add(parameter)
+            return tensor
+        name = self.names.get(id(tensor))
+        if name is None:
+            if tensor.is_meta:
+                raise RuntimeError(
+                    f"{place()} uses a tensor that an earlier call has left in the model; a model that keeps state "
+                    "between calls cannot be cut over ranks"
+                )
+            return tensor
+        self._use(name, tensor)
+        if self.unit is None:
+            if name[2]:
+                self._leak(name)
+        elif name[:2] != (self.j, self.n) or not name[2]:
+            if id(tensor) not in self._given:
+                self._outside = True
+                if name[0] < self.j:
+                    self.watched.add((self.j, self.n))
+            if name[2]:
+                self._leak(name)
+        return tensor
+
+    def _use(self, name: Name, tensor: Tensor) -> None:
+        if name[0] < self.j:
+            self.needs[self.j].add(name)
+            if name not in self._crossing:
+                self._crossing[name] = Crossing(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def _leak(self, name: Name) -> None:
+        """Note that something from inside a unit is used outside it, which is not in what it returned."""
+        call = name[:2]
+        self.results.pop(call, None)
+        if call in self._keys:
+            self._results[self._keys[call]] = None
+        if name[0] < self.j:
+            self.watched.add(call)
+
+    def call_unit(self, unit: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a unit, unless what it returns is known."""
+        self.next_stream()
+        self.n += 1
+        n, given = self.n, (args, kwargs)
+        self.called.setdefault(unit, self.j)
+        for tensor in tensors_in(given):  # as if it used them all
+            self.look(tensor)
+        key = unit, signature(given), self._surroundings
+        result = self._results.get(key)
+        if result is not None:
+            self.used[self.j] |= result.parameters
+            self.random = self.random or result.random
+            output = result.stand_ins(given)
+        else:
+            output, result = self._run(unit, call, given, key)
+        if result is not None:
+            self.results[self.j, n] = result
+        self.name_result(n, output)
+        return output
+
+    def _run(self, unit: str, call: Call, given: Any, key: Any) -> tuple[Any, UnitResult | None]:
+        self.unit, self.m = unit, 0
+        self._given = {id(tensor) for tensor in tensors_in(given)}
+        self._outside, self._inside = False, set()
+        detector = _RandomDetector()
+        try:
+            with detector, with_function_overrides():
+                output = call(*given[0], **given[1])
+        except Exception as error:
+            error.add_note(f"in layer '{unit}'")
+            raise
+        finally:
+            self.unit = None
+        result = None
+        if not self._outside and key not in self._results and not self._outline.has_hooks(unit):
+            result = UnitResult.of(output, given, self._inside, detector.seen)
+        self._keys[self.j, self.n] = key
+        if key not in self._results:
+            self._results[key] = result
+        return output, result
+
+    def end(self, output: Any) -> None:
+        """Note what the call returns."""
+        self.counts[self.j] = self.n
+        if self.j + 1 < len(self.needs):
+            raise RuntimeError(
+                f"the model never called {self._cuts[self.j]!r}, where partition {self.j + 1} begins; cut it at "
+                "modules that this call uses"
+            )
+        for tensor in flatten(output).tensors:
+            self.look(tensor)
+        self.mean = self._means.get(id(output))
+
+    def plan(self, partitions: int) -> Plan:
+        """Return what was found out."""
+        cuts = []
+        for k in range(partitions + 1):
+            later: set[Name] = set().union(*self.needs[k:])
+            names = sorted(name for name in later if name[0] < k)
+            cuts.append(PlannedCut(tuple(self._crossing[name] for name in names)))
+        units = [[unit for unit, j in self.called.items() if j == k] for k in range(partitions)]
+        findings = (self.counts, self.watched, self.results, self.used, self.random, self.by_values)
+        return Plan(cuts, self.needs, *findings, units, self.mean)
+
+
+def _hollow(model: nn.Module) -> nn.Module:
+    """Copy a model without the memory of its parameters and without hooks; buffers keep their values."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=META)
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    for child in model.modules():
+        for name in HOOK_TABLES:
+            hooks = child.__dict__.get(name)
+            if hooks:  # those that others have put there belong to the model: it may read what they collect
+                memo[id(hooks)] = type(hooks)({k: hook for k, hook in hooks.items() if not _is_ours(hook)})
+    return copy.deepcopy(model, memo)
+
+
+def _is_ours(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "pipesight"
+
+
+class _RandomDetector(TorchDispatchMode):
+    """Detects operators that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.seen = True
+        return func(*args, **(kwargs or {}))

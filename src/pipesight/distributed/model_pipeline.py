@@ -1,0 +1,312 @@
+"""Build the pipeline of any model on one rank: its outline, the parameters of this rank, its stages."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipesight._logger import own_logger
+from pipesight._torch.module_internals import is_persistent
+from pipesight.distributed.agreement import LAYERS, Message
+from pipesight.distributed.dry_run import ModelOutline, Plan
+from pipesight.distributed.failures import RankMonitor
+from pipesight.distributed.mesh import PipelineMesh
+from pipesight.distributed.model_building import build_model
+from pipesight.distributed.model_placement import Placement, guess_parts, named_tree
+from pipesight.distributed.model_stage import ModelParts, ModelStage
+from pipesight.distributed.model_steps import ModelStepRunner
+from pipesight.distributed.model_walk import Doors
+from pipesight.distributed.rank_initialisation import Recipe, meta_tensors
+from pipesight.distributed.replicas import Averaging, make_alike
+from pipesight.distributed.step_runner import ScheduleRunner
+from pipesight.pipeline.batch_dims import BatchDim, BatchDims
+from pipesight.pipeline.batchnorm import DeferredBatchNorm
+from pipesight.pipeline.partition import Partition
+from pipesight.pipeline.randomness import PassRandomness
+from pipesight.pipeline.units import check_cuts, find_units
+from pipesight.schedule.supported_schedules import RankSchedule
+
+__all__ = ["ModelPipeline"]
+
+logger = own_logger(__name__)
+
+
+class ModelPipeline:
+    """What a rank has of a model that is cut at modules.
+
+    Args:
+        module: The model, or a function that builds it.
+        cuts: The modules whose first call begins partitions 1, 2 and so on.
+        kind: The schedule, which assigns partitions to ranks.
+        mesh: The ranks.
+        sample: Arguments of a call, to find out which partition uses which parameter; guessed without.
+        loss: Takes the output of the model, returns its loss.
+        loss_weight: What the loss of a micro-batch counts, given its arguments.
+        batch_dim: Where the batch is in the arguments.
+        deferred_batch_norm: As for the pipeline.
+        data_parallel: As for the pipeline.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | Callable[[], nn.Module],
+        cuts: Sequence[str],
+        kind: RankSchedule,
+        mesh: PipelineMesh,
+        *,
+        sample: tuple[Sequence[Any], dict[str, Any]] | None,
+        loss: Callable[[Any], Any],
+        loss_weight: Any,
+        batch_dim: BatchDim,
+        deferred_batch_norm: bool,
+        data_parallel: str,
+    ) -> None:
+        if kind.splits:
+            raise ValueError(
+                f"schedule '{kind.name}' splits backwards, which a model that is cut at modules does not support; use "
+                "schedule='1f1b', or 'interleaved-1f1b' for several partitions per rank"
+            )
+        if data_parallel == "fsdp" and len(mesh.pipelines) > 1:
+            raise ValueError("data_parallel='fsdp' is not supported for a model that is cut at modules; use 'ddp'")
+        if not (loss_weight is None or callable(loss_weight) or loss_weight in ("samples", "sum")):
+            raise ValueError(
+                f"loss_weight must be 'samples', 'sum' or a function of the arguments, but got {loss_weight!r}"
+            )
+        self._kind, self._mesh, self._loss, self._loss_weight = kind, mesh, loss, loss_weight
+        recipe: Recipe | None = None
+        if not isinstance(module, nn.Module):
+            module, recipe = build_model(module, lambda built: None, first=dist.get_rank() == 0)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"the function must return an nn.Module, but returned {type(module).__name__}")
+        self.model = module
+        self.cuts = check_cuts(module, cuts)
+        if deferred_batch_norm:
+            DeferredBatchNorm.convert(module)
+        self.dims = BatchDims(batch_dim, inspect.signature(module.forward))
+        self._recipe, self._sample = recipe, sample
+        self._unit_names = list(find_units(module, self.cuts))
+        self._guessed = guess_parts((name for name, _ in module.named_modules(remove_duplicate=False)), self.cuts)
+        self.units = [[u for u in self._unit_names if self._guessed[u] == j] for j in range(len(self.cuts) + 1)]
+        """Those of each partition, by name."""
+
+    def start(self, monitor: RankMonitor) -> None:
+        """Take the parameters of this rank, and make its stages."""
+        module, recipe, mesh = self.model, self._recipe, self._mesh
+        if recipe is not None:
+            self._fill_buffers(recipe)
+        self._move_buffers()
+        self.outline = ModelOutline(module, self._unit_names, self.cuts, mesh.device)
+        plan = None if self._sample is None else self._plan(self._sample)
+        self.placement = Placement(module, self._parts(plan), self._rank_of, mesh)
+        if recipe is not None:
+            self._fill_parameters(recipe)
+        self.placement.hold()
+        doors = Doors(module, self._unit_names, self.cuts)
+        self.parts = ModelParts(module, doors, self.cuts, self.outline.doors.units)
+        with monitor.explaining("other replicas to start"):
+            self.stages = self._make_stages()
+        self.adjust(plan)
+        del self._recipe, self._sample
+
+    def runner(self, chunks: int, *settings: Any) -> ModelStepRunner:
+        """Return what makes the calls; ``settings`` are those of `CallRunner`, from the agreement on."""
+        self._runner = ModelStepRunner(
+            self.outline,
+            self.placement,
+            chunks,
+            self.dims,
+            self._loss,
+            self._loss_weight,
+            self.adjust,
+            self.model,
+            self._mesh,
+            ScheduleRunner(self._kind, self.stages, self._mesh.length),
+            *settings,
+        )
+        return self._runner
+
+    def arguments(self) -> Message:
+        """Return what all ranks must have in common."""
+        tensors = [(name, list(p.shape), str(p.dtype)) for name, p in self.outline.module.named_parameters()]
+        digest = hashlib.blake2b(repr(tensors).encode(), digest_size=8).hexdigest()
+        return {"cuts": self.cuts, LAYERS: digest}
+
+    @property
+    def balance(self) -> list[int]:
+        """How many units each partition has."""
+        return [len(units) for units in self.units]
+
+    @property
+    def module(self) -> nn.Module:
+        """The units of this rank, under their names in the model."""
+        mine = {unit: self.parts.doors.units[unit] for stage in self.stages for unit in self.units[stage.j]}
+        tree = named_tree({}, {}, mine)
+        tree.training = self.model.training
+        return tree
+
+    def train(self, mode: bool) -> None:
+        """Set the mode of all modules."""
+        self.model.train(mode)
+
+    def loss(
+        self,
+        pipeline: Any,
+        call: str,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        *,
+        learns: bool,
+        scale: float | None,
+        everywhere: bool,
+    ) -> Tensor | None:
+        """Run a step; return its loss."""
+        batch, _ = self._runner.run(pipeline, call, given, learns=learns, scale=scale)
+        return self._runner.loss(batch, everywhere=everywhere)
+
+    def predict(self, pipeline: Any, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Return the output of the model on the last rank."""
+        batch, split = self._runner.run(pipeline, "predict", given, learns=False, with_loss=False)
+        return self._runner.output(batch, split) if self.stages[-1].is_last else None
+
+    # Who has what.
+
+    def _rank_of(self, j: int) -> int:
+        return self._kind.rank_of(j, self._mesh.length)
+
+    def _plan(self, sample: tuple[Sequence[Any], dict[str, Any]]) -> Plan:
+        args, kwargs = sample
+        with torch.enable_grad():
+            surroundings = self.outline.follow(self.model)
+            random = PassRandomness({torch.device("cpu"): 0, self._mesh.device: 0})
+            return self.outline.plan((tuple(args), dict(kwargs)), self._loss, surroundings, 0, random)
+
+    def _parts(self, plan: Plan | None) -> dict[str, list[int]]:
+        """Return the partitions that use each parameter, the owner's first."""
+        parts: dict[str, list[int]] = {}
+        first: dict[int, str] = {}
+        for prefix, child in self.model.named_modules(remove_duplicate=False):
+            for key, parameter in child._parameters.items():
+                if parameter is not None:
+                    full = f"{prefix}.{key}" if prefix else key
+                    parts.setdefault(first.setdefault(id(parameter), full), []).append(self._guessed[prefix])
+        for name, guessed in parts.items():
+            used = [] if plan is None else [j for j, names in enumerate(plan.parameters) if name in names]
+            parts[name] = used or sorted(guessed)
+        return parts
+
+    def adjust(self, plan: Plan | None) -> None:
+        """Take over from a plan what was only guessed before."""
+        if plan is not None:
+            new = self.placement.adjust(plan.parameters)
+            called = {unit for units in plan.units for unit in units}
+            guessed = [[unit for unit in units if unit not in called] for units in self.units]
+            units = [[*mine, *rest] for mine, rest in zip(plan.units, guessed, strict=True)]
+            if new and self._mesh.position == self.placement.owner[new[0]]:
+                logger.info("partitions share %s, of which ranks have copies", ", ".join(new))
+            if units != self.units:
+                self.units = units
+                for stage in self.stages:
+                    _fill(stage.submod, self.parts.doors.units, units[stage.j])
+        self.parts.stand_ins = {
+            id(mine): theirs
+            for mine, theirs in zip(self.model.parameters(), self.outline.module.parameters(), strict=True)
+        }
+
+    # Values.
+
+    def _fill_buffers(self, recipe: Recipe) -> None:
+        """Give all buffers, and tensors that are plain attributes, their initial values: every rank has them."""
+        for name, child in self.model.named_modules():
+            places = [place for place in meta_tensors(child) if place[0] is not child._parameters]
+            found = recipe.values(f"{name} buffers", [tensor for _, _, tensor in places]) if places else {}
+            for values, key, tensor in places:
+                values[key] = found[id(tensor)]
+
+    def _fill_parameters(self, recipe: Recipe) -> None:
+        """Give the parameters of this rank their initial values; they depend on the seed and the module's name."""
+        owned = set(self.placement.owned)
+        for prefix, child in self.model.named_modules():
+            names = {key: f"{prefix}.{key}" if prefix else key for key in child._parameters}
+            mine = {
+                key: p for key, p in child._parameters.items() if p is not None and names[key] in self.placement.aliases
+            }
+            if any(names[key] in owned for key in mine):
+                found = recipe.values(prefix, list(mine.values()))
+                for key, parameter in mine.items():
+                    value = found[id(parameter)]
+                    assert isinstance(value, nn.Parameter)
+                    self.placement.put(names[key], value)
+
+    def _move_buffers(self) -> None:
+        for child in self.model.modules():
+            for key, buffer in child._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    child._buffers[key] = buffer.to(self._mesh.device)
+
+    # What others see.
+
+    def _make_stages(self) -> list[ModelStage]:
+        n, mesh = len(self.cuts) + 1, self._mesh
+        stages = []
+        for j in self._kind.partitions_of(mesh.position, mesh.length, n):
+            partition = Partition()
+            _fill(partition, self.parts.doors.units, self.units[j])
+            stages.append(ModelStage(self.parts, partition, j, n, device=mesh.device, group=mesh.pipeline_group))
+        if len(mesh.pipelines) > 1:
+            held = nn.ParameterList(self.placement.held)
+            make_alike(held, mesh)
+            stages[0].averaging = _AveragingHeld(self.placement, mesh)
+        return stages
+
+    def outlines(self) -> list[Partition]:
+        """Return all partitions, with tensors that have a shape but no memory."""
+        partitions = [Partition() for _ in self.units]
+        for partition, units in zip(partitions, self.units, strict=True):
+            _fill(partition, self.outline.doors.units, units)
+        return partitions
+
+    def learned(self) -> nn.Module:
+        """Return what this rank trains and saves, under the names of the model."""
+        placement, position = self.placement, self._mesh.position
+        parameters = {alias: placement.tensor(name) for name in placement.owned for alias in placement.aliases[name]}
+        part_of = {unit: j for j, units in enumerate(self.units) for unit in units}
+        buffers: dict[str, Tensor] = {}
+        for prefix, child in self.model.named_modules(remove_duplicate=False):
+            j = next((part_of[unit] for unit in _parents(prefix) if unit in part_of), self._guessed[prefix])
+            for key, buffer in child._buffers.items():
+                if buffer is not None and is_persistent(child, key) and self._rank_of(j) == position:
+                    buffers[f"{prefix}.{key}" if prefix else key] = buffer
+        return named_tree(parameters, buffers, {})
+
+
+class _AveragingHeld(Averaging):
+    """Averages the gradients of all parameters of a rank, copies among them, over its replicas."""
+
+    def __init__(self, placement: Placement, mesh: PipelineMesh) -> None:
+        super().__init__(nn.Module(), mesh)
+        self._placement = placement
+
+    def start(self) -> None:
+        self._partition = nn.ParameterList(self._placement.held)
+        super().start()
+
+
+def _fill(partition: nn.Module, units: dict[str, nn.Module], names: Sequence[str]) -> None:
+    """Make units the children of a partition, under their whole names."""
+    partition._modules.clear()
+    partition._modules.update({name: units[name] for name in names})
+
+
+def _parents(name: str) -> list[str]:
+    """Return a name and those of the modules around it, the innermost first.
+
+    >>> _parents("a.b.c")
+    ['a.b.c', 'a.b', 'a']
+    """
+    parts = name.split(".")
+    return [".".join(parts[:k]) for k in range(len(parts), 0, -1)]

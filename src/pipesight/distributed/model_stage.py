@@ -1,0 +1,290 @@
+"""The tasks of one partition of any model on a rank: what `stage` does for layers, done by calls of the model.
+
+What crosses a cut is known by the plan of the micro-batch. A tensor that later partitions use, too, is passed on, and
+its gradients are added on the way back. ::
+
+    cut     a    b    c                     gradients of a, b, c
+            │    │    │                              ^
+          [ uses a, b  │ ] makes d          a: here; b: here and from later partitions; c: from later ones
+                 │    │    │                         │
+    cut          b    c    d                gradients of b, c, d
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipesight.distributed.dry_run import Crossing, Plan
+from pipesight.distributed.minibatch import MiniBatch
+from pipesight.distributed.model_walk import Doors, Name
+from pipesight.distributed.part_walk import PartWalk, run_part
+from pipesight.distributed.transfers import TransferringStage
+from pipesight.pipeline.checkpoint import Checkpoint, Checkpointer
+from pipesight.pipeline.partition import Partition
+
+__all__ = ["ModelBatch", "ModelParts", "ModelStage"]
+
+
+@dataclass(slots=True)
+class ModelBatch(MiniBatch):
+    """A mini-batch of calls of a model."""
+
+    calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
+    """The arguments of each micro-batch."""
+    finish: Callable[[Any], Any] = lambda output: output
+    """What is wanted of the output."""
+    with_loss: bool = True
+    results: dict[int, Any] = field(default_factory=dict)
+    """What the last partition gives, where no loss is wanted."""
+
+
+@dataclass(slots=True)
+class ModelParts:
+    """The model of a rank, for all its stages."""
+
+    module: nn.Module
+    """With the parameters of the rank; those of others have no memory."""
+    doors: Doors
+    cuts: Sequence[str]
+    outlines: Mapping[str, nn.Module]
+    """Its units without values, by name."""
+    stand_ins: dict[int, Tensor] = field(default_factory=dict)
+    """For parameters, by id."""
+
+
+@dataclass(slots=True)
+class _Graph:
+    """What a forward leaves for its backward."""
+
+    leaves: dict[Name, Tensor]
+    ends: dict[Name, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None
+
+
+class ModelStage(TransferringStage):
+    """A partition of this rank.
+
+    Args:
+        parts: The model.
+        units: Those of the partition, for observers and their buffers.
+        j: Which partition it is.
+        partitions: How many there are.
+        device: Where it runs.
+        group: The ranks of this pipeline.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        units: Partition,
+        j: int,
+        partitions: int,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(units, j, partitions, device=device, group=group)
+        self._parts = parts
+        self._checkpointer = Checkpointer(units)
+        self._graphs: dict[int, _Graph] = {}
+        self.batch: ModelBatch
+
+    def clear_runtime_states(self) -> None:
+        """Drop what an earlier step, which may have failed, has left."""
+        super().clear_runtime_states()
+        self._graphs.clear()
+
+    def _plan(self, i: int) -> Plan:
+        plan: Plan = self.batch.flows[i]
+        return plan
+
+    # Forward.
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = True
+    ) -> list[Tensor]:
+        """Run the partition on a micro-batch; return what goes to the next one."""
+        i, batch, plan = fwd_chunk_id, self.batch, self._plan(fwd_chunk_id)
+        came = [] if self.is_first else self._received.pop(i)
+        arriving = dict(zip(plan.cuts[self.j].tensors, came, strict=True))
+        for crossing, tensor in arriving.items():
+            if self.has_backward and crossing.learns:
+                tensor.requires_grad_()
+        leaves = {crossing.name: t for crossing, t in arriving.items() if crossing.name in plan.needs[self.j]}
+        checkpointed = self.has_backward and i < batch.where.checkpoint_stop and self._checkpointer.allowed
+        self._start("forward", i, checkpointing=checkpointed)
+        try:
+            graph, made = self._forward(i, leaves, checkpointed)
+            going = self._going(plan.cuts[self.j + 1].tensors, made, arriving)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._end()
+        if self.has_backward:
+            graph.marks = batch.where.marks
+            self._graphs[i] = graph
+        self._sent[i] = [t.detach() for t in going]
+        if self.is_last and save_forward_output:  # before torch 2.9, schedules put these together
+            self.output_chunks.append(torch.empty(1))
+        return self._sent[i]
+
+    def _forward(self, i: int, leaves: dict[Name, Tensor], checkpointed: bool) -> tuple[_Graph, dict[Name, Tensor]]:
+        if checkpointed:
+            found = self._checkpointer.forward(
+                lambda checkpoint: self._call(i, leaves, checkpoint),
+                list(leaves.values()),
+                self.batch.where,
+                changed="a tensor of another partition was changed in place in a checkpointed partition, so that it "
+                "cannot be recomputed; clone() it first, or use checkpoint='never'",
+            )
+            if found is not None:
+                (made, result), checkpoint = found
+                self._finish(i, result)
+                # The graph is dropped: all but the inputs is computed again.
+                return _Graph(leaves, checkpoint=checkpoint), {name: t.detach() for name, t in made.items()}
+        made, result = self._call(i, leaves)
+        graph = _Graph(leaves, {name: t for name, t in made.items() if t.requires_grad})
+        graph.loss = self._finish(i, result)
+        return graph, made
+
+    def _call(
+        self, i: int, leaves: Mapping[Name, Tensor], checkpoint: Checkpoint | None = None
+    ) -> tuple[dict[Name, Tensor], Any]:
+        """Call the model; return what goes to later partitions, and what the last one gives."""
+        parts, batch = self._parts, self.batch
+        walk = PartWalk(
+            self._plan(i),
+            self.j,
+            {name: _entered(t) if t.requires_grad else t for name, t in leaves.items()},
+            parts.stand_ins,
+            parts.outlines,
+            cuts=parts.cuts,
+            device=self.device,
+            i=i,
+            randomness=batch.randomness,
+        )
+        try:
+            result = run_part(walk, parts.doors, parts.module, batch.calls[i], batch.finish)
+        finally:
+            walk.end_stream()
+        if checkpoint is not None and walk.own_generators:
+            raise RuntimeError(
+                "a layer draws from a generator of its own, which a recomputation cannot set back; use the default "
+                "one, or checkpoint='never'"
+            )
+        return walk.made, result
+
+    def _going(
+        self, crossings: Sequence[Crossing], made: Mapping[Name, Tensor], arriving: Mapping[Crossing, Tensor]
+    ) -> list[Tensor]:
+        """Return what goes to the next partition, after a check that it is what was planned."""
+        passing = {crossing.name: tensor for crossing, tensor in arriving.items()}
+        going = []
+        for crossing in crossings:
+            tensor = made.get(crossing.name, passing.get(crossing.name))
+            if tensor is None:
+                raise RuntimeError(f"a tensor of partition {self.j} that later ones use was not made: {crossing.name}")
+            if (tuple(tensor.shape), tensor.dtype) != (crossing.shape, crossing.dtype):
+                found = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+                raise RuntimeError(
+                    f"what partition {self.j} sends must have the shape that was found out without values: {crossing}, "
+                    f"but has {found}; shapes must not depend on the values of activations"
+                )
+            if self.has_backward and tensor.requires_grad and not crossing.learns:
+                raise RuntimeError(
+                    f"what partition {self.j} sends ({crossing}) requires grad, but did not without values; use "
+                    "detach() if no gradient is meant to flow through it"
+                )
+            going.append(tensor)
+        return going
+
+    def _finish(self, i: int, result: Any) -> Tensor | None:
+        """Take the loss, or keep the result if none is wanted; return where the backward starts."""
+        if not self.is_last:
+            return None
+        if not self.batch.with_loss:
+            self.batch.results[i] = result
+            return None
+        if not isinstance(result, Tensor) or result.numel() != 1:
+            what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            raise TypeError(f"the loss must be one number, as a tensor, but is {what}")
+        return self.batch.loss.add(i, result.reshape(()), (tuple, []))
+
+    # Backward.
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run the backward of a micro-batch."""
+        if not self.has_backward:
+            return
+        i, plan = bwd_chunk_id, self._plan(bwd_chunk_id)
+        graph = self._graphs.pop(i)
+        if graph.checkpoint is not None:
+            self._recompute(i, graph, graph.checkpoint)
+        came: Sequence[Tensor | None] = [] if self.is_last else self._gradients_received.pop(i)
+        gradients = dict(zip((crossing.name for crossing in plan.cuts[self.j + 1].tensors), came, strict=True))
+        self._start("backward", i, marks=graph.marks)
+        try:
+            pairs = [(graph.ends[name], g) for name, g in gradients.items() if name in graph.ends and g is not None]
+            if graph.loss is not None and graph.loss.requires_grad:
+                pairs.append((graph.loss, torch.ones_like(graph.loss)))
+            with self._running_backward(i):
+                if pairs:
+                    torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
+            self.batch.where.end_layer()  # the rest belongs to no layer
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._end()
+        sent: list[Tensor | None] = []
+        for crossing in plan.cuts[self.j].tensors:
+            leaf, passed = graph.leaves.get(crossing.name), gradients.get(crossing.name)
+            own = None if leaf is None else leaf.grad
+            sent.append(passed if own is None else own if passed is None else own + passed)
+        self._gradients_sent[i] = sent
+
+    def _recompute(self, i: int, graph: _Graph, checkpoint: Checkpoint) -> None:
+        self._start("recompute", i)
+        try:
+            made, result = self._checkpointer.recompute(
+                lambda checkpoint: self._call(i, graph.leaves, checkpoint), checkpoint
+            )
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._end()
+        graph.ends = {name: t for name, t in made.items() if t.requires_grad}
+        graph.loss = self._finish(i, result)
+        graph.marks, graph.checkpoint = self.batch.where.marks, None
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Do nothing: backwards are not split."""
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Do nothing: stages of a rank may share parameters, whose gradients are reduced when all have ended."""
+
+
+def _entered(tensor: Tensor) -> Tensor:
+    entered: Tensor = _Entered.apply(tensor)  # type: ignore[no-untyped-call]
+    return entered
+
+
+class _Entered(torch.autograd.Function):
+    """The same tensor, but no leaf, so that a model may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]

@@ -1,0 +1,283 @@
+"""One call of a pipeline of any model on this rank: the ranks agree on it and plan it, torch's schedule runs it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesight import context
+from pipesight.distributed.agreement import Message
+from pipesight.distributed.dry_run import ModelOutline, Plan
+from pipesight.distributed.minibatch import BatchLoss
+from pipesight.distributed.model_placement import Placement
+from pipesight.distributed.model_stage import ModelBatch
+from pipesight.distributed.step_runner import CallRunner
+from pipesight.pipeline.batch_dims import BatchDims
+from pipesight.pipeline.calls import SplitCall, split_call
+from pipesight.pipeline.flattening import Flat, flatten
+from pipesight.pipeline.outputs import Merge, flatten_output
+from pipesight.pipeline.randomness import PassRandomness, draw_seed, next_seed, seed_of
+
+__all__ = ["ModelStepRunner", "take_loss"]
+
+
+def take_loss(output: Any) -> Any:
+    """Return the loss that a model computes: its output, if that is one number, or what the output calls ``loss``."""
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise TypeError(
+            f"the model returns {type(output).__name__}, which has no loss; give the model what it computes the loss "
+            "from, such as labels=, or say what the loss is: DistributedPipeline(..., loss=lambda output: ...)"
+        )
+    return loss
+
+
+def _whole(output: Any) -> Any:
+    return output
+
+
+class ModelStepRunner(CallRunner):
+    """Makes the calls of a pipeline of any model.
+
+    Args:
+        outline: The model without its memory.
+        placement: Of its parameters.
+        chunks: How many micro-batches a mini-batch is cut into.
+        dims: Where the batch is in the arguments.
+        loss: Takes the output of the model, returns its loss.
+        loss_weight: What the user says the loss of a micro-batch counts.
+        adjusted: Called with a plan if it moves parameters or units between partitions.
+        settings: As for :class:`CallRunner`.
+    """
+
+    def __init__(
+        self,
+        outline: ModelOutline,
+        placement: Placement,
+        chunks: int,
+        dims: BatchDims,
+        loss: Callable[[Any], Any],
+        loss_weight: Any,
+        adjusted: Callable[[Plan], None],
+        *settings: Any,
+    ) -> None:
+        super().__init__(*settings)
+        self._outline, self._placement, self._chunks = outline, placement, chunks
+        self._dims, self._loss, self._loss_weight, self._adjusted = dims, loss, loss_weight, adjusted
+        self._model: nn.Module = self._module
+
+    def run(
+        self,
+        pipeline: Any,
+        call: str,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        *,
+        learns: bool,
+        with_loss: bool = True,
+        scale: float | None = None,
+    ) -> tuple[ModelBatch, SplitCall]:
+        """Run one call with the model's own arguments; ``scale`` is what the loss is multiplied by."""
+        with self._monitor.calls.running(call, self._calls + 1):
+            return self._run(pipeline, call, given, learns, with_loss, scale)
+
+    def _run(
+        self,
+        pipeline: Any,
+        call: str,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        learns: bool,
+        with_loss: bool,
+        scale: float | None,
+    ) -> tuple[ModelBatch, SplitCall]:
+        step = context.step_of_call(pipeline, self.steps)
+        message: Message = {"call": f"{call} {self._calls}", "arguments": {"scale": scale}}
+        message |= {"leaves": self.preemption.asked, "step": context.counted_step(), "seed": next_seed()}
+        error: Exception | None = None
+        try:
+            surroundings = self._outline.follow(self._model)
+            flat = flatten(given)
+            message["given"] = _described(flat, self._dims)
+            message["values"] = _checksum(flat)
+            message["mode"] = hashlib.blake2b(repr(surroundings).encode(), digest_size=8).hexdigest()
+            args, kwargs = self._here(flat)
+            split = split_call(args, kwargs, self._chunks, self._dims)
+        except Exception as found:
+            error = found
+        messages = self._agreement.settle(message, error)
+        self._compare(messages)
+        if any(answer["leaves"] for answer in messages.values()):
+            self.preemption.leave()
+        self._calls += 1
+        seed = messages[self._mesh.members[0]]["seed"]
+        finish = self._loss if with_loss else _whole
+        plans, weights, total = self._agree(call, split, finish, surroundings, seed)
+        if any(plan.random for plan in plans):
+            draw_seed()  # on every rank, so that shuffles give the same samples on each
+        else:
+            seed = seed_of(seed, self.steps, self._since)
+        self._enter_step(step, [answer["step"] for answer in messages.values() if answer["step"] is not None])
+        replicas = len(self._mesh.pipelines)
+        share = float(replicas) if total is None else replicas / total if total else 0.0
+        loss = BatchLoss(_no_function, list(split.calls), weights, share, 1.0 if scale is None else scale)
+        n, m = self._outline.partitions, len(plans)
+        where = self._enter_pass(sum(split.sizes), m, n, learns)
+        random = self._randomness(seed)
+        batch = ModelBatch(plans, [], loss, learns, random, where, where.observers, self._monitor)
+        batch.calls, batch.finish, batch.with_loss = split.calls, finish, with_loss
+        self.steps, self._since = self.steps + learns, 0 if learns else self._since + 1
+        with self._monitor.explaining("the weights that partitions share"):
+            self._placement.send_values()
+        self._schedule_runner.run(batch)
+        if learns:
+            with self._monitor.explaining("the gradients of weights that partitions share"):
+                self._placement.collect_gradients()
+        return batch, split
+
+    def output(self, batch: ModelBatch, split: SplitCall) -> Any:
+        """Return the output of the model for the whole mini-batch, on the last rank."""
+        flats = [flatten_output(batch.results[i], split.dims) for i in range(len(split.calls))]
+        merge = Merge(flats, split)
+        parts = [[flat.tensors[k] for flat in flats] for k in range(merge.count)]
+        return merge.rebuild([merge.join(k, mine) for k, mine in enumerate(parts)])
+
+    def _here(self, flat: Flat) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, with their tensors on the device of this rank and without a graph."""
+        args, kwargs = flat.rebuild([tensor.detach().to(self._mesh.device) for tensor in flat.tensors])
+        return args, kwargs
+
+    def _compare(self, messages: dict[int, Message]) -> None:
+        """Raise if ranks of one pipeline have other arguments, or are in another mode."""
+        for pipeline in self._mesh.pipelines:
+            first = messages[pipeline[0]]
+            for rank in pipeline[1:]:
+                other = messages[rank]
+                if other["given"] != first["given"]:
+                    raise ValueError(
+                        f"every rank of a pipeline must be given the same arguments (rank {pipeline[0]}: "
+                        f"{first['given']}; rank {rank}: {other['given']})"
+                    )
+                if other["values"] != first["values"]:
+                    raise ValueError(
+                        f"every rank of a pipeline must be given the same batch, but the values differ between rank "
+                        f"{pipeline[0]} and rank {rank}; shuffle with the same seed on every rank: "
+                        "torch.manual_seed(...) before the DataLoader is made"
+                    )
+        modes = {rank: message["mode"] for rank, message in messages.items()}
+        if len(set(modes.values())) > 1:
+            raise ValueError(
+                "all ranks must be in the same mode; call train() or eval(), freeze parameters and use autocast alike "
+                "on every rank"
+            )
+
+    def _agree(
+        self, call: str, split: SplitCall, finish: Callable[[Any], Any], surroundings: Any, seed: int
+    ) -> tuple[list[Plan], list[float], float | None]:
+        """Return the plan and the weight of each micro-batch, and the sum of all weights; ``None`` for a sum of losses.
+
+        Ranks compare their plans where these are new, so that none waits for what another does not send.
+        """
+        message: Message = {"call": f"plan of {call} {self._calls}"}
+        error: Exception | None = None
+        plans: list[Plan] = []
+        weights: list[float] = []
+        sums, known = False, self._outline.made
+        try:
+            random = self._randomness(seed)
+            plans = [self._plan(split, i, finish, surroundings, random) for i in range(len(split.calls))]
+            self._place(plans)
+            sums, weights = self._weigh(split, plans, finish, surroundings, random)
+        except Exception as found:
+            error = found
+        if self._outline.made == known and error is None and len(self._mesh.pipelines) == 1:
+            return plans, weights, None if sums else sum(weights)
+        text = repr([plan.fingerprint() for plan in plans])
+        message["plan"] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        message["weight"] = sum(weights)
+        messages = self._agreement.settle(message, error)
+        for pipeline in self._mesh.pipelines:
+            if len({messages[rank]["plan"] for rank in pipeline}) > 1:
+                raise RuntimeError(
+                    "the model makes other calls on one rank than on others, for the same arguments: it depends on "
+                    "something that differs between ranks, such as the rank itself or an unseeded random number"
+                )
+        firsts = [messages[pipeline[0]]["weight"] for pipeline in self._mesh.pipelines]
+        return plans, weights, None if sums else sum(firsts)
+
+    def _plan(
+        self,
+        split: SplitCall,
+        i: int,
+        finish: Callable[[Any], Any],
+        surroundings: Any,
+        random: PassRandomness,
+        *,
+        anew: bool = False,
+    ) -> Plan:
+        return self._outline.plan(split.calls[i], finish, surroundings, i, random, anew=anew)
+
+    def _place(self, plans: list[Plan]) -> None:
+        for plan in {id(plan): plan for plan in plans}.values():
+            self._adjusted(plan)
+
+    def _weigh(
+        self,
+        split: SplitCall,
+        plans: list[Plan],
+        finish: Callable[[Any], Any],
+        surroundings: Any,
+        random: PassRandomness,
+    ) -> tuple[bool, list[float]]:
+        """Return whether losses are summed, and what each micro-batch counts."""
+        if self._loss_weight == "sum" or split.arguments[0].get("num_items_in_batch") is not None:
+            return True, [1.0] * len(plans)
+        if callable(self._loss_weight):
+            return False, [float(self._loss_weight(*args, **kwargs)) for args, kwargs in split.calls]
+        samples = [float(size) for size in split.sizes]
+        ignored = {plan.mean[1] for plan in plans if plan.mean is not None}
+        if self._loss_weight == "samples" or finish is _whole or len(plans) == 1 or not ignored:
+            return False, samples
+        if not _holds(split.calls, ignored):  # then every sample has as many targets as any other
+            return False, samples
+        plans = [self._plan(split, i, finish, surroundings, random, anew=True) for i in range(len(plans))]
+        return False, [samples[i] if plan.mean is None else plan.mean[0] for i, plan in enumerate(plans)]
+
+
+def _described(flat: Flat, dims: BatchDims) -> str:
+    """Return the names, types and shapes of all tensors among the arguments."""
+    found = []
+    for names, tensor in zip(flat.names, flat.tensors, strict=True):
+        way, _, name = names[0].partition(".")
+        first, dot, rest = name.partition(".")
+        name = f"{dims.name_of(int(first))}{dot}{rest}" if way == "0" else name
+        found.append(f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
+    return ", ".join(found)
+
+
+def _checksum(flat: Flat) -> int:
+    """Return a number that differs between batches: a sum of all bytes, in small tensors weighed by their place."""
+    total = torch.zeros((), dtype=torch.int64)
+    for k, tensor in enumerate(flat.tensors):
+        if tensor.numel():
+            content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            if content.numel() <= _WEIGHED:
+                content = content * (torch.arange(content.numel(), device=content.device) % 997 + 1)
+            total = total * 31 + k + content.sum(dtype=torch.int64).cpu()
+    return int(total)
+
+
+_WEIGHED = 2**20  # bytes
+
+
+def _holds(calls: Any, values: set[int]) -> bool:
+    integers = [t for t in flatten(calls).tensors if t.dtype in (torch.int64, torch.int32)]
+    return any(bool((t == value).any()) for t in integers for value in values)
+
+
+def _no_function(_output: Any, _target: Any) -> Tensor:
+    raise AssertionError("the model computes its loss itself")

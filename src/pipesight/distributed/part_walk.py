@@ -1,0 +1,221 @@
+"""Run one partition of a model on this rank, by calling the model's own forward.
+
+What comes before the partition runs without values, and units not at all. Entering the partition swaps what crosses for
+what was received; entering the next one ends the call. ::
+
+    embedding   block 0   block 1 │ block 2   block 3 │ block 4   head
+    ────── without values ─────── │ ──── for real ─── │ not called
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesight import context
+from pipesight._nested import tensors_in
+from pipesight._torch.autograd import next_sequence_number
+from pipesight._torch.function_modes import innermost_mode, without_innermost_mode
+from pipesight._torch.tensors import with_function_overrides
+from pipesight.distributed import stand_ins
+from pipesight.distributed.dry_run import Plan
+from pipesight.distributed.model_walk import Call, Doors, Name, Walk
+from pipesight.distributed.stand_ins import map_tensors
+from pipesight.pipeline.flattening import flatten
+from pipesight.pipeline.partition import watch_backward
+from pipesight.pipeline.randomness import PassRandomness
+
+__all__ = ["PartWalk", "run_part"]
+
+
+class _PartitionEnd(BaseException):
+    """Ends a call of the model where the next partition begins.
+
+    Not an ``Exception``, so that a model's own ``except Exception`` lets it pass.
+    """
+
+
+class PartWalk(Walk):
+    """A call of the model for one partition.
+
+    Args:
+        plan: Of the call.
+        own: The partition.
+        received: What comes from earlier ones.
+        parameters: The stand-ins of all parameters, by the ids of these.
+        outlines: The units without values, by name.
+        cuts: The modules that begin partitions 1, 2 and so on.
+        device: That of the rank.
+        i: The micro-batch.
+        randomness: That of the pass.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        own: int,
+        received: Mapping[Name, Tensor],
+        parameters: Mapping[int, Tensor],
+        outlines: Mapping[str, nn.Module],
+        *,
+        cuts: Sequence[str],
+        device: torch.device,
+        i: int,
+        randomness: PassRandomness,
+    ) -> None:
+        super().__init__(cuts, device, i, randomness)
+        self._plan, self._own, self._received = plan, own, received
+        self._parameters, self._outlines = parameters, outlines
+        self._wanted = {crossing.name for crossing in plan.cuts[own + 1].tensors if crossing.name[0] == own}
+        self.made: dict[Name, Tensor] = {}
+        """What goes to later partitions."""
+
+    def arrive(self, cut: int) -> None:
+        """Begin a partition; end the call if it is the next one."""
+        if cut == self.j + 1:
+            self.check_count()
+        super().arrive(cut)
+        if self.j > self._own:
+            raise _PartitionEnd
+
+    def check_count(self) -> None:
+        """Raise if the model has made other calls in this partition than planned."""
+        if self.n != self._plan.counts[self.j]:
+            raise RuntimeError(
+                f"the model made {self.n} calls in partition {self.j}, but {self._plan.counts[self.j]} when the ranks "
+                "found out what it sends: it took another way, by something that differs from call to call or from "
+                "rank to rank, such as a random number of Python's or an attribute that it changes"
+            )
+
+    def look(self, tensor: Tensor) -> Tensor:
+        """Return the stand-in of a parameter."""
+        return self._parameters.get(id(tensor), tensor)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.j < self._own:
+            return self.call_without_values(func, args, kwargs)
+        args, kwargs = map_tensors(self.receive, args), map_tensors(self.receive, kwargs)
+        if self.unit is None:
+            self.next_stream()
+        output = func(*args, **kwargs)
+        target = stand_ins.changed_by(func, args, kwargs)
+        if target is not None:
+            self.count()
+            self._keep((self.j, self.n, 0 if self.unit is None else self.m, 0), target)
+        else:
+            self._keep_all(output)
+        return output
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """Return what was received for a stand-in, and anything else as it is."""
+        if not tensor.is_meta:
+            if not self.is_written(tensor):
+                return tensor
+            self.check_written(tensor)
+        name = self.names.get(id(tensor))
+        if name is None or name not in self._received:
+            raise RuntimeError(
+                f"{stand_ins.place()} uses a tensor of another rank that was not sent (shape: {tuple(tensor.shape)}, "
+                f"made by: {name}); a model that keeps state between calls cannot be cut over ranks"
+            )
+        return self._received[name]
+
+    def _keep_all(self, output: Any) -> None:
+        counted = False
+        for k, tensor in enumerate(tensors_in(output)):
+            if not counted:
+                self.count()
+                counted = True
+            self._keep((self.j, self.n, 0 if self.unit is None else self.m, k), tensor)
+
+    def _keep(self, name: Name, tensor: Tensor) -> None:
+        if name in self._wanted:
+            self.made[name] = tensor
+
+    def call_unit(self, unit: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a unit of this partition; of an earlier one, return what stands in for its result."""
+        self.next_stream()
+        self.n += 1
+        n = self.n
+        if self.j == self._own:
+            args, kwargs = map_tensors(self.receive, args), map_tensors(self.receive, kwargs)
+            output = self._call_observed(unit, call, args, kwargs)
+            for k, tensor in enumerate(tensors_in(output)):
+                self._keep((self.j, n, 0, k), tensor)
+            return output
+        result = self._plan.results.get((self.j, n))
+        if result is not None:
+            output = result.stand_ins((args, kwargs))
+        else:
+            output = self._inside(unit, self._outlines[unit], args, kwargs)
+        self.name_result(n, output)
+        return output
+
+    def _inside(self, unit: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a unit and look at what is called inside it."""
+        self.unit, self.m = unit, 0
+        try:
+            with with_function_overrides():
+                return call(*args, **kwargs)
+        finally:
+            self.unit = None
+
+    def _call(self, unit: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (self.j, self.n) in self._plan.watched or innermost_mode() is not self:
+            return self._inside(unit, call, args, kwargs)
+        self.unit = unit
+        try:
+            with with_function_overrides(), without_innermost_mode():
+                return call(*args, **kwargs)
+        finally:
+            self.unit = None
+
+    def _call_observed(self, unit: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        where = context.current()
+        if where is None:
+            return self._call(unit, call, args, kwargs)
+        where.layer = unit
+        where.marks.append((next_sequence_number(), unit))
+        if not where.observers.members:
+            output = self._call(unit, call, args, kwargs)
+        else:
+            where.observers.layer_started(where)
+            output = self._call(unit, call, args, kwargs)
+            where.observers.layer_ended(where)
+            watch_backward(tuple(tensors_in((args, kwargs))), tuple(tensors_in(output)), unit)
+        where.layer = None
+        return output
+
+
+def run_part(
+    walk: PartWalk,
+    doors: Doors,
+    model: nn.Module,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    finish: Callable[[Any], Any],
+) -> Any:
+    """Run a partition; return what the last one gives, after ``finish``, and ``None`` of others.
+
+    Args:
+        walk: The call.
+        doors: Of the model.
+        model: With the parameters of this rank.
+        call: The arguments.
+        finish: Makes of the model's output what is wanted of it.
+    """
+    outer, doors.walk = doors.walk, walk
+    args, kwargs = call
+    try:
+        with walk:
+            output = finish(model(*args, **kwargs))
+        walk.check_count()
+        flat = flatten(output)
+        return flat.rebuild([walk.receive(tensor) for tensor in flat.tensors])
+    except _PartitionEnd:
+        return None
+    finally:
+        doors.walk = outer
