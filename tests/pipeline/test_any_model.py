@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import threading
 import time
 from typing import Any
 
@@ -332,3 +333,27 @@ def test_frozen_parameters_get_no_gradient() -> None:
         model(**batch())["loss"].backward()
     assert_same_gradients(pipe, plain)
     assert "embed.weight" not in gradients(pipe)
+
+
+def test_the_first_call_can_be_verified() -> None:
+    for drop in (0.0, 0.5):
+        pipe = Pipeline(make(drop=drop), CUTS, chunks=3, verify=True)
+        state = copy.deepcopy(pipe.state_dict())
+        pipe(**batch())["loss"].backward()
+        torch.testing.assert_close(pipe.state_dict(), state, rtol=0, atol=0)
+
+
+def test_a_difference_is_found_and_named() -> None:
+    class Forgetful(Model):
+        """Computes something else when another thread calls it, as a model with a global cache may."""
+
+        def forward(self, ids: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
+            found = super().forward(ids, **kwargs)
+            if threading.current_thread() is not threading.main_thread():
+                found["logits"] = found["logits"] + 1e-2
+            return found
+
+    torch.manual_seed(0)
+    pipe = Pipeline(Forgetful(), CUTS, chunks=2, verify=True)
+    with pytest.raises(RuntimeError, match=r"'output\.logits' differs from the plain model's by up to 0\.01"):
+        pipe(**batch())

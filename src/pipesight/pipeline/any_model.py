@@ -27,6 +27,7 @@ from pipesight.pipeline.placed_units import Placement
 from pipesight.pipeline.trip import hook
 from pipesight.pipeline.trips import TripEngine, Trips, TripTape
 from pipesight.pipeline.units import check_cuts
+from pipesight.pipeline.verification import verify_call
 from pipesight.schedule.argument_checks import CheckpointMode, check_checkpoint, check_chunks, checkpoint_stop
 
 __all__ = ["Pipeline"]
@@ -68,6 +69,8 @@ class Pipeline(nn.Module):
         loss_weight: How losses that the model returns are weighed. By default by what they are means over, which is
             read off their graphs. ``"samples"`` averages them by samples, ``"sum"`` adds them; a function of the output
             and the arguments (a dict, by name) of a micro-batch returns what its loss is a mean over.
+        verify: Compare the first call in training mode with the plain model, outputs and gradients, and raise if they
+            differ. It takes copies of the model and a few times as long as a step.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Pipeline(nn.Module):
         checkpoint: CheckpointMode = "except_last",
         batch_dim: BatchDim = None,
         loss_weight: LossWeight | None = None,
+        verify: bool = False,
     ) -> None:
         super().__init__()
         names = check_cuts(module, cuts or [])
@@ -90,6 +94,7 @@ class Pipeline(nn.Module):
         self._dims = BatchDims(batch_dim, self._signature)
         self._losses = LossMerging(loss_weight)
         self._steps = 0
+        self._to_verify = verify
         # The same tables as the model's, so that both have the same names for everything.
         self.__dict__.update(
             _modules=module._modules, _parameters=module._parameters, _buffers=module._buffers, training=module.training
@@ -146,6 +151,9 @@ class Pipeline(nn.Module):
         """Call the model with each micro-batch of the arguments; return its outputs, put together."""
         if in_transform():
             raise RuntimeError("torch.func transforms such as vmap and grad cannot see into a pipeline")
+        if self._to_verify and self.training and torch.is_grad_enabled():
+            self._to_verify = False
+            verify_call(self, args, kwargs, lambda flats, call: Merge(flats, call, self._losses.weigher(call, flats)))
         call = split_call(args, kwargs, self._chunks, self._dims)
         engine = self._engine()
         caller = CallerState(engine.workers, caches_casts=False)
