@@ -1,5 +1,7 @@
 """Choose the balance of a model: by the time its layers take, by the memory they keep, or by costs you know.
 
+`cuts_by_time` and `cuts_by_size` do so for any model in a `pipesight.Pipeline`.
+
 Example::
 
     from pipesight import GPipe
@@ -11,9 +13,10 @@ Example::
 """
 
 from pipesight.pipeline.balance import balance_by_size, balance_by_time
+from pipesight.pipeline.choosing_cuts import cuts_by_size, cuts_by_time
 from pipesight.schedule.balancing import balance_cost
 
-__all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
+__all__ = ["balance_by_size", "balance_by_time", "balance_cost", "cuts_by_size", "cuts_by_time"]
 
 
 def __dir__() -> list[str]:

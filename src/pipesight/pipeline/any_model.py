@@ -18,6 +18,7 @@ from pipesight.pipeline.autograd_node import connect
 from pipesight.pipeline.batch_dims import BatchDim, BatchDims
 from pipesight.pipeline.caller_state import CallerState
 from pipesight.pipeline.calls import split_call
+from pipesight.pipeline.choosing_cuts import CallSample, cuts_by_time
 from pipesight.pipeline.devices import choose_devices
 from pipesight.pipeline.loss_merging import LossMerging, LossWeight
 from pipesight.pipeline.minibatch import MiniBatch
@@ -59,6 +60,8 @@ class Pipeline(nn.Module):
     Args:
         module: The model.
         cuts: The modules, by name, whose first call begins the next partition.
+        partitions: Instead of cuts: how many partitions, of about the same time; see `pipesight.balance.cuts_by_time`.
+        sample: A call to measure for that, ``(args, kwargs)`` or ``kwargs`` alone.
         devices: One per partition. By default the CUDA devices in order, or the CPU for every partition if there is no
             GPU. Parameters move to the device of the partition that uses them first.
         chunks: Number of micro-batches per mini-batch.
@@ -78,6 +81,8 @@ class Pipeline(nn.Module):
         module: nn.Module,
         cuts: Sequence[str] | None = None,
         *,
+        partitions: int | None = None,
+        sample: CallSample | None = None,
         devices: Iterable[torch.device | str | int] | None = None,
         chunks: int = 1,
         checkpoint: CheckpointMode = "except_last",
@@ -86,8 +91,12 @@ class Pipeline(nn.Module):
         verify: bool = False,
     ) -> None:
         super().__init__()
-        names = check_cuts(module, cuts or [])
         self._chunks = check_chunks(chunks)
+        if cuts is None and partitions is not None and sample is not None:
+            cuts = cuts_by_time(module, sample, partitions, chunks=chunks, batch_dim=batch_dim)
+        elif partitions is not None or sample is not None:
+            raise TypeError("partitions and sample must be given together, and without cuts: they choose the cuts")
+        names = check_cuts(module, cuts or [])
         self._checkpoint = check_checkpoint(checkpoint)
         self._placement = Placement(module, names, choose_devices(devices, 1 + len(names)))
         self._signature = inspect.signature(module.forward)

@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, scatter
 from pipesight.pipeline.skip import SkipTracker, use_tracker
 
-__all__ = ["Device", "LayerProfile", "Sample", "profile_layers", "profile_size", "profile_time"]
+__all__ = [
+    "Device",
+    "LayerProfile",
+    "Sample",
+    "profile_layers",
+    "profile_size",
+    "profile_time",
+    "storages",
+    "undisturbed",
+]
 
 Device: TypeAlias = torch.device | str | int | None
 Sample: TypeAlias = TensorOrTensors
@@ -36,7 +45,7 @@ _Cost = TypeVar("_Cost")
 def profile_time(model: nn.Sequential, sample: Sample, *, timeout: float = 1.0, device: Device = None) -> list[float]:
     """Return the seconds that forward and backward of each layer take, the median of several runs."""
     share, place = _share(model, timeout), _place(device)
-    with _undisturbed(place):
+    with undisturbed(place):
         return _profile(model, sample, place, lambda layer: sum(_median_seconds(layer, place, share)))
 
 
@@ -54,7 +63,7 @@ def profile_size(
     def size(layer: _Layer) -> float:
         return layer.kept_bytes() + param_scale * sum(p.nbytes for p in layer.module.parameters())
 
-    with _undisturbed(place):
+    with undisturbed(place):
         return _profile(model, sample, place, size)
 
 
@@ -70,7 +79,7 @@ def profile_layers(
         outputs = sum(t.nbytes for t in as_tuple(layer.output, "output"))
         return LayerProfile(forward, backward, kept, outputs, sum(p.nbytes for p in layer.module.parameters()))
 
-    with _undisturbed(place):
+    with undisturbed(place):
         return _profile(model, sample, place, profile)
 
 
@@ -152,8 +161,8 @@ class _Layer:
         alive = [tensor for reference in saved if (tensor := reference()) is not None]
         popped = [t for t in self.skips.popped.values() if t is not None]
         own = [*self.module.parameters(), *self.module.buffers()]
-        known = _storages([*own, *as_tuple(input, "input"), *popped])
-        kept = _storages([*alive, *self._results()])
+        known = storages([*own, *as_tuple(input, "input"), *popped])
+        kept = storages([*alive, *self._results()])
         return sum(size for address, size in kept.items() if address not in known)
 
     def _rewind(self) -> TensorOrTensors:
@@ -213,10 +222,10 @@ def _fresh(tensor: Tensor) -> Tensor:
     return _detached(tensor).clone()
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return address and bytes of the memory behind ``tensors``. Sparse ones, mostly constants, have none."""
-    storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    found = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
 def _timed(place: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
@@ -246,7 +255,7 @@ def _place(device: Device) -> torch.device:
 
 
 @contextlib.contextmanager
-def _undisturbed(place: torch.device) -> Iterator[None]:
+def undisturbed(place: torch.device) -> Iterator[None]:
     """Record graphs whatever the caller's mode; restore random states and free CUDA memory afterwards."""
     cuda = place.type == "cuda"
     with (
