@@ -328,3 +328,27 @@ def test_threads_have_let_go_at_exit(tmp_path):
         tmp_path,
         end="",
     )
+
+
+def test_slow_store_at_exit(tmp_path):
+    """A rank waits for the store before Python ends: a thread that comes back from it later aborts the process."""
+    torchrun(
+        2,
+        """
+        import threading
+        from pipesight.distributed.rank_notes import RankNotes
+
+        def slow(self):
+            asking.set()
+            until = time.monotonic() + 2
+            while time.monotonic() < until:
+                self._store.check(["nothing"])
+            return 0
+
+        asking = threading.Event()
+        pipeline = DistributedPipeline(tanhs(2), [1, 1], chunks=2, loss_fn=nn.functional.mse_loss)
+        RankNotes.asked = slow
+        asking.wait()
+        """,
+        tmp_path,
+    )

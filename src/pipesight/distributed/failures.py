@@ -218,7 +218,7 @@ class RankMonitor:
     def _answer_if_asked(self) -> None:
         if self._keeper is None and not store_outlives_ranks():
             self._keeper = self._notes.address_of(0)
-        if (number := self._notes.asked()) > 0:
+        if not self._ended.is_set() and (number := self._notes.asked()) > 0:
             self._notes.answer(self._state(number))
 
 
@@ -240,11 +240,16 @@ def _answer(monitor: weakref.ref[RankMonitor], ended: threading.Event) -> None:
 def _leave(
     ended: threading.Event, thread: threading.Thread, port: LivenessPort, notes: RankNotes, calls: Calls
 ) -> None:
-    """End the thread that answers, and tell the remaining ranks that this one has exited."""
+    """End the thread that answers, and tell the remaining ranks that this one has exited.
+
+    A thread that comes back from a call of the store while Python shuts down aborts the process, although all went
+    well. So wait for the store, which may be slow, before the note that would have to wait for it, too.
+    """
     ended.set()
     if thread is not threading.current_thread():
-        thread.join(timeout=1)  # if it runs while Python shuts down, Python may crash
-    notes.leave(calls.begun)
+        thread.join(timeout=_STORE)
+    if thread is threading.current_thread() or not thread.is_alive():
+        notes.leave(calls.begun)
     port.close()
 
 

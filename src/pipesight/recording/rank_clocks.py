@@ -30,6 +30,9 @@ logger = own_logger(__name__)
 INTERVAL = 10.0
 """Seconds between measurements, so that a rank that is killed has a recent one."""
 _PATIENCE = 3.0  # seconds that ranks wait for each other at the end
+_STORE = 15.0
+"""Seconds for the store to answer at the end: a thread that is in a call of the store while Python shuts down aborts
+the process."""
 _POLL = 0.05
 
 
@@ -81,7 +84,7 @@ class RankClocks:
         if self._server is not None:
             self._server.stop(patience=0.0 if failed else _PATIENCE)
         if self._thread is not None:
-            self._thread.join(timeout=_PATIENCE)
+            self._thread.join(timeout=_STORE)
             if not failed and self._address is not None:
                 self._measure(last=True)
 
