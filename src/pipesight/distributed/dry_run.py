@@ -8,6 +8,7 @@ second time with arguments of the same shapes are not run: what they return is k
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,8 +73,8 @@ class Plan:
     """Those that each partition uses, by name."""
     random: bool
     """Whether random numbers are drawn."""
-    by_values: bool
-    """Whether the model looks at values of its arguments: another batch of these shapes may take another way."""
+    reads: list[Any]
+    """What the model has read of the values of its arguments: if it reads something else, it may take another way."""
     units: list[list[str]]
     """Those that each partition is the first to call."""
     mean: tuple[float, int] | None
@@ -104,7 +105,7 @@ class ModelOutline:
         self.parameters = {id(p): name for name, p in self.module.named_parameters()}
         self.made = 0
         """How many plans there have been."""
-        self._known: dict[Any, Plan] = {}
+        self._known: dict[Any, list[Plan]] = {}
         self._results: dict[Any, UnitResult | None] = {}
 
     def has_hooks(self, unit: str) -> bool:
@@ -146,18 +147,21 @@ class ModelOutline:
             randomness: That of the pass.
             anew: Find it out for these very values of the arguments.
         """
-        key = signature(call), finish, surroundings
-        known = self._known.get(key)
-        if known is not None and not (known.by_values or anew):
-            return known
+        if len(self._known) > self._REMEMBERED:
+            self._known.clear()
+        known = self._known.setdefault((signature(call), finish, surroundings), [])
+        if known and not known[0].reads and not anew:
+            return known[0]
+        walk = functools.partial(self._walk, call, finish, surroundings, i, randomness)
+        try:
+            plan = walk([] if anew else known)
+        except _KnownWay as found:
+            return found.plan
         self.made += 1
-        plan = self._walk(call, finish, surroundings, i, randomness)
-        if known is None:
-            if len(self._known) > self._REMEMBERED:
-                self._known.clear()
+        if not any(plan.reads == other.reads for other in known):
             # All units have been called; now once more with what is known of them, as later calls go.
             try:
-                again = self._walk(call, finish, surroundings, i, randomness)
+                again = walk([])
                 alike = (again.cuts, again.counts) == (plan.cuts, plan.counts)
             except Exception:
                 alike = False
@@ -166,13 +170,21 @@ class ModelOutline:
             else:  # the model sees from outside whether its units have been called
                 plan.results.clear()
                 self._results.update(dict.fromkeys(self._results))
-            self._known[key] = plan
+            known.append(plan)
         return plan
 
     def _walk(
-        self, call: Any, finish: Callable[[Any], Any], surroundings: Any, i: int, randomness: PassRandomness
+        self,
+        call: Any,
+        finish: Callable[[Any], Any],
+        surroundings: Any,
+        i: int,
+        randomness: PassRandomness,
+        known: Sequence[Plan],
     ) -> Plan:
+        """Call the outline; raise :class:`_KnownWay` as soon as it is sure to do what one of some plans says."""
         walk = _DryWalk(self, self._cuts, self._device, i, randomness, surroundings, self._results)
+        walk.candidates = list(known)
         inside = Where()
         inside.phase = "forward"  # so that hooks on all modules, those of tracing among them, ignore this
         enter_thread(inside)
@@ -214,7 +226,9 @@ class _DryWalk(Walk):
         self.counts = [0] * n
         self.watched: set[tuple[int, int]] = set()
         self.results: dict[tuple[int, int], UnitResult] = {}
-        self.random = self.by_values = False
+        self.random = False
+        self.reads: list[Any] = []
+        self.candidates: list[Plan] = []
         self.called: dict[str, int] = {}
         self.mean: tuple[float, int] | None = None
         self._means: dict[int, tuple[float, int]] = {}
@@ -237,9 +251,16 @@ class _DryWalk(Walk):
             self._means[id(output)] = mean
         return output
 
-    def read_values(self) -> None:
-        """Note that the plan depends on values; inside a unit, what it returns does not."""
-        self.by_values = self.by_values or self.unit is None
+    def read_values(self, told: Any) -> None:
+        """Note what the model reads; inside a unit only the shapes that may follow matter."""
+        if self.unit is not None:
+            self._outside = self._outside or isinstance(told, (Tensor, tuple))
+            return
+        self.reads.append(_comparable(told))
+        self.candidates = [plan for plan in self.candidates if plan.reads[: len(self.reads)] == self.reads]
+        for plan in self.candidates:
+            if len(plan.reads) == len(self.reads):
+                raise _KnownWay(plan)
 
     def look(self, tensor: Tensor) -> Tensor:
         """Note what is used here."""
@@ -345,8 +366,23 @@ class _DryWalk(Walk):
             names = sorted(name for name in later if name[0] < k)
             cuts.append(PlannedCut(tuple(self._crossing[name] for name in names)))
         units = [[unit for unit, j in self.called.items() if j == k] for k in range(partitions)]
-        findings = (self.counts, self.watched, self.results, self.used, self.random, self.by_values)
+        findings = (self.counts, self.watched, self.results, self.used, self.random, self.reads)
         return Plan(cuts, self.needs, *findings, units, self.mean)
+
+
+class _KnownWay(BaseException):
+    """Ends a call of the outline: the rest of it is as in a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+
+def _comparable(told: Any) -> Any:
+    if isinstance(told, Tensor):
+        return tuple(told.shape)
+    if isinstance(told, tuple):
+        return tuple(map(_comparable, told))
+    return told.tobytes() if hasattr(told, "tobytes") else told
 
 
 def _hollow(model: nn.Module) -> nn.Module:

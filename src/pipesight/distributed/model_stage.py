@@ -40,6 +40,8 @@ class ModelBatch(MiniBatch):
     finish: Callable[[Any], Any] = lambda output: output
     """What is wanted of the output."""
     with_loss: bool = True
+    counts: Sequence[float] | None = None
+    """What the loss of each micro-batch is taken for a mean over, if it is one of torch's."""
     results: dict[int, Any] = field(default_factory=dict)
     """What the last partition gives, where no loss is wanted."""
 
@@ -171,6 +173,8 @@ class ModelStage(TransferringStage):
             i=i,
             randomness=batch.randomness,
         )
+        if batch.counts is not None and self.is_last:
+            walk.means = {}
         try:
             result = run_part(walk, parts.doors, parts.module, batch.calls[i], batch.finish)
         finally:
@@ -180,6 +184,8 @@ class ModelStage(TransferringStage):
                 "a layer draws from a generator of its own, which a recomputation cannot set back; use the default "
                 "one, or checkpoint='never'"
             )
+        if walk.means and batch.counts is not None:
+            _check_count(walk.means.get(id(result)), batch.counts[i])
         return walk.made, result
 
     def _going(
@@ -271,6 +277,14 @@ class ModelStage(TransferringStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: stages of a rank may share parameters, whose gradients are reduced when all have ended."""
+
+
+def _check_count(mean: tuple[float, int] | None, count: float) -> None:
+    if mean is not None and mean[0] != count:
+        raise RuntimeError(
+            f"the loss of a micro-batch is a mean over {mean[0]:g} targets, but was weighed as one over {count:g}; say "
+            "what it is a mean over: DistributedPipeline(..., loss_weight=lambda *args, **kwargs: ...)"
+        )
 
 
 def _entered(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ class ModelStepRunner(CallRunner):
         self._outline, self._placement, self._chunks = outline, placement, chunks
         self._dims, self._loss, self._loss_weight, self._adjusted = dims, loss, loss_weight, adjusted
         self._model: nn.Module = self._module
+        self._targets: _Targets | None = None
+        self._counts: list[float] | None = None
 
     def run(
         self,
@@ -116,6 +119,7 @@ class ModelStepRunner(CallRunner):
         self._calls += 1
         seed = messages[self._mesh.members[0]]["seed"]
         finish = self._loss if with_loss else _whole
+        self._counts = None
         plans, weights, total = self._agree(call, split, finish, surroundings, seed)
         if any(plan.random for plan in plans):
             draw_seed()  # on every rank, so that shuffles give the same samples on each
@@ -129,7 +133,7 @@ class ModelStepRunner(CallRunner):
         where = self._enter_pass(sum(split.sizes), m, n, learns)
         random = self._randomness(seed)
         batch = ModelBatch(plans, [], loss, learns, random, where, where.observers, self._monitor)
-        batch.calls, batch.finish, batch.with_loss = split.calls, finish, with_loss
+        batch.calls, batch.finish, batch.with_loss, batch.counts = split.calls, finish, with_loss, self._counts
         self.steps, self._since = self.steps + learns, 0 if learns else self._since + 1
         with self._monitor.explaining("the weights that partitions share"):
             self._placement.send_values()
@@ -244,8 +248,45 @@ class ModelStepRunner(CallRunner):
             return False, samples
         if not _holds(split.calls, ignored):  # then every sample has as many targets as any other
             return False, samples
-        plans = [self._plan(split, i, finish, surroundings, random, anew=True) for i in range(len(plans))]
-        return False, [samples[i] if plan.mean is None else plan.mean[0] for i, plan in enumerate(plans)]
+        counts = None if self._targets is None else self._targets.counts(split)
+        if counts is None:
+            plans = [self._plan(split, i, finish, surroundings, random, anew=True) for i in range(len(plans))]
+            if any(plan.mean is None for plan in plans):
+                return False, samples
+            counts = [plan.mean[0] for plan in plans if plan.mean is not None]
+            self._targets = _Targets.find(split, counts, ignored)
+        self._counts = counts
+        return False, counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """The argument whose values say what the loss of a micro-batch is a mean over."""
+
+    name: str
+    shifted: bool
+    """Whether the first of each sample is not predicted, as in causal language models."""
+    ignored: int
+
+    @classmethod
+    def find(cls, split: SplitCall, counts: list[float], ignored: set[int]) -> _Targets | None:
+        """Return the argument that explains the counts of all micro-batches, if there is just one."""
+        names = [name for name, value in split.arguments[0].items() if _is_integer(value)]
+        ways = [cls(name, shifted, value) for name in names for shifted in (False, True) for value in ignored]
+        fitting = [way for way in ways if way.counts(split) == counts]
+        return fitting[0] if len(fitting) == 1 else None
+
+    def counts(self, split: SplitCall) -> list[float] | None:
+        """Return how many targets each micro-batch has; ``None`` if the argument is not there."""
+        found = [arguments.get(self.name) for arguments in split.arguments]
+        if not all(map(_is_integer, found)):
+            return None
+        kept = [t[..., 1:] if self.shifted else t for t in found if t is not None]
+        return torch.stack([(t != self.ignored).sum() for t in kept]).double().tolist()
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() > 0
 
 
 def _described(flat: Flat, dims: BatchDims) -> str:

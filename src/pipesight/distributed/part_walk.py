@@ -22,6 +22,7 @@ from pipesight._torch.function_modes import innermost_mode, without_innermost_mo
 from pipesight._torch.tensors import with_function_overrides
 from pipesight.distributed import stand_ins
 from pipesight.distributed.dry_run import Plan
+from pipesight.distributed.loss_weights import mean_of
 from pipesight.distributed.model_walk import Call, Doors, Name, Walk
 from pipesight.distributed.stand_ins import map_tensors
 from pipesight.pipeline.flattening import flatten
@@ -72,6 +73,8 @@ class PartWalk(Walk):
         self._wanted = {crossing.name for crossing in plan.cuts[own + 1].tensors if crossing.name[0] == own}
         self.made: dict[Name, Tensor] = {}
         """What goes to later partitions."""
+        self.means: dict[int, tuple[float, int]] | None = None
+        """What losses are means over, by their ids, if that is to be noted."""
 
     def arrive(self, cut: int) -> None:
         """Begin a partition; end the call if it is the next one."""
@@ -102,6 +105,8 @@ class PartWalk(Walk):
         if self.unit is None:
             self.next_stream()
         output = func(*args, **kwargs)
+        if self.means is not None and (mean := mean_of(func, args, kwargs)) is not None:
+            self.means[id(output)] = mean
         target = stand_ins.changed_by(func, args, kwargs)
         if target is not None:
             self.count()

@@ -86,8 +86,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch
         ) from None
 
 
-def needs_values(func: Any, args: tuple[Any, ...], output: Any) -> bool:
-    """Return whether what a function of real tensors returns tells Python of their values, so that it may branch."""
+def needs_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether a function of real tensors tells Python of their values, so that it may branch on them."""
     name = getattr(func, "__name__", "")
     if name in _SHAPED_BY_VALUES or (name == "where" and len(args) == 1):
         return True
@@ -96,7 +96,7 @@ def needs_values(func: Any, args: tuple[Any, ...], output: Any) -> bool:
     if name == "__getitem__":
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in index)
-    return isinstance(output, (bool, int, float, complex, list)) and name in _READS
+    return name in _READS
 
 
 def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
