@@ -72,7 +72,7 @@ def test_loss_without_gradients() -> None:
 
 
 def test_loss_weight() -> None:
-    """The user says how losses are weighed; the function gets output and arguments of a micro-batch."""
+    """The user says how losses are weighed; a function is called as the model is."""
     model = make()
     x, labels = batch()
     parts = [model(x[i : i + 2], labels[i : i + 2]).loss for i in (0, 2, 4)]
@@ -80,11 +80,11 @@ def test_loss_weight() -> None:
     by_samples = 0.4 * parts[0] + 0.4 * parts[1] + 0.2 * parts[2]
     torch.testing.assert_close(pipe_of(model, loss_weight="samples")(x, labels).loss, by_samples)
 
-    def weight(output: Any, call: dict[str, Any]) -> int:
-        assert output.scores.shape == call["x"].shape
-        return int(len(call["x"]) == 1)
+    def weight(x: Tensor, *, labels: Tensor) -> int:
+        assert len(x) == len(labels)
+        return int(len(x) == 1)
 
-    torch.testing.assert_close(pipe_of(model, loss_weight=weight)(x, labels).loss, parts[2])
+    torch.testing.assert_close(pipe_of(model, loss_weight=weight)(x, labels=labels).loss, parts[2])
     with pytest.raises(ValueError, match=r"loss_weight.*'average'"):
         pipe_of(model, loss_weight="average")
 

@@ -203,6 +203,27 @@ def test_a_cache_is_the_callers():
     assert cache.layers[0].batch_size == 5
 
 
+def test_a_changed_argument_that_is_not_returned():
+    """A cache that a model fills and does not return stays empty, with a warning; one that it only reads does not."""
+
+    def model(x, cache, batch_size, nested):
+        if cache.layers == []:
+            cache.put(0, x)
+        return x * 1
+
+    cache, dims = Cache(), BatchDims(None, inspect.signature(model))
+
+    def call(cache):
+        split = split_call((rand(4), cache, 4), {"nested": {"cache": [cache], "batch_size": 4, "x": rand(4)}}, 2, dims)
+        return merged(split, [model(*args, **kwargs) for args, kwargs in split.calls])
+
+    with pytest.warns(RuntimeWarning, match=r"changes its argument 'cache.layers' and does not return it"):
+        call(cache)
+    assert cache.layers == []
+    cache.put(0, rand(4))
+    call(cache)  # nothing is changed
+
+
 def test_what_is_given_back_is_the_callers():
     """A model that returns an argument returns the caller's tensor."""
     x, table = rand(4, grad=True), rand(3)

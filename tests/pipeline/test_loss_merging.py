@@ -112,7 +112,7 @@ def pipelined(model, merging, x, labels, chunks, *, grad=True, **more):
             with torch.no_grad(), watch:
                 outputs.append(model(*args, **kwargs))
     flats = [flatten_output(output, call.dims) for output in outputs]
-    merge = Merge(flats, call, merging.weigher(call, flats, () if grad else watches))
+    merge = Merge(flats, call, merging.weigher(call, () if grad else watches))
     return merge.rebuild([merge.join(k, [flat.tensors[k] for flat in flats]) for k in range(merge.count)])
 
 
@@ -241,19 +241,19 @@ def test_a_divisor_that_is_kept_from_0():
 
 
 def test_weights_that_the_user_gives():
-    """A function of output and arguments gives what the loss is a mean over; ``sum`` adds."""
+    """A function of the arguments gives what the loss is a mean over; ``sum`` adds."""
     model = Model(lambda model, scores, labels: images(model, scores, labels).exp().log() ** 1)
     x, labels = batch(5, 2)
-    counts = LossMerging(lambda output, call: (call["1"] != -100).sum())
+    counts = LossMerging(lambda x, labels: (labels != -100).sum())
     torch.testing.assert_close(pipelined(model, counts, x, labels, 2)["loss"], model(x, labels)["loss"])
     parts = [model(x[:3], labels[:3])["loss"], model(x[3:], labels[3:])["loss"]]
     torch.testing.assert_close(pipelined(model, LossMerging("sum"), x, labels, 2)["loss"], sum(parts))
     with pytest.raises(ValueError, match=r"finite, non-negative.*-1"):
-        pipelined(model, LossMerging(lambda output, call: -1), x, labels, 2)
-    with pytest.raises(KeyError) as error:
-        pipelined(model, LossMerging(lambda output, call: call["labels"]), x, labels, 2)
+        pipelined(model, LossMerging(lambda x, labels: -1), x, labels, 2)
+    with pytest.raises(TypeError) as error:
+        pipelined(model, LossMerging(lambda x: 1), x, labels, 2)
     assert "in loss_weight" in error.value.__notes__[0]
-    with pytest.raises(ValueError, match=r"'samples', 'sum' or a function of output and arguments, but got 'mean'"):
+    with pytest.raises(ValueError, match=r"'samples', 'sum' or a function of the model's arguments, but got 'mean'"):
         LossMerging("mean")
 
 

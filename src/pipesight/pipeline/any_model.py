@@ -70,8 +70,8 @@ class Pipeline(nn.Module):
             between them is kept.
         batch_dim: Which dimension of an argument or output is the batch, if not the first: one for all, or by name.
         loss_weight: How losses that the model returns are weighed. By default by what they are means over, which is
-            read off their graphs. ``"samples"`` averages them by samples, ``"sum"`` adds them; a function of the output
-            and the arguments (a dict, by name) of a micro-batch returns what its loss is a mean over.
+            read off their graphs. ``"samples"`` averages them by samples, ``"sum"`` adds them; a function that is
+            called as the model is, with the arguments of a micro-batch, returns what its loss is a mean over.
         verify: Compare the first call in training mode with the plain model, outputs and gradients, and raise if they
             differ. It takes copies of the model and a few times as long as a step.
     """
@@ -162,7 +162,7 @@ class Pipeline(nn.Module):
             raise RuntimeError("torch.func transforms such as vmap and grad cannot see into a pipeline")
         if self._to_verify and self.training and torch.is_grad_enabled():
             self._to_verify = False
-            verify_call(self, args, kwargs, lambda flats, call: Merge(flats, call, self._losses.weigher(call, flats)))
+            verify_call(self, args, kwargs, lambda flats, call: Merge(flats, call, self._losses.weigher(call)))
         call = split_call(args, kwargs, self._chunks, self._dims)
         engine = self._engine()
         caller = CallerState(engine.workers, caches_casts=False)
@@ -183,7 +183,7 @@ class Pipeline(nn.Module):
         watches = [] if minibatch.grad else self._losses.watches(call)
         results = Trips(tape, self._placement).run(engine.threads(m), call, watches)
         flats = [flat for flat, _ in results]
-        merge = tape.merge = Merge(flats, call, self._losses.weigher(call, flats, watches))
+        merge = tape.merge = Merge(flats, call, self._losses.weigher(call, watches))
         with torch.no_grad():
             outputs = [merge.join(k, [flat.tensors[k].detach() for flat in flats]) for k in range(merge.count)]
         wanted = [any(needed) for needed in zip(*(needed for _, needed in results), strict=True)]

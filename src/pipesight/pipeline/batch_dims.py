@@ -104,6 +104,15 @@ class BatchDims:
             f"cut into micro-batches, batch_dim={{{name!r}: None}} if each gets all of it",
         )
 
+    def warn_of_change(self, name: str) -> None:
+        """Warn that the model changes an argument that it does not return."""
+        if name not in self._warned:
+            self._warn(
+                name,
+                f"the model changes its argument {name!r} and does not return it: each micro-batch changed a copy, and "
+                "yours is as it was; return it from forward, then it is filled with what all micro-batches put into it",
+            )
+
     def _warn(self, name: str, message: str) -> None:
         self._warned.add(name)
         warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipesight._nested import tensors_in
 from pipesight.pipeline.batch_dims import BatchDim, BatchDims
-from pipesight.pipeline.flattening import Flat, flatten
+from pipesight.pipeline.flattening import Flat, equal, flatten, items_of
 from pipesight.pipeline.microbatch import chunk_sizes
 
 __all__ = ["SplitCall", "is_batch_size", "split_call"]
@@ -38,20 +38,47 @@ class SplitCall:
     """``pieces[i][k]`` is what micro-batch ``i`` got of ``inputs[k]``, the very object in ``calls[i]``."""
     dims: BatchDims
     arguments: list[dict[str, Any]]
-    """The arguments of each micro-batch by name, or by position where the name is not known."""
+    """The arguments of each micro-batch in the order of the call, by name or, where that is not known, by position."""
+    positional: int
+    """How many of them are positional."""
     cuts: list[int | None]
     """Along which dimension ``inputs[k]`` was cut, if it was."""
     _originals: dict[int, tuple[Any, Any]]
+    _containers: dict[str, Any]
+    """The lists, mappings and objects that the first micro-batch got, by name."""
 
     def original(self, value: Any) -> Any:
         """Return the caller's tensor, list, mapping or object for which a micro-batch got ``value``, if it did."""
         got, original = self._originals.get(id(value), (None, None))
         return original if got is value else None
 
+    def changed_arguments(self) -> dict[str, Any]:
+        """Return the lists, mappings and objects that the model changed, as the first micro-batch has them, by name."""
+        return {name: got for name, got in self._containers.items() if self._is_changed(got)}
+
+    def _is_changed(self, got: Any) -> bool:
+        given, now = (dict(items_of(value) or ()) for value in (self.original(got), got))
+        return given.keys() != now.keys() or any(self._is_other(given[key], now[key], str(key)) for key in now)
+
+    def _is_other(self, old: Any, new: Any, name: str) -> bool:
+        if new is old or self.original(new) is old:
+            return False
+        if isinstance(new, tuple) and isinstance(old, tuple) and len(new) == len(old):
+            return any(self._is_other(a, b, name) for a, b in zip(old, new, strict=True))
+        if isinstance(new, Tensor) or isinstance(old, Tensor) or items_of(new) is not None:
+            return True
+        return not (equal(old, new) or is_batch_size(name, old, sum(self.sizes)))
+
     def forget_arguments(self) -> None:
         """Let go of the arguments; pieces of tensors that want a gradient are kept."""
         self.calls, self.arguments = [], []
         self._originals.clear()
+        self._containers.clear()
+
+    def call_with(self, function: Callable[..., Any], i: int) -> Any:
+        """Call a function with the arguments of micro-batch ``i``, which may be gone from ``calls``."""
+        args, kwargs = _as_call(self.arguments[i], self.positional)
+        return function(*args, **kwargs)
 
     def join_gradients(self, k: int, parts: Sequence[Tensor | None]) -> Tensor | None:
         """Return the gradient of ``inputs[k]``, given those of its pieces; None stands for zeros."""
@@ -95,23 +122,33 @@ def split_call(
     values = [batch.values(*known) for known in zip(flat.values, flat.value_names, strict=True)]
     originals: dict[int, tuple[Any, Any]] = {}  # by id; what was handed out is kept, so that ids stay its own
     arguments = []
+    containers: dict[str, Any] = {}
     for i in range(len(sizes)):
         made: dict[int, Any] = {}
         arguments.append(flat.rebuild([piece[i] for piece in pieces], [value[i] for value in values], made=made))
         pairs = [(made[number], value) for number, value in enumerate(flat.containers)]
         pairs += [(piece[i], tensor) for piece, tensor in zip(pieces, flat.tensors, strict=True)]
         originals |= {id(got): (got, original) for got, original in pairs}
+        if i == 0:
+            containers = {name: made[number] for number, name in enumerate(flat.container_names) if name}
     learn = [k for k, tensor in enumerate(flat.tensors) if tensor.requires_grad]
     return SplitCall(
-        calls=[(tuple(mine[name] for name in names), {name: mine[name] for name in kwargs}) for mine in arguments],
+        calls=[_as_call(mine, len(names)) for mine in arguments],
         sizes=sizes,
         inputs=[flat.tensors[k] for k in learn],
         pieces=[[pieces[k][i] for k in learn] for i in range(len(sizes))],
         dims=dims,
         arguments=arguments,
+        positional=len(names),
         cuts=[cuts[k] for k in learn],
         _originals=originals,
+        _containers=containers,
     )
+
+
+def _as_call(arguments: Mapping[str, Any], positional: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    items = list(arguments.items())
+    return tuple(value for _, value in items[:positional]), dict(items[positional:])
 
 
 def is_batch_size(name: str, value: Any, size: int) -> bool:

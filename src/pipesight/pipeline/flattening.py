@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pipesight.pipeline.microbatch import form_of
 
-__all__ = ["Flat", "flatten"]
+__all__ = ["Flat", "equal", "flatten", "items_of"]
 
 
 @dataclass(slots=True)
@@ -54,6 +54,7 @@ class Flat:
     value_names: list[str] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
     """The lists, mappings and objects, each once, in the order in which they were met."""
+    container_names: list[str] = field(default_factory=list)
     form: list[tuple[str, str]] = field(default_factory=list)
     """Path and kind of everything; two results have the same structure if these are equal."""
     _root: _Node | _Leaf = field(init=False)
@@ -125,7 +126,7 @@ class _Walk:
             flat.names[index].append(name)
             flat.form.append((name, "a tensor"))
             return _Leaf(index, tensor=True)
-        items = None if name in self._opaque else _items(value)
+        items = None if name in self._opaque else items_of(value)
         if items is None:
             flat.values.append(value)
             flat.value_names.append(name)
@@ -144,12 +145,13 @@ class _Walk:
         node = self._nodes[id(value)] = _Node(value, [key for key, _ in found])
         if not isinstance(value, tuple):
             flat.containers.append(value)
+            flat.container_names.append(name)
         for key, item in found:
             node.children.append(self.visit(item, f"{name}.{key}" if name else str(key)))
         return node
 
 
-def _items(value: Any) -> Iterator[tuple[Any, Any]] | None:
+def items_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
     """Return what is in ``value`` and under which key; nothing if it is not walked."""
     if isinstance(value, (str, bytes, torch.Size, enum.Enum, type)):
         return None
@@ -193,3 +195,13 @@ def _fill(new: Any, keys: list[Any], children: list[Any]) -> None:
     else:
         for key, child in zip(keys, children, strict=True):
             object.__setattr__(new, key, child)  # frozen ones, too
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values that hold no tensors are the same, as far as they can be compared."""
+    if one is other:
+        return True
+    try:
+        return bool(one == other) or (one != one and other != other)  # NaN
+    except Exception:  # arrays, for one
+        return False

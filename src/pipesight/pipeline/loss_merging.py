@@ -22,13 +22,12 @@ from torch import Tensor
 
 from pipesight._torch.loss_graph import LossPart, loss_parts
 from pipesight.pipeline.calls import SplitCall
-from pipesight.pipeline.flattening import Flat
 from pipesight.pipeline.loss_watch import LossWatch
 from pipesight.pipeline.outputs import Weigh, weigh_by_samples
 
 __all__ = ["LossMerging", "LossWeight", "check_loss_weight"]
 
-LossWeight: TypeAlias = Callable[[Any, Any], Any] | Literal["samples", "sum"]
+LossWeight: TypeAlias = Callable[..., Any] | Literal["samples", "sum"]
 
 
 def check_loss_weight(given: Any, arguments: str) -> None:
@@ -41,12 +40,12 @@ class LossMerging:
     """Weighs the losses of the micro-batches of a call, and remembers what it has warned of.
 
     Args:
-        given: The user's choice, if any: ``samples``, ``sum``, or a function of a micro-batch's output and of its
-            arguments by name, that returns what its loss is a mean over.
+        given: The user's choice, if any: ``samples``, ``sum``, or a function that is called as the model is, with the
+            arguments of a micro-batch, and returns what its loss is a mean over.
     """
 
     def __init__(self, given: LossWeight | None = None) -> None:
-        check_loss_weight(given, "output and arguments")
+        check_loss_weight(given, "the model's arguments")
         self.given = given
         self._warned: set[str] = set()
         self._ratios: set[str] = set()
@@ -60,12 +59,11 @@ class LossMerging:
             return []
         return [LossWatch() for _ in call.sizes]
 
-    def weigher(self, call: SplitCall, outputs: Sequence[Flat], watches: Sequence[LossWatch] = ()) -> Weigh:
+    def weigher(self, call: SplitCall, watches: Sequence[LossWatch] = ()) -> Weigh:
         """Return what weighs the losses of a call.
 
         Args:
             call: How it was cut.
-            outputs: Of its micro-batches, with their graphs.
             watches: Those under which the micro-batches ran, where they have no graphs.
         """
         self._lossless.add(frozenset(call.arguments[0]))
@@ -74,7 +72,7 @@ class LossMerging:
         if self.given == "sum":
             return lambda name, losses, sizes: [1.0] * len(losses)
         if callable(self.given):
-            known = _shares(_called(self.given, outputs, call.arguments))
+            known = _shares(_called(self.given, call))
             return lambda name, losses, sizes: known or weigh_by_samples(name, losses, sizes)
         return lambda name, losses, sizes: self._weigh(name, losses, call, watches)
 
@@ -136,8 +134,8 @@ class LossMerging:
             self._warned.add(name)
             warnings.warn(
                 f"{name!r} {why}: it is averaged over micro-batches, which may not give that of the whole batch; pass "
-                "loss_weight='samples' if this is what you want, 'sum' to add them, or a function of the output and "
-                "the arguments of a micro-batch that returns what its loss is a mean over",
+                "loss_weight='samples' if this is what you want, 'sum' to add them, or a function of the model's "
+                "arguments that returns what the loss of a micro-batch is a mean over",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -200,13 +198,13 @@ def _ratio(divisor: Any, scale: Any) -> float:
     return float(whole / scale) if scale else math.inf
 
 
-def _called(function: Callable[[Any, Any], Any], outputs: Sequence[Flat], arguments: Sequence[Any]) -> list[float]:
+def _called(function: Callable[..., Any], call: SplitCall) -> list[float]:
     weights = []
-    for output, mine in zip(outputs, arguments, strict=True):
+    for i in range(len(call.sizes)):
         try:
-            weights.append(float(function(output.rebuild(output.tensors), mine)))
+            weights.append(float(call.call_with(function, i)))
         except Exception as error:
-            error.add_note("in loss_weight, which is called with the output and the arguments of a micro-batch")
+            error.add_note("in loss_weight, which is called as the model is, with the arguments of a micro-batch")
             raise
     if bad := [weight for weight in weights if not (weight >= 0 and math.isfinite(weight))]:
         raise ValueError(f"loss_weight must return a finite, non-negative number, but returned {bad[0]}")

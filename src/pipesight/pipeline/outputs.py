@@ -17,7 +17,7 @@ from torch import Tensor
 from pipesight._nested import tensors_in
 from pipesight.pipeline.batch_dims import BatchDims, Rule
 from pipesight.pipeline.calls import SplitCall, is_batch_size
-from pipesight.pipeline.flattening import Flat, flatten
+from pipesight.pipeline.flattening import Flat, equal, flatten
 
 __all__ = ["Merge", "Weigh", "flatten_output", "weigh_by_samples"]
 
@@ -113,6 +113,10 @@ class Merge:
             original = self._original([flat.containers[number] for flat in self._flats])
             return copy.copy(value) if original is None else original
 
+        returned = {id(value) for value in self._flats[0].containers}
+        for name, value in self._call.changed_arguments().items():
+            if id(value) not in returned:
+                self._dims.warn_of_change(name)
         output = self._flats[0].rebuild(mixed, self._values, shell)
         self._flats, self._values = [], []
         self._call.forget_arguments()
@@ -203,7 +207,7 @@ class Merge:
             return sum(self._sizes)
         if isinstance(column[0], torch.Size):
             return self._size(name, column, rule if exact else None)
-        if all(_equal(column[0], value) for value in column[1:]):
+        if all(equal(column[0], value) for value in column[1:]):
             return column[0]
         raise ValueError(
             f"{name!r} must be the same in all micro-batches, since it is no tensor, but is "
@@ -257,15 +261,6 @@ def _same(parts: Sequence[Tensor]) -> bool:
         or (part.shape == first.shape and part.dtype == first.dtype and bool(torch.equal(part.to(first.device), first)))
         for part in parts[1:]
     )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    try:
-        return bool(one == other) or (one != one and other != other)  # NaN
-    except Exception:  # arrays, for one
-        return False
 
 
 def _short(value: Any) -> str:
