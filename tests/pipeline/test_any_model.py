@@ -357,3 +357,19 @@ def test_a_difference_is_found_and_named() -> None:
     pipe = Pipeline(Forgetful(), CUTS, chunks=2, verify=True)
     with pytest.raises(RuntimeError, match=r"'output\.logits' differs from the plain model's by up to 0\.01"):
         pipe(**batch())
+
+
+def test_a_cut_that_is_not_called_leaves_its_partition_idle() -> None:
+    class Skipping(Model):
+        def forward(self, ids: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
+            x = self.embed(ids)
+            return self.blocks[3](self.blocks[0](x, x), x)
+
+    torch.manual_seed(0)
+    plain = Skipping()
+    pipe = Pipeline(copy.deepcopy(plain), ["blocks.1", "blocks.3"], chunks=2)
+    with pytest.warns(RuntimeWarning, match=r"did not call 'blocks\.1' in this mini-batch"):
+        found = pipe(batch()["ids"])
+    found.square().sum().backward()
+    plain(batch()["ids"]).square().sum().backward()
+    assert_same_gradients(pipe, plain)

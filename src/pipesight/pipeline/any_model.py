@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
@@ -103,7 +104,7 @@ class Pipeline(nn.Module):
         self._dims = BatchDims(batch_dim, self._signature)
         self._losses = LossMerging(loss_weight)
         self._steps = 0
-        self._to_verify = verify
+        self._to_verify, self._warned_idle = verify, False
         # The same tables as the model's, so that both have the same names for everything.
         self.__dict__.update(
             _modules=module._modules, _parameters=module._parameters, _buffers=module._buffers, training=module.training
@@ -181,7 +182,10 @@ class Pipeline(nn.Module):
                 piece.requires_grad_()
         tape = TripTape(minibatch, call)
         watches = [] if minibatch.grad else self._losses.watches(call)
-        results = Trips(tape, self._placement).run(engine.threads(m), call, watches)
+        trips = Trips(tape, self._placement)
+        results = trips.run(engine.threads(m), call, watches)
+        if self.training:
+            self._note_idle(trips.called)
         flats = [flat for flat, _ in results]
         merge = tape.merge = Merge(flats, call, self._losses.weigher(call, watches))
         with torch.no_grad():
@@ -191,6 +195,18 @@ class Pipeline(nn.Module):
         if any(wanted):
             outputs = list(connect(tape, call.inputs, outputs, wanted))
         return merge.rebuild(outputs)
+
+    def _note_idle(self, called: set[int]) -> None:
+        """Warn once of partitions that have nothing to do because the model did not call their first module."""
+        idle = [name for k, name in enumerate(self.cuts, start=1) if k not in called]
+        if idle and not self._warned_idle:
+            self._warned_idle = True
+            warnings.warn(
+                f"the model did not call {' and '.join(map(repr, idle))} in this mini-batch, so that the partition "
+                "that begins there had nothing to do; cut at modules that every call of the model calls",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model, as ``nn.Module.train`` does."""
