@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._patches import Patches
-from pipesight._torch.hook_guards import HookGuards
+from pipesight._torch.compiled_modules import CompiledModules, HookGuards
 from pipesight._torch.module_internals import WRAPPER_NAMES, forward_hook_tables, is_compiled, uncompiled
 from pipesight.stats import api
 from pipesight.stats.config.steps import Steps
@@ -110,8 +110,10 @@ class Watch:
         self._differentiated = False  # whether gradients are logged
         self._patches = Patches()
         self._guards = HookGuards()
+        self._compiled = CompiledModules(self._wrapped)
         self._skipped: set[tuple[str, str]] = set()
         self._stepped = False
+        self._compiles = False  # whether anything has been compiled since the step was prepared
         self._steps: AgreedSteps | None = None
         self.inside: bool | None = None
         """Whether a call of the model is under way that counts; None if there is none."""
@@ -218,6 +220,7 @@ class Watch:
         for hook in self._hooks:
             hook.stop()
         self._layer_hooks.remove()
+        self._compiled.restore()
         self._session.prepare_anew()
         self._patches.undo()
         self._guards.turn_off()
@@ -306,9 +309,12 @@ class Watch:
                 table.update(hooks)
 
     def _guarded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Let a model be compiled, for the steps with hooks and for those without."""
+        """Note what is compiled, and let code that calls the model be compiled with and without hooks."""
         compiled = original(*args, **kwargs)
         self._guards.turn_on()
+        self._compiled.add(compiled)
+        self._prepare()
+        self._compiles = True  # by `Module.compile`, which has yet to take it
         return compiled
 
     def _hook(self, function: Callable[..., object]) -> Hook:
@@ -316,6 +322,8 @@ class Watch:
         return self._hooks[-1]
 
     def _before_model(self, *_: object) -> None:
+        if self._compiles:
+            self._prepare()
         self.inside = self._counts()
         if self.inside:
             self._begin()
@@ -356,8 +364,13 @@ class Watch:
 
     def _prepare(self) -> None:
         """Have the layers call, if the step that begins is logged."""
-        step = self._session.step_count + (self._stepped and self._auto)
-        self._layer_hooks.turn(on=self._needs_hooks(step))
+        on = self._needs_hooks(self._session.step_count + (self._stepped and self._auto))
+        self._layer_hooks.turn(on=on)
+        self._compiles = False
+        if on:
+            self._compiled.run_uncompiled()
+        else:
+            self._compiled.restore()
 
     def _needs_hooks(self, step: int) -> bool:
         # Without auto_step, the backward may belong to another step than the forward.
