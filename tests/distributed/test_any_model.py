@@ -236,3 +236,72 @@ def test_what_cannot_work(tmp_path):
     assert len(lines) == len(parts), output
     for line, part in zip(lines, parts, strict=True):
         assert part in line
+
+
+def test_what_models_do_between_layers(tmp_path):
+    """What crosses may be written into a tensor, changed in place, transposed, or go through an autograd function."""
+    body = """
+    class Reversal(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return -gradient
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+            self.norm, self.weight = nn.BatchNorm1d(8), nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            h = self.a(x)
+            pair = torch.zeros(x.size(0), 2, 8, dtype=x.dtype, device=h.device)
+            pair[:, 0] = h
+            turned, low = h.T, h.min(dim=1, keepdim=True).values
+            y = self.norm(self.b(h))
+            y = y + Reversal.apply(h) + turned.T * self.weight
+            pair[:, 1] = y
+            z = self.c(y)
+            z += low
+            return (self.d(z) * self.weight + pair.sum(1)).square().mean()
+
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for name, cuts in [("1f1b", ["b"]), ("1f1b", ["d"]), ("interleaved-1f1b", ["b", "c", "d"])]:
+        torch.manual_seed(0)
+        plain = Net().double()
+        pipeline = DistributedPipeline(copy.deepcopy(plain), cuts=cuts, chunks=4, schedule=name)
+        loss = pipeline.step(x, broadcast_loss=True)
+        losses = [plain(part) / 4 for part in x.chunk(4)]
+        sum(losses).backward()
+        torch.testing.assert_close(loss, sum(losses).detach())
+        same_gradients(pipeline, plain)
+        for key, value in pipeline.state_dict().items():  # the statistics of batch normalisation, too
+            torch.testing.assert_close(value, plain.state_dict()[key])
+    """
+    torchrun(2, body, tmp_path, begin=BEGIN)
+
+
+def test_replicas(tmp_path):
+    """Two replicas of a pipeline with tied weights, each with a part of the batch, train as one model on all of it."""
+    body = """
+    from torch.distributed.device_mesh import init_device_mesh
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    source, target = batch(8)
+    torch.manual_seed(rank)  # replicas begin with other weights, and are made equal
+    model = EncoderDecoder()
+    torch.manual_seed(0)
+    pipeline = DistributedPipeline(EncoderDecoder, cuts=["decoder.0"], chunks=2, mesh=mesh)
+    everything = [None] * size
+    dist.all_gather_object(everything, pipeline.state_dict())
+    plain = EncoderDecoder()
+    plain.load_state_dict({**everything[0], **everything[2]})
+    mine = slice(0, 4) if rank % 2 == 0 else slice(4, 8)
+    loss = pipeline.step(source[mine], target[mine], broadcast_loss=True)
+    calls = [((s, t), {}) for s, t in zip(source.chunk(4), target.chunk(4))]
+    torch.testing.assert_close(loss, plain_step(plain, calls, [1] * 4))
+    same_gradients(pipeline, plain)
+    """
+    torchrun(4, body, tmp_path, begin=BEGIN)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "PythonNode",
     "SavedTensorHooks",
     "add_each",
+    "around_functions",
     "backward_accumulates",
     "current_backward",
     "hook_gradient",
@@ -112,6 +114,21 @@ def post_accumulate_hooks(tensor: Tensor) -> dict[int, Any] | None:
     """Return the live table of hooks of ``register_post_accumulate_grad_hook``, ``None`` if there never was one."""
     hooks: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
     return hooks
+
+
+@contextlib.contextmanager
+def around_functions(around: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Let ``around`` make the calls of ``torch.autograd.Function.apply``, which no function mode sees."""
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return around(original.__get__(None, cls), args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def override_checkpoint_check(allow: Callable[[], bool]) -> None:

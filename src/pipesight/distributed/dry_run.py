@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesight._nested import tensors_in
+from pipesight._torch.autograd import around_functions
 from pipesight._torch.module_internals import HOOK_TABLES, forward_hook_tables
 from pipesight._torch.operators import TorchDispatchMode
 from pipesight._torch.tensors import with_function_overrides, without_function_overrides
@@ -192,7 +193,7 @@ class ModelOutline:
         self.doors.walk = walk
         args, kwargs = call
         try:
-            with isolated(), detector, walk:
+            with isolated(), detector, walk, around_functions(walk.call_function):
                 output = finish(self.module(*args, **kwargs))
                 with without_function_overrides():
                     walk.end(output)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipesight._nested import tensors_in
+from pipesight._torch.function_modes import innermost_mode
 from pipesight._torch.module_internals import intercept_calls
 from pipesight._torch.tensors import storage_id, without_function_overrides
 from pipesight.distributed import stand_ins
@@ -126,6 +127,25 @@ class Walk(TorchFunctionMode):
         """Let the next call draw from the default generators."""
         self.own_generators = bool(end_task()) or self.own_generators
 
+    def call_function(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the ``apply`` of a ``torch.autograd.Function``, which comes to no mode: only what it calls does."""
+        if innermost_mode() is not self:
+            return call(*args, **kwargs)
+        with without_function_overrides():
+            given, named = self.enter_function(args, kwargs)
+        output = call(*given, **named)
+        with without_function_overrides():
+            self.leave_function(output)
+        return output
+
+    def enter_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments that a ``torch.autograd.Function`` is to be called with."""
+        return map_tensors(self._stand_in, args), map_tensors(self._stand_in, kwargs)
+
+    def leave_function(self, output: Any) -> None:
+        """Name what a ``torch.autograd.Function`` returns."""
+        self.name(output)
+
     # Without values.
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,6 +169,7 @@ class Walk(TorchFunctionMode):
         elif func in self._answers:
             return self._answers[func]
         else:
+            given, named = self._with_twin(stand_ins.changed_by(func, args, kwargs), given, named)
             output = stand_ins.call(func, given, named, self.device)
         target = stand_ins.changed_by(func, args, kwargs)
         if target is None:
@@ -162,8 +183,7 @@ class Walk(TorchFunctionMode):
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if not tensor.is_meta and self._written and storage_id(tensor) in self._written:
             self.check_written(tensor)
-            self.look(tensor)
-            tensor = self._twins[id(tensor)]
+            tensor = self.look(self._twins[id(tensor)])
         else:
             if tensor.is_meta and self._rewritten:
                 self._check_rewritten(tensor)
@@ -199,13 +219,27 @@ class Walk(TorchFunctionMode):
                 self._rewritten[storage_id(target)] = self.j
             self.name(target)
             return output
-        # Its values are those of another rank from now on.
-        if id(target) not in self._twins:
-            self._twins[id(target)] = target.to(META)
-            self._written.add(storage_id(target))
         self.count()
+        self._note(self._twins[id(target)], 0)
         self._note(target, 0)
         return target if isinstance(output, Tensor) else output
+
+    def _with_twin(
+        self, target: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments in which a real tensor that is about to change has a stand-in.
+
+        Its values are those of another rank from then on.
+        """
+        if target is None or target.is_meta or id(target) in self._twins:
+            return args, kwargs
+        twin = self._twins[id(target)] = target.to(META)
+        self._written.add(storage_id(target))
+
+        def swap(tensor: Tensor) -> Tensor:
+            return twin if tensor is target else tensor
+
+        return map_tensors(swap, args), map_tensors(swap, kwargs)
 
     # Names.
 

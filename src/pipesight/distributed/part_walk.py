@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipesight import context
 from pipesight._nested import tensors_in
-from pipesight._torch.autograd import next_sequence_number
+from pipesight._torch.autograd import around_functions, next_sequence_number
 from pipesight._torch.function_modes import innermost_mode, without_innermost_mode
 from pipesight._torch.tensors import with_function_overrides
 from pipesight.distributed import stand_ins
@@ -129,6 +129,19 @@ class PartWalk(Walk):
             )
         return self._received[name]
 
+    def enter_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments that a ``torch.autograd.Function`` is to be called with."""
+        if self.j < self._own:
+            return super().enter_function(args, kwargs)
+        return map_tensors(self.receive, args), map_tensors(self.receive, kwargs)
+
+    def leave_function(self, output: Any) -> None:
+        """Name what a ``torch.autograd.Function`` returns."""
+        if self.j < self._own:
+            super().leave_function(output)
+        else:
+            self._keep_all(output)
+
     def _keep_all(self, output: Any) -> None:
         counted = False
         for k, tensor in enumerate(tensors_in(output)):
@@ -215,7 +228,7 @@ def run_part(
     outer, doors.walk = doors.walk, walk
     args, kwargs = call
     try:
-        with walk:
+        with walk, around_functions(walk.call_function):
             output = finish(model(*args, **kwargs))
         walk.check_count()
         flat = flatten(output)
