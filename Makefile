@@ -2,7 +2,8 @@
 # make quick  the tests that start no process, no browser and no ranks: what to run while working
 # make test   lint, types and all tests
 # make cover  all tests once more, for the lines that none of them runs
-# make compat all tests on the oldest and newest torch and Python, each in .venv-compat: those that are installed
+# make compat all tests on the oldest and newest torch and Python, each in .venv-compat; all of them, with a summary at
+#             the end. It fails if one failed or its Python is not installed: make compat PYTHONS=3.11
 # make lint   lint and types alone
 # make lint-js  lint the JavaScript of the page with biome, which npm installs into node_modules
 # make fuzz   the fuzzers, with other cases than the few of make test: make fuzz CASES=10000 ONLY=engine
@@ -57,21 +58,28 @@ cover: $(VENV)/.developed
 	$(BIN)/coverage report --skip-covered --sort=miss
 	@echo "open build/coverage/index.html"
 
-compat: $(foreach python,$(PYTHONS),$(foreach torch,$(TORCHES),compat-$(python)-$(torch)))
+COMPAT := $(foreach python,$(PYTHONS),$(foreach torch,$(TORCHES),compat-$(python)-$(torch)))
+compat:
+	@wrong=0; summary=; for job in $(COMPAT); do \
+		if $(MAKE) --no-print-directory $$job; then found=passed; \
+		else wrong=1; python=$${job#compat-}; python=python$${python%%-*}; \
+			if command -v $$python > /dev/null; then found=FAILED; else found="NOT RUN, $$python is not installed"; fi; \
+		fi; \
+		summary="$$summary$$job: $$found\n"; \
+	done; printf "\n$$summary"; exit $$wrong
 
 # compat-3.11-2.6.0: Python 3.11 with torch 2.6.0, in .venv-compat/3.11-2.6.0
 compat-%:
 	@set -e; python=python$(firstword $(subst -, ,$*)); bin=.venv-compat/$*/bin; \
-	if ! $$python -c "" 2> /dev/null; then echo "compat $*: skipped, as $$python is not installed"; exit 0; fi; \
+	if ! command -v $$python > /dev/null; then echo "$@: $$python is not installed" >&2; exit 1; fi; \
 	if [ ! -e $$bin/../.developed ]; then \
 		$$python -m venv .venv-compat/$*; \
 		$$bin/pip install --quiet --disable-pip-version-check torch==$(lastword $(subst -, ,$*)) $(INDEX); \
 		$$bin/pip install --quiet --disable-pip-version-check --editable ".[dev]" \
 			--editable shims/torchgpipe --editable shims/dftracer --editable shims/nvdlfw_inspect; \
-		$$bin/pip install --quiet --disable-pip-version-check --no-deps timm; \
 		touch $$bin/../.developed; \
 	fi; \
-	echo "compat $*"; \
+	echo "$@"; \
 	$$bin/pytest -rs -n $(JOBS) --dist worksteal -m "not alone"; \
 	$$bin/pytest -rs -m alone
 
