@@ -11,9 +11,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipesight.analysis.plan_outcome import best_of_each, make_plans
 from pipesight.cli import _quantities as quantities
+from pipesight.cli._model_option import make_sample
 from pipesight.distributed import schedule_names
 from pipesight.distributed.schedules import choose
 from pipesight.plan import SCHEDULES, Setting, measure
@@ -292,9 +294,69 @@ def test_models_without_a_run(tmp_path):
     assert "while profiling layer '0' (Linear) with input torch.float32 (16, 9)); give the shape" in ended.stderr
     assert ended.stderr.count("\n") == 1
     ended = again("--model", "mine:build", "--sample", "16y8", "--partitions", "2")
-    assert "--sample must be a shape" in ended.stderr
+    assert "--sample must be shapes" in ended.stderr
     ended = again("--model", "mine:build", "--sample", "16x8")
     assert "--partitions N" in ended.stderr
+
+
+PAIRS = """
+import torch
+from torch import nn
+
+class Add(nn.Module):
+    def forward(self, pair):
+        words, mask = pair
+        assert (words.dtype, mask.dtype) == (torch.int64, torch.bool)
+        return (words + mask).float()
+
+def build():
+    return nn.Sequential(Add(), nn.Linear(8, 8), nn.Linear(8, 8))
+
+def batch():
+    return (torch.zeros(16, 8, dtype=torch.int64), torch.ones(16, 8, dtype=torch.bool)), {}
+
+def named():
+    return {"words": torch.zeros(16, 8)}
+
+def text():
+    return "batch"
+"""
+
+
+def test_several_tensors(tmp_path):
+    """A model may take several tensors: by their shapes and types, or as a function of the module makes them."""
+    (tmp_path / "pairs.py").write_text(PAIRS)
+    again = functools.partial(
+        warm.run, "-m", "pipesight", "plan", "--model", "pairs:build", "--partitions", "2", cwd=tmp_path
+    )
+    for sample in ("16x8:int64,16x8:bool", "pairs:batch"):
+        ended = again("--sample", sample)
+        assert ended.returncode == 0, ended.stderr
+        assert "balance=[" in ended.stdout
+    for sample, words in (
+        (
+            "16x8:int64,mask=16x8:bool",
+            "an nn.Sequential takes no keyword arguments (--sample 16x8:int64,mask=16x8:bool",
+        ),
+        ("pairs:named", "takes no keyword arguments (--sample pairs:named: words)"),
+        ("pairs:text", "--sample must return a tensor, a tuple of tensors, (args, kwargs), or kwargs"),
+        ("pairs:bacth", "--sample pairs:bacth: no attribute 'bacth'; did you mean 'batch'?"),
+    ):
+        ended = again("--sample", sample)
+        assert (ended.returncode, words in ended.stderr) == (2, True), ended.stderr
+
+
+def test_arguments_of_a_sample():
+    """Positional arguments come first, then named ones, each with its shape and type."""
+    args, kwargs = make_sample("4x2:int64, 4, mask=4x2:bool,scale=4x1")
+    assert [(tuple(x.shape), x.dtype) for x in args] == [((4, 2), torch.int64), ((4,), torch.float32)]
+    assert {name: (tuple(x.shape), x.dtype) for name, x in kwargs.items()} == {
+        "mask": ((4, 2), torch.bool),
+        "scale": ((4, 1), torch.float32),
+    }
+    for wrong in ("", "4x", "4x2,", "4x0", "mask=4x2,4x2", "a=4,a=4", "1a=4", "=4", "4x2:linear", "4x2:int64:int64"):
+        with pytest.raises(ValueError, match="--sample must be shapes"):
+            make_sample(wrong)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,12 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="profile this model, instead of a run or to learn how much memory its layers need: a function without "
         "arguments, or an nn.Sequential, importable from the current directory",
     )
-    add("--sample", metavar="SHAPE", help="shape and type of a batch for the model: 32x3x224x224, or 32x128:int64")
+    add(
+        "--sample",
+        metavar="SHAPE,..",
+        help="shape and type of each argument of the model: 32x3x224x224, or 32x128:int64,mask=32x128:bool; or "
+        "MODULE:FUNCTION, which returns the batch",
+    )
     add("--all", action="store_true", help="show all plans, not only the best of each schedule and checkpoint mode")
     add("--json", action="store_true", help="print JSON")
     add("--html", type=Path, metavar="FILE", help="also draw the recorded and the planned timelines")
