@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipesight._torch.loss_graph import LossPart, loss_parts
 from pipesight.distributed.dry_run import Crossing, Plan
 from pipesight.distributed.minibatch import MiniBatch
 from pipesight.distributed.model_walk import Doors, Name
@@ -42,6 +43,8 @@ class ModelBatch(MiniBatch):
     with_loss: bool = True
     counts: Sequence[float] | None = None
     """What the loss of each micro-batch is taken for a mean over, if it is one of torch's."""
+    loss_parts: dict[int, Sequence[LossPart]] | None = None
+    """What the losses are made of, if that is to be checked."""
     results: dict[int, Any] = field(default_factory=dict)
     """What the last partition gives, where no loss is wanted."""
 
@@ -222,6 +225,8 @@ class ModelStage(TransferringStage):
         if not isinstance(result, Tensor) or result.numel() != 1:
             what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise TypeError(f"the loss must be one number, as a tensor, but is {what}")
+        if self.batch.loss_parts is not None and i not in self.batch.loss_parts and result.grad_fn is not None:
+            self.batch.loss_parts[i] = loss_parts(result)
         return self.batch.loss.add(i, result.reshape(()), (tuple, []))
 
     # Backward.

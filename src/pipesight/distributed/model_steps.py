@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from pipesight.distributed.step_runner import CallRunner
 from pipesight.pipeline.batch_dims import BatchDims
 from pipesight.pipeline.calls import SplitCall, split_call
 from pipesight.pipeline.flattening import Flat, flatten
+from pipesight.pipeline.loss_merging import LossMerging, weights_of
 from pipesight.pipeline.outputs import Merge, flatten_output
 from pipesight.pipeline.randomness import PassRandomness, draw_seed, next_seed, seed_of
 
@@ -72,6 +74,8 @@ class ModelStepRunner(CallRunner):
         self._outline, self._placement, self._chunks = outline, placement, chunks
         self._dims, self._loss, self._loss_weight, self._adjusted = dims, loss, loss_weight, adjusted
         self._model: nn.Module = self._module
+        self._merging = LossMerging()
+        self._trained = 0
         self._targets: _Targets | None = None
         self._counts: list[float] | None = None
 
@@ -134,6 +138,10 @@ class ModelStepRunner(CallRunner):
         random = self._randomness(seed)
         batch = ModelBatch(plans, [], loss, learns, random, where, where.observers, self._monitor)
         batch.calls, batch.finish, batch.with_loss, batch.counts = split.calls, finish, with_loss, self._counts
+        checks = learns and self._loss_weight is None and m > 1 and self._trained & (self._trained + 1) == 0
+        self._trained += learns
+        if checks:
+            batch.loss_parts = {}
         self.steps, self._since = self.steps + learns, 0 if learns else self._since + 1
         with self._monitor.explaining("the weights that partitions share"):
             self._placement.send_values()
@@ -141,7 +149,32 @@ class ModelStepRunner(CallRunner):
         if learns:
             with self._monitor.explaining("the gradients of weights that partitions share"):
                 self._placement.collect_gradients()
+        if checks:
+            self._check_weights(batch, split, weights, total is None)
         return batch, split
+
+    def _check_weights(self, batch: ModelBatch, split: SplitCall, weights: list[float], sums: bool) -> None:
+        """Raise on every rank if the losses of micro-batches were not weighed by what they are means over.
+
+        At the first step, the second, the fourth and so on: weights must be known before the losses are, so that they
+        come from the arguments.
+        """
+        error: Exception | None = None
+        parts, values = batch.loss_parts, batch.loss.values
+        if parts and len(parts) == len(weights):
+            order = range(len(weights))
+            try:
+                found = self._merging.weigh_parts("loss", [parts[i] for i in order], [values[i] for i in order], split)
+                used = [1.0] * len(weights) if sums else [weight / sum(weights) for weight in weights if sum(weights)]
+                if any(not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, used, strict=True)):
+                    raise ValueError(
+                        f"the losses of micro-batches count {_numbers(found)} by what they are means or sums over, but "
+                        f"were weighed {_numbers(used)}; say what the loss of a micro-batch is a mean over, by its "
+                        "arguments: loss_weight=lambda *args, **kwargs: ...; or use loss_weight='samples' or 'sum'"
+                    )
+            except ValueError as wrong:
+                error = wrong
+        self._agreement.settle({"call": f"check of the loss {self._calls}"}, error)
 
     def output(self, batch: ModelBatch, split: SplitCall) -> Any:
         """Return the output of the model for the whole mini-batch, on the last rank."""
@@ -241,7 +274,7 @@ class ModelStepRunner(CallRunner):
         if self._loss_weight == "sum" or split.arguments[0].get("num_items_in_batch") is not None:
             return True, [1.0] * len(plans)
         if callable(self._loss_weight):
-            return False, [float(self._loss_weight(*args, **kwargs)) for args, kwargs in split.calls]
+            return False, weights_of(self._loss_weight, split)
         samples = [float(size) for size in split.sizes]
         ignored = {plan.mean[1] for plan in plans if plan.mean is not None}
         if self._loss_weight == "samples" or finish is _whole or len(plans) == 1 or not ignored:
@@ -283,6 +316,10 @@ class _Targets:
             return None
         kept = [t[..., 1:] if self.shifted else t for t in found if t is not None]
         return torch.stack([(t != self.ignored).sum() for t in kept]).double().tolist()
+
+
+def _numbers(shares: list[float]) -> str:
+    return ", ".join(f"{share:.4g}" for share in shares[:4]) + (" ..." if len(shares) > 4 else "")
 
 
 def _is_integer(value: Any) -> bool:

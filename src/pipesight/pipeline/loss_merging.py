@@ -25,7 +25,7 @@ from pipesight.pipeline.calls import SplitCall
 from pipesight.pipeline.loss_watch import LossWatch
 from pipesight.pipeline.outputs import Weigh, weigh_by_samples
 
-__all__ = ["LossMerging", "LossWeight", "check_loss_weight"]
+__all__ = ["LossMerging", "LossWeight", "check_loss_weight", "weights_of"]
 
 LossWeight: TypeAlias = Callable[..., Any] | Literal["samples", "sum"]
 
@@ -72,22 +72,28 @@ class LossMerging:
         if self.given == "sum":
             return lambda name, losses, sizes: [1.0] * len(losses)
         if callable(self.given):
-            known = _shares(_called(self.given, call))
+            known = _shares(weights_of(self.given, call))
             return lambda name, losses, sizes: known or weigh_by_samples(name, losses, sizes)
         return lambda name, losses, sizes: self._weigh(name, losses, call, watches)
 
     def _weigh(self, name: str, losses: Sequence[Tensor], call: SplitCall, watches: Sequence[LossWatch]) -> list[float]:
         """Return the weights that follow from what the losses are made of."""
         self._lossless.discard(frozenset(call.arguments[0]))
-        by_samples = weigh_by_samples(name, losses, call.sizes)
         if _equal(losses):
-            return by_samples
+            return weigh_by_samples(name, losses, call.sizes)
         if all(loss.grad_fn is not None for loss in losses):
             parts = [loss_parts(loss) for loss in losses]
         elif watches:
             parts = [watch.parts(loss) for watch, loss in zip(watches, losses, strict=True)]
         else:
             parts = [[LossPart("other", what="what has no graph")]] * len(losses)
+        return self.weigh_parts(name, parts, losses, call)
+
+    def weigh_parts(
+        self, name: str, parts: Sequence[Sequence[LossPart]], losses: Sequence[Tensor], call: SplitCall
+    ) -> list[float]:
+        """Return the weights of micro-batches, given what the loss of each is made of."""
+        by_samples = weigh_by_samples(name, losses, call.sizes)
         if len({tuple((part.what, part.divisor is None) for part in mine) for mine in parts}) > 1:
             self._warn(name, "is computed differently in different micro-batches")
             return by_samples
@@ -198,7 +204,8 @@ def _ratio(divisor: Any, scale: Any) -> float:
     return float(whole / scale) if scale else math.inf
 
 
-def _called(function: Callable[..., Any], call: SplitCall) -> list[float]:
+def weights_of(function: Callable[..., Any], call: SplitCall) -> list[float]:
+    """Return what a function of the user's says the losses of micro-batches are means over."""
     weights = []
     for i in range(len(call.sizes)):
         try:
