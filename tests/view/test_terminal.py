@@ -256,6 +256,7 @@ def test_mini_batches_without_an_optimizer(tmp_path):
     words = "no optimizer step was seen, so all 3 mini-batches count as one step"
     assert words in " ".join(render(analysed(made)).split())
     assert "run.step(number)" in render(analysed(made))
+    assert "Step 0, mini-batch 1 of 3, window 800 " in render(analysed(made))
     made.span("compute", "step", begin=5900, dur=10)
     assert words not in " ".join(render(analysed(made)).split())
 

@@ -27,7 +27,7 @@ from pipesight.runs.reading.event_codes import BACKWARD, FORWARD, RECOMPUTE, WEI
 from pipesight.runs.reading.event_tables import Column, Tasks
 from pipesight.view.text_layout import Style
 
-__all__ = ["DRAWN", "DrawnStep", "Glyphs", "coloured", "draw_step"]
+__all__ = ["DRAWN", "DrawnStep", "Glyphs", "coloured", "draw_step", "title_of"]
 
 DRAWN = 0
 """The replica that is drawn, of several."""
@@ -61,6 +61,8 @@ class DrawnStep:
     """Of partitions or, where those of a rank take turns, of the rank, beside the first of them."""
     begin: int
     end: int
+    minibatches: int
+    """How many mini-batches the step has; the first is drawn."""
 
 
 def draw_step(
@@ -100,7 +102,15 @@ def draw_step(
         bubbles=tuple(bubbles),
         begin=begin,
         end=end,
+        minibatches=len(rows),
     )
+
+
+def title_of(report: Report, step: int, drawn: DrawnStep) -> str:
+    """Return the heading of a drawn step."""
+    replica = f" of replica {DRAWN}" if len({*report.replicas.values()}) > 1 else ""
+    minibatch = f", mini-batch 1 of {drawn.minibatches}" if drawn.minibatches > 1 else ""
+    return f"Step {step}{replica}{minibatch}, window {time(drawn.end - drawn.begin)}"
 
 
 def coloured(text: str, phases: Sequence[int], style: Style) -> str:
@@ -123,8 +133,7 @@ def timeline_block(report: Report, step: int, style: Style, *, most: int) -> lis
     backward = "B and W backward" if WEIGHT in there else "B backward"
     whose = " of the rank" if report.taking_turns else ""
     legend = f"F forward, {recompute}{backward}; right: bubble{whose}"
-    which = f" of replica {DRAWN}" if len({*report.replicas.values()}) > 1 else ""
-    title = f"Step {step}{which}, window {time(timeline.end - timeline.begin)}"
+    title = title_of(report, step, timeline)
     head = [style.paint(title, "bold"), style.paint(legend, "dim")]
     lines = ["   ".join(head)] if len(title) + len(legend) + 3 <= style.width else head
     shown = list(zip(timeline.labels, timeline.lines, timeline.phases, timeline.bubbles, strict=True))[:most]

@@ -32,7 +32,7 @@ from pipesight.analysis.verdict import TITLES
 from pipesight.runs.reading.event_codes import PHASES
 from pipesight.runs.reading.run import LogLine
 from pipesight.view.text_layout import Style, bar
-from pipesight.view.text_timeline import DRAWN, Glyphs, coloured, draw_step
+from pipesight.view.text_timeline import Glyphs, coloured, draw_step, title_of
 
 __all__ = ["Frame", "draw_frame", "line_of"]
 
@@ -142,8 +142,7 @@ def _timeline(report: Report, figures: LatestStep, most: int, style: Style) -> l
     step = figures.last.step
     drawn = draw_step(report, step, width=style.width - 22, glyphs=glyphs)
     label, room = max(map(len, drawn.labels)), len(drawn.lines[0])
-    which = f" of replica {DRAWN}" if len({*report.replicas.values()}) > 1 else ""
-    title = f"Step {step}{which}, window {time(drawn.end - drawn.begin)}"
+    title = title_of(report, step, drawn)
     legend = f"{PHASES[0]} F, {PHASES[1]} R, {PHASES[2]} B"
     if figures.left_out is not None:
         legend = f"step {figures.left_out} has no known end"
