@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipesight.pipeline.batch_dims import BatchDims
 from pipesight.pipeline.calls import split_call
-from pipesight.pipeline.outputs import Merge, flatten_output
+from pipesight.pipeline.outputs import Merge, Weights, flatten_output
 from support.against_plain import rand
 
 
@@ -409,6 +409,19 @@ def test_outputs_that_are_refused(outputs, batch_dim, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
+def test_samples_that_are_scored_against_each_other():
+    """Scores of all pairs of samples, by rows and by columns, lack those of samples in different micro-batches."""
+    dims = BatchDims()
+    call = split_call((rand(4, 3),), {}, 2, dims)
+    scores = [args[0] @ (args[0] + 1).T for args, _ in call.calls]
+    with pytest.warns(RuntimeWarning, match=r"'output.0' and 'output.1' score.*against each other"):
+        merged(call, [(one, one.T) for one in scores], lambda *losses: Weights([]))
+    call = split_call((rand(4, 3),), {}, 2, dims)
+    merged(call, [(one, one + 1) for one in scores], lambda *losses: Weights([]))  # as many classes as samples
+    call = split_call((rand(4, 3),), {}, 2)
+    merged(call, [(one, one.T) for one in scores])  # by samples, as the user says
+
+
 def test_packed_sequences_are_refused():
     """The samples of a PackedSequence are woven into each other."""
     packed = nn.utils.rnn.pack_sequence([rand(3), rand(2)])
@@ -421,7 +434,7 @@ def test_weights_of_losses():
     call = split_call((rand(5),), {}, 2)
     losses = [torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(float("nan"), dtype=torch.bfloat16)]
     flats = [flatten_output({"loss": loss}, call.dims) for loss in losses]
-    merge = Merge(flats, call, lambda name, parts, sizes: [0.5, 0.0])
+    merge = Merge(flats, call, lambda name, parts, sizes: Weights([0.5, 0.0]))
     assert merge.join(0, losses) == 1
     assert merge.join(0, losses).dtype == torch.bfloat16
     assert merge.split_gradient(0, torch.tensor(4.0)) == [2.0, None]

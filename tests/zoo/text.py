@@ -76,9 +76,9 @@ def causal(name: str, model: str, config: str, options: dict[str, Any] | None = 
     return Entry(name, build, text, layers("model.layers"), predicted, options or {})
 
 
-def weigh_predicted(output: Any, arguments: dict[str, Any]) -> float:
+def weigh_predicted(**call: Any) -> float:
     """Weigh the loss of a micro-batch whose auxiliary part is no mean, which a pipeline would warn of."""
-    return predicted(arguments)
+    return predicted(call)
 
 
 def _translated() -> Call:

@@ -37,6 +37,23 @@ class LossPart:
     """Whether samples are told from each other: the class of sample k is k."""
     what: str = ""
     """The operation, for messages."""
+    node: Any = None
+    """That of a cross entropy."""
+
+    def value(self) -> Tensor:
+        """Return the mean of a cross entropy, without scale and divisor."""
+        node = self.node
+        ignored = node._saved_ignore_index
+        return nn.functional.nll_loss(
+            node._saved_self.detach(),
+            node._saved_target,
+            node._saved_weight,
+            ignore_index=ignored - 2**64 if ignored >= 2**63 else ignored,
+        )
+
+    def scale_gradient(self, factor: float) -> None:
+        """Multiply the gradient of this part, in every backward."""
+        self.node.register_prehook(lambda gradients: tuple(None if g is None else g * factor for g in gradients))
 
 
 _SAME = {"ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "Neg", "Expand", "T"}
@@ -83,7 +100,7 @@ def _parts(node: Any, scale: Number, divisor: Number | None) -> Iterator[LossPar
         kind: Literal["mean", "sum"] = "mean" if node._saved_reduction == _MEAN else "sum"
         contrasts = name == "NllLoss" and _is_range(target, node._saved_self.shape)
         yield LossPart(
-            kind, node._saved_total_weight, tuple(target.shape), divisor, scale, contrasts, what="CrossEntropy"
+            kind, node._saved_total_weight, tuple(target.shape), divisor, scale, contrasts, "CrossEntropy", node
         )
     elif name in _LOSSES and node._saved_reduction in (_MEAN, _SUM):
         shape = tuple(node._saved_self.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,7 +164,8 @@ class ModelStepRunner(CallRunner):
         if parts and len(parts) == len(weights):
             order = range(len(weights))
             try:
-                found = self._merging.weigh_parts("loss", [parts[i] for i in order], [values[i] for i in order], split)
+                mine, losses = [parts[i] for i in order], [values[i] for i in order]
+                found = self._merging.weigh_parts("loss", mine, losses, split).shares
                 used = [1.0] * len(weights) if sums else [weight / sum(weights) for weight in weights if sum(weights)]
                 if any(not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, used, strict=True)):
                     raise ValueError(
@@ -318,7 +319,7 @@ class _Targets:
         return torch.stack([(t != self.ignored).sum() for t in kept]).double().tolist()
 
 
-def _numbers(shares: list[float]) -> str:
+def _numbers(shares: Sequence[float]) -> str:
     return ", ".join(f"{share:.4g}" for share in shares[:4]) + (" ..." if len(shares) > 4 else "")
 
 

@@ -104,6 +104,16 @@ class BatchDims:
             f"cut into micro-batches, batch_dim={{{name!r}: None}} if each gets all of it",
         )
 
+    def warn_of_contrasts(self, one: str, other: str) -> None:
+        """Warn that samples are scored against each other."""
+        if one not in self._warned:
+            self._warn(
+                one,
+                f"{one!r} and {other!r} score the samples of a micro-batch against each other, and not against those "
+                "of other micro-batches, so that they, and a loss made of them, are not those of the whole batch; use "
+                "chunks=1, or compute them outside the pipeline; loss_weight='samples' if this is what you want",
+            )
+
     def warn_of_change(self, name: str) -> None:
         """Warn that the model changes an argument that it does not return."""
         if name not in self._warned:

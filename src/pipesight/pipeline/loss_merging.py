@@ -23,7 +23,7 @@ from torch import Tensor
 from pipesight._torch.loss_graph import LossPart, loss_parts
 from pipesight.pipeline.calls import SplitCall
 from pipesight.pipeline.loss_watch import LossWatch
-from pipesight.pipeline.outputs import Weigh, weigh_by_samples
+from pipesight.pipeline.outputs import Weigh, Weights, weigh_by_samples
 
 __all__ = ["LossMerging", "LossWeight", "check_loss_weight", "weights_of"]
 
@@ -70,13 +70,13 @@ class LossMerging:
         if self.given == "samples":
             return weigh_by_samples
         if self.given == "sum":
-            return lambda name, losses, sizes: [1.0] * len(losses)
+            return lambda name, losses, sizes: Weights([1.0] * len(losses))
         if callable(self.given):
             known = _shares(weights_of(self.given, call))
-            return lambda name, losses, sizes: known or weigh_by_samples(name, losses, sizes)
+            return lambda name, losses, sizes: Weights(known) if known else weigh_by_samples(name, losses, sizes)
         return lambda name, losses, sizes: self._weigh(name, losses, call, watches)
 
-    def _weigh(self, name: str, losses: Sequence[Tensor], call: SplitCall, watches: Sequence[LossWatch]) -> list[float]:
+    def _weigh(self, name: str, losses: Sequence[Tensor], call: SplitCall, watches: Sequence[LossWatch]) -> Weights:
         """Return the weights that follow from what the losses are made of."""
         self._lossless.discard(frozenset(call.arguments[0]))
         if _equal(losses):
@@ -87,12 +87,26 @@ class LossMerging:
             parts = [watch.parts(loss) for watch, loss in zip(watches, losses, strict=True)]
         else:
             parts = [[LossPart("other", what="what has no graph")]] * len(losses)
-        return self.weigh_parts(name, parts, losses, call)
+        return self.weigh_parts(name, parts, losses, call, apart=True)
 
     def weigh_parts(
-        self, name: str, parts: Sequence[Sequence[LossPart]], losses: Sequence[Tensor], call: SplitCall
-    ) -> list[float]:
-        """Return the weights of micro-batches, given what the loss of each is made of."""
+        self,
+        name: str,
+        parts: Sequence[Sequence[LossPart]],
+        losses: Sequence[Tensor],
+        call: SplitCall,
+        *,
+        apart: bool = False,
+    ) -> Weights:
+        """Return the weights of micro-batches, given what the loss of each is made of.
+
+        Args:
+            name: Of the loss.
+            parts: Of each loss.
+            losses: Themselves.
+            call: How it was cut.
+            apart: Whether the gradients of parts may be scaled, where one weight does not fit all of them.
+        """
         by_samples = weigh_by_samples(name, losses, call.sizes)
         if len({tuple((part.what, part.divisor is None) for part in mine) for mine in parts}) > 1:
             self._warn(name, "is computed differently in different micro-batches")
@@ -112,9 +126,15 @@ class LossMerging:
                 "over or a constant; say which: loss_weight='samples' averages the losses of micro-batches, "
                 "loss_weight='sum' adds them"
             )
-        if any(part.contrasts for column in columns for part in column):
+        if any(all(part.contrasts for part in column) for column in columns):
             self._warn(name, "compares the samples of a micro-batch with each other, and not with those of others")
         elif any(not _close(shares, means[0]) for shares in means[1:]):
+            if (
+                apart
+                and len(means) == len(columns)
+                and all(part.node is not None for column in columns for part in column)
+            ):
+                return _weighed_apart(columns, means, by_samples.shares)
             self._warn(name, "adds means over different numbers of items")
             return by_samples
         elif odd or ("add" in kinds and (means or "any" in kinds)):
@@ -122,8 +142,8 @@ class LossMerging:
                 name, f"has a part that is no mean over samples (of {odd})" if odd else "adds a sum to other parts"
             )
         if means:
-            return means[0] or by_samples
-        return [1.0] * len(losses) if kinds == {"add"} else by_samples
+            return Weights(means[0]) if means[0] else by_samples
+        return Weights([1.0] * len(losses)) if kinds == {"add"} else by_samples
 
     def _without_items(self, name: str, column: Sequence[LossPart], losses: Sequence[Tensor]) -> Sequence[LossPart]:
         """Return the parts of losses with a divisor of 0 where it was only kept from being 0."""
@@ -145,6 +165,23 @@ class LossMerging:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _weighed_apart(
+    columns: Sequence[Sequence[LossPart]], means: Sequence[Sequence[float]], shares: Sequence[float]
+) -> Weights:
+    """Return the weights of losses that add cross entropies over different targets: each is weighed by its own.
+
+    The gradient of each is scaled where it enters the graph, so that weights by samples are right for all.
+    """
+    values: list[list[Tensor]] = [[] for _ in shares]
+    for column, own in zip(columns, means, strict=True):
+        for part, mine, share, found in zip(column, own or [0.0] * len(shares), shares, values, strict=True):
+            part.scale_gradient(mine / share if share else 0.0)
+            if mine or not own:  # the mean of nothing is NaN, and that of the batch is if there is nothing in it
+                divisor = 1.0 if part.divisor is None else part.divisor
+                found.append(part.value() * (part.scale / divisor * (mine / share if own else 1.0)))
+    return Weights(shares, [torch.stack(found).sum() if found else torch.zeros(()) for found in values])
 
 
 _Meaning: TypeAlias = list[float] | Literal["add", "any", "odd", "unclear"]

@@ -15,7 +15,7 @@ from pipesight._torch.loss_graph import LossPart, loss_parts
 __all__ = ["LossWatch"]
 
 _F = nn.functional
-_REDUCING = {_F.cross_entropy, _F.nll_loss, _F.mse_loss, _F.l1_loss, _F.smooth_l1_loss, _F.huber_loss}
+_REDUCING = {_F.cross_entropy, _F.nll_loss, _F.mse_loss, _F.l1_loss, _F.ctc_loss, _F.smooth_l1_loss, _F.huber_loss}
 _REDUCING |= {_F.binary_cross_entropy, _F.binary_cross_entropy_with_logits}
 _REDUCING |= {torch.mean, Tensor.mean, torch.sum, Tensor.sum}
 

@@ -7,6 +7,7 @@ the batch. Everything else must not depend on the batch, so it must be the same 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -19,16 +20,26 @@ from pipesight.pipeline.batch_dims import BatchDims, Rule
 from pipesight.pipeline.calls import SplitCall, is_batch_size
 from pipesight.pipeline.flattening import Flat, equal, flatten
 
-__all__ = ["Merge", "Weigh", "flatten_output", "weigh_by_samples"]
-
-Weigh: TypeAlias = Callable[[str, Sequence[Tensor], Sequence[int]], list[float]]
-"""Returns what each scalar is multiplied by before they are added, given their name, themselves, and the samples."""
+__all__ = ["Merge", "Weigh", "Weights", "flatten_output", "weigh_by_samples"]
 
 
-def weigh_by_samples(name: str, losses: Sequence[Tensor], sizes: Sequence[int]) -> list[float]:
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What each scalar is multiplied by before they are added."""
+
+    shares: Sequence[float]
+    values: Sequence[Tensor] | None = None
+    """What is added instead of the scalars; gradients go to these."""
+
+
+Weigh: TypeAlias = Callable[[str, Sequence[Tensor], Sequence[int]], Weights]
+"""Returns the weights of the scalars of micro-batches, given their name, themselves, and the samples."""
+
+
+def weigh_by_samples(name: str, losses: Sequence[Tensor], sizes: Sequence[int]) -> Weights:
     """Return the weights of a mean over samples."""
     total = sum(sizes)
-    return [size / total if total else 1 / len(sizes) for size in sizes]
+    return Weights([size / total if total else 1 / len(sizes) for size in sizes])
 
 
 def flatten_output(output: Any, dims: BatchDims) -> Flat:
@@ -43,7 +54,7 @@ class _Way:
     kind: Literal["concatenate", "add", "first"]
     dim: int = 0
     sizes: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
+    weights: Weights = Weights(())
 
 
 class Merge:
@@ -70,6 +81,8 @@ class Merge:
         self._ways = [
             _Way("first") if alone else self._way(k, [flat.tensors[k] for flat in flats]) for k in range(self.count)
         ]
+        if not alone and weigh is not weigh_by_samples:  # else the user has chosen it
+            self._warn_of_contrasts()
         columns = zip(first.value_names, zip(*(flat.values for flat in flats), strict=True), strict=True)
         self._values = [column[0] if alone else self._value(name, column) for name, column in columns]
 
@@ -80,7 +93,9 @@ class Merge:
             return parts[0]
         if way.kind == "concatenate":
             return torch.cat(list(parts), way.dim)
-        kept = [(part, weight) for part, weight in zip(parts, way.weights, strict=True) if weight]
+        if way.weights.values is not None:
+            parts = [_Replaced.apply(part, value) for part, value in zip(parts, way.weights.values, strict=True)]  # type: ignore[no-untyped-call]
+        kept = [(part, weight) for part, weight in zip(parts, way.weights.shares, strict=True) if weight]
         if not kept:
             return torch.zeros_like(parts[0])
         dtype = kept[0][0].dtype
@@ -98,7 +113,7 @@ class Merge:
             return [gradient, *[None] * (count - 1)]
         if way.kind == "concatenate":
             return list(gradient.split(way.sizes, way.dim))
-        return [gradient * weight if weight else None for weight in way.weights]
+        return [gradient * weight if weight else None for weight in way.weights.shares]
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """Return the output for the whole batch, in the model's own classes, made of its tensors.
@@ -122,6 +137,19 @@ class Merge:
         self._call.forget_arguments()
         return output
 
+    def _warn_of_contrasts(self) -> None:
+        """Warn of a model that scores samples against each other: a score is in two outputs, by rows and by columns."""
+        size = self._sizes[0]
+        squares = {
+            names[0]: k
+            for k, (tensor, names) in enumerate(zip(self._flats[0].tensors, self._flats[0].names, strict=True))
+            if tensor.shape == (size, size) and size > 1
+        }
+        for one, other in itertools.combinations(squares, 2):
+            pairs = [(flat.tensors[squares[one]], flat.tensors[squares[other]]) for flat in self._flats]
+            if all(torch.equal(rows.detach(), columns.detach().T) for rows, columns in pairs):
+                self._dims.warn_of_contrasts(one, other)
+
     def _original(self, parts: Sequence[Any]) -> Any:
         """Return what the caller passed, if all micro-batches return what they got of it."""
         found = [self._call.original(part) for part in parts]
@@ -133,12 +161,12 @@ class Merge:
         if rule == "first" or rule == "items":
             return _Way("first")
         if rule == "sum":
-            return _Way("add", weights=(1.0,) * len(parts))
+            return _Way("add", weights=Weights([1.0] * len(parts)))
         if rule is None:
             return self._once(name, parts, rule)
         assert isinstance(rule, int)
         if parts[0].dim() == 0 and parts[0].is_floating_point() and not exact:
-            return _Way("add", weights=tuple(self._weigh(name, parts, self._sizes)))
+            return _Way("add", weights=self._weigh(name, parts, self._sizes))
         sizes = [part.size(rule) if part.dim() > rule else -1 for part in parts]
         rows = self._rows(sizes)
         if rows == 1 and not (not exact and self._dims.seen_whole(name) and _same(parts)):
@@ -242,6 +270,18 @@ class Merge:
                 f"{list(self._sizes)}), as batch_dim says"
             )
         return sum(column[1:], column[0])
+
+
+class _Replaced(torch.autograd.Function):
+    """A scalar of another value, which may be that of one that is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, value: Tensor) -> Tensor:
+        return value.to(part.device, part.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _different(first: Flat, flat: Flat, i: int) -> str:
