@@ -57,8 +57,8 @@ class TensorMeasurements:
                 found = layers.bad(self.layer, self.tensor, self.iteration, spot, moments)
         return found
 
-    def records(self, merged: Mapping[str, Any]) -> Iterator[Record]:
-        """Yield what is to be logged."""
+    def records(self, merged: Mapping[str, Any]) -> list[Record]:
+        """Return what is to be logged."""
         moments = merged[MOMENTS]
         nans, infs, ranks = int(moments.nans), int(moments.infs), tuple(self.bad_ranks)
         where: tuple[Any, ...] = ()
@@ -68,8 +68,10 @@ class TensorMeasurements:
         values = [(quantity.label, quantity.formula(merged[quantity.source])) for quantity in self.action.quantities]
         if not values:  # only NaN and Inf are looked for
             values = [(label, count) for label, count in (("nans", nans), ("infs", infs)) if count]
-        for label, value in values:
-            yield Record(self.layer, self.tensor, label, self.iteration, float(value), nans, infs, ranks, *where)
+        layer, tensor, iteration = self.layer, self.tensor, self.iteration
+        return [
+            Record(layer, tensor, label, iteration, float(value), nans, infs, ranks, *where) for label, value in values
+        ]
 
 
 def merge_all(entries: Sequence[TensorMeasurements], sent: Iterable[SentRows] = ()) -> list[dict[str, Any]]:

@@ -43,6 +43,7 @@ from pipesight.stats.watched_tensor import Tap, Trial
 __all__ = ["StatsSession"]
 
 on_gpu = attrgetter("is_cuda")
+CUDA = torch.device("cuda")
 
 MOST_TENSORS = 100_000
 
@@ -235,9 +236,10 @@ class StatsSession:
                 tap.waits = False
             tap.powers = action.sources[0].powers if action.sources else False
             tap.quick = (
-                (len(action.sources), len(action.custom)) == (1, 0)
+                len(action.sources) == 1
+                and not action.custom
                 and action.on_nonfinite <= {"warn"}
-                and has_kernels(torch.device("cuda"))
+                and has_kernels(CUDA)
                 and self.merging.group_for(None, tap.layer) is None
             )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipesight._torch.tensors import raw_stream
@@ -25,6 +26,7 @@ PROGRAMS = 2  # a multiprocessor: as many as it holds
 WAVES = 4  # of programs, where many tensors are measured together
 REGISTERS = 128  # so that it holds two
 TILE = BLOCK * DEPTH
+MOST_PLANS = 1024
 QUICK = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -55,6 +57,7 @@ class Kernels:
         self._pairs = properties.major >= 9 and not torch.version.hip  # has instructions for two values of 16 bits
         self._of_one: dict[tuple[torch.dtype, bool, bool, bool], _Kernel] = {}
         self._of_many: dict[tuple[torch.dtype, bool], _Kernel] = {}
+        self._plans: dict[tuple[Any, ...], tuple[int, NDArray[np.int64]]] = {}  # steps repeat themselves
 
     def measure(self, x: Tensor, powers: bool, stream: int, rows: int, done: int, out: int) -> None:
         """Measure a dense tensor of a dtype that the kernels take, on the stream, which is the current one.
@@ -108,14 +111,25 @@ class Kernels:
             types = (torch.int64, torch.float64, torch.int32, torch.float64)
             constants = (getattr(tl, str(dtype).removeprefix("torch.")), *self._constants(dtype, powers))
             kernel = self._of_many[dtype, powers] = _Kernel(_triton.measure_many_kernel, types, constants)
-        numel = np.array(sizes, dtype=np.int64)
-        # All together fill the device a few times, each by its share; more programs would have more to merge.
-        share = (numel * (WAVES * self._walkers / max(1, numel.sum()))).astype(np.int64)
-        counts = self._programs(dtype, powers, numel, share.clip(1, self._walkers))
-        columns = np.stack((np.array(addresses, dtype=np.int64), numel, counts))
+        plan = self._plans.get(key := (dtype, powers, *sizes))
+        if plan is None:
+            if len(self._plans) >= MOST_PLANS:  # sizes that are new in each step
+                self._plans.clear()
+            plan = self._plans[key] = self._plan(dtype, powers, np.array(sizes, dtype=np.int64))
+        programs, columns = plan[0], plan[1].copy()
+        columns[0] = addresses
         table = torch.from_numpy(columns).to(self._device, non_blocking=True)
-        grid = (int(counts.max()), len(sizes), 1)
+        grid = (programs, len(sizes), 1)
         kernel.launch(grid, raw_stream(self._device.index), table.data_ptr(), rows, done, out)
+
+    def _plan(self, dtype: torch.dtype, powers: bool, sizes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+        """Return the most programs that one of several tensors gets, and what the kernel reads: addresses are to come.
+
+        All together fill the device a few times, each by its share; more programs would have more to merge.
+        """
+        share = (sizes * (WAVES * self._walkers / max(1, sizes.sum()))).astype(np.int64)
+        counts = self._programs(dtype, powers, sizes, share.clip(1, self._walkers))
+        return int(counts.max()), np.stack((sizes, sizes, counts))
 
     def _programs(self, dtype: torch.dtype, powers: bool, numel: Any, walkers: Any) -> Any:
         """Return how many programs measure a tensor: walkers over whole tiles, and one for the rest of quick ones."""

@@ -23,6 +23,9 @@ from pipesight.stats.sinks.record import Record
 
 __all__ = ["JsonlSink"]
 
+MOST_NAMES = 100_000
+NOTHING = Record("", "", "", 0, 0.0)[5:]  # neither NaN nor Inf in the tensor
+
 
 class JsonlSink:
     """Writes ``{run}/stats/rank-00000.jsonl``."""
@@ -33,6 +36,7 @@ class JsonlSink:
         rank = process_rank() if rank is None else rank
         self.path = Path(run).absolute() / "stats" / f"rank-{rank:05d}.jsonl"
         self._lines = LineFile(self.path, overwrite=overwrite)
+        self._names: dict[tuple[str, str, str], str] = {}  # as a line has them
 
     def open(self) -> None:
         """Make the file now, not with the first value."""
@@ -40,7 +44,21 @@ class JsonlSink:
 
     def write(self, records: Sequence[Record]) -> None:
         """Add a line for each record."""
-        self._lines.write("".join([_line(record) for record in records]).encode())
+        if len(self._names) > MOST_NAMES:  # that are made up anew in each step
+            self._names.clear()
+        self._lines.write("".join([self._line(record) for record in records]).encode())
+
+    def _line(self, record: Record) -> str:
+        name = self._names.get(key := record[:3])
+        if name is None:
+            layer, tensor, statistic = map(quote, key)
+            name = f'"layer": {layer}, "tensor": {tensor}, "statistic": {statistic}, "value": '
+            self._names[key] = name
+        value = float(record.value)  # NumPy's floats have another repr
+        end = f"{value!r}" if isfinite(value) else f'null, "nonfinite": "{value}"'
+        if record[5:] != NOTHING:
+            end += _excluded(record)
+        return f'{{"iteration": {record.iteration}, {name}{end}}}\n'
 
     def close(self) -> None:
         """Close the file. One without a line goes, such as that of a rank whose values another one writes."""
@@ -50,9 +68,9 @@ class JsonlSink:
                 self.path.unlink()
 
 
-def _line(record: Record) -> str:
-    value = float(record.value)  # NumPy's floats have another repr
-    end = f"{value!r}" if isfinite(value) else f'null, "nonfinite": "{value}"'
+def _excluded(record: Record) -> str:
+    """Return what a line says of NaN and Inf in the tensor."""
+    end = ""
     if record.nans:
         end += f', "nans": {int(record.nans)}'
     if record.infs:
@@ -65,7 +83,4 @@ def _line(record: Record) -> str:
         end += f', "partition": {record.partition}'
     if record.microbatch is not None:
         end += f', "microbatch": {record.microbatch}, "phase": "{record.phase}"'
-    return (
-        f'{{"iteration": {record.iteration}, "layer": {quote(record.layer)}, "tensor": {quote(record.tensor)}, '
-        f'"statistic": {quote(record.statistic)}, "value": {end}}}\n'
-    )
+    return end
