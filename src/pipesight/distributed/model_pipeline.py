@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from pipesight.distributed.model_placement import Placement, guess_parts, named_
 from pipesight.distributed.model_stage import ModelParts, ModelStage
 from pipesight.distributed.model_steps import ModelStepRunner
 from pipesight.distributed.model_walk import Doors
+from pipesight.distributed.pretrained import read_tensors
 from pipesight.distributed.rank_initialisation import Recipe, meta_tensors
 from pipesight.distributed.replicas import Averaging, make_alike
 from pipesight.distributed.step_runner import ScheduleRunner
@@ -269,6 +271,12 @@ class ModelPipeline:
         for partition, units in zip(partitions, self.units, strict=True):
             _fill(partition, self.outline.doors.units, units)
         return partitions
+
+    def read(self, folder: str | PathLike[str]) -> None:
+        """Read the values of this rank's parameters and saved buffers from safetensors files."""
+        aliases = {alias: names for names in self.placement.aliases.values() for alias in names}
+        tensors = dict(self.learned().state_dict())
+        read_tensors(folder, tensors, aliases, str(getattr(self.model, "base_model_prefix", "")))
 
     def learned(self) -> nn.Module:
         """Return what this rank trains and saves, under the names of the model."""

@@ -185,6 +185,11 @@ class DistributedPipeline:
         return list(self._part.balance)
 
     @property
+    def cuts(self) -> list[str] | None:
+        """The modules that begin partitions 1, 2 and so on, if the model is cut at modules."""
+        return list(self._part.cuts) if isinstance(self._part, ModelPipeline) else None
+
+    @property
     def chunks(self) -> int:
         """Number of micro-batches per mini-batch."""
         return self._chunks
@@ -368,6 +373,26 @@ class DistributedPipeline:
         self._runner.steps = content["steps"]
         context.catch_up(self._runner.steps)
         return content["extra"]
+
+    def load_pretrained(self, folder: str | PathLike[str]) -> None:
+        """Read weights from safetensors files, as ``save_pretrained`` of transformers writes them; only with ``cuts``.
+
+        Each rank reads its own part. Call it on every rank.
+
+        Example::
+
+            config = AutoConfig.from_pretrained("gpt2-folder")
+            pipeline = DistributedPipeline(lambda: GPT2LMHeadModel(config), cuts=["transformer.h.6"], chunks=8)
+            pipeline.load_pretrained("gpt2-folder")
+        """
+        error: Exception | None = None
+        try:
+            if not isinstance(self._part, ModelPipeline):
+                raise TypeError("load_pretrained needs a model that is cut at modules: cuts=[...] instead of balance")
+            self._part.read(folder)
+        except Exception as found:
+            error = found
+        self._agreement.settle({"call": f"load_pretrained {folder}"}, error)
 
     def save_on_sigterm(
         self, folder: str | PathLike[str], optimizer: Optimizer | None = None, *, extra: Callable[[], Any] | None = None
