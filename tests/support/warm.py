@@ -294,4 +294,5 @@ def _code(arguments: list[str]) -> CodeType:
     if kind == "-m":
         running = f"import runpy; runpy.run_module({rest[0]!r}, run_name='__main__', alter_sys=True)"
         return compile(running, "<string>", "exec")
+    sys.modules["__main__"].__file__ = os.path.abspath(rest[0])
     return compile(Path(rest[0]).read_bytes(), rest[0], "exec")
