@@ -241,7 +241,7 @@ def test_what_cannot_work(tmp_path):
 
 
 def test_what_models_do_between_layers(tmp_path):
-    """What crosses may be written into a tensor, changed in place, transposed, or go through an autograd function."""
+    """What crosses may be written into a tensor, changed in place, or go through an autograd function."""
     body = """
     class Reversal(torch.autograd.Function):
         @staticmethod
@@ -252,9 +252,19 @@ def test_what_models_do_between_layers(tmp_path):
         def backward(ctx, gradient):
             return -gradient
 
+    class Expert(nn.Module):  # branches on its own activations, inside a block
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            chosen = (x[:, 0] > 0).nonzero().flatten()
+            return x.index_add(0, chosen, self.inner(x[chosen])) if chosen.numel() else x + 0 * self.inner.weight.sum()
+
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
+            self.expert = Expert()
             self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
             self.norm, self.weight = nn.BatchNorm1d(8), nn.Parameter(torch.ones(8))
 
@@ -266,7 +276,7 @@ def test_what_models_do_between_layers(tmp_path):
             y = self.norm(self.b(h))
             y = y + Reversal.apply(h) + turned.T * self.weight
             pair[:, 1] = y
-            z = self.c(y)
+            z = self.c(self.expert(y))
             z += low
             return (self.d(z) * self.weight + pair.sum(1)).square().mean()
 

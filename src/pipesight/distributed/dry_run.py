@@ -24,7 +24,7 @@ from pipesight._torch.tensors import with_function_overrides, without_function_o
 from pipesight.context import Where, enter_thread
 from pipesight.distributed.loss_weights import mean_of
 from pipesight.distributed.model_walk import Call, Doors, Name, UnitResult, Walk, signature
-from pipesight.distributed.stand_ins import META, place
+from pipesight.distributed.stand_ins import META, ValueNeededError, map_tensors, place
 from pipesight.pipeline.flattening import flatten
 from pipesight.pipeline.randomness import PassRandomness, isolated
 
@@ -331,9 +331,14 @@ class _DryWalk(Walk):
         self._given = {id(tensor) for tensor in tensors_in(given)}
         self._outside, self._inside = False, set()
         detector = _RandomDetector()
+        needs_values: ValueNeededError | None = None
         try:
             with detector, with_function_overrides():
                 output = call(*given[0], **given[1])
+        except ValueNeededError as error:
+            needs_values = error
+            with detector:
+                output = self._run_on_zeros(unit, given, error)
         except Exception as error:
             error.add_note(f"in layer '{unit}'")
             raise
@@ -342,10 +347,48 @@ class _DryWalk(Walk):
         result = None
         if not self._outside and key not in self._results and not self._outline.has_hooks(unit):
             result = UnitResult.of(output, given, self._inside, detector.seen)
+        if result is None and needs_values is not None:
+            raise needs_values
         self._keys[self.j, self.n] = key
         if key not in self._results:
             self._results[key] = result
         return output, result
+
+    def _run_on_zeros(self, unit: str, given: Any, error: ValueNeededError) -> Any:
+        """Call a unit that branches on its own activations for the shapes it returns: with zeros for all values.
+
+        The rank that has it sends what it really returns, after a check of the shapes.
+        """
+        module = self._outline.doors.units[unit]
+        memo: dict[int, Any] = {}
+        for parameter in module.parameters():
+            name = self._outline.parameters[id(parameter)]
+            self.used[self.j].add(name)
+            self._inside.add(name)
+            memo[id(parameter)] = nn.Parameter(torch.zeros_like(parameter, device="cpu"), parameter.requires_grad)
+        learns = any(t.requires_grad for t in (*tensors_in(given), *module.parameters())) and torch.is_grad_enabled()
+        places: dict[int, Tensor] = {}
+
+        def zeros(tensor: Tensor) -> Tensor:
+            made = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()
+            places[id(made)] = tensor
+            kept.append(made)
+            return made
+
+        def back(tensor: Tensor) -> Tensor:
+            if id(tensor) in places:
+                return places[id(tensor)]
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+            return made.requires_grad_(learns and tensor.is_floating_point())
+
+        kept: list[Tensor] = []
+        try:
+            with torch.no_grad():
+                output = copy.deepcopy(module, memo)(*map_tensors(zeros, given[0]), **map_tensors(zeros, given[1]))
+        except Exception:
+            error.add_note(f"in layer '{unit}'")
+            raise error from None
+        return map_tensors(back, output)
 
     def end(self, output: Any) -> None:
         """Note what the call returns."""
