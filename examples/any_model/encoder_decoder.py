@@ -61,7 +61,7 @@ def written(ids: Tensor) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train an encoder-decoder that is cut as it is.")
-    parser.add_argument("--steps", type=int, default=60, help="training steps (60)")
+    parser.add_argument("--steps", type=int, default=250, help="training steps (250)")
     parser.add_argument("--batch", type=int, default=32, help="words a step (32)")
     options = parser.parse_args()
 

@@ -24,13 +24,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to save the adapters")
     options = parser.parse_args()
 
-    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
     torch.manual_seed(0)
     model = get_peft_model(make_model(None), config)
     pipe = Pipeline(model, cuts=["base_model.model.transformer.h.2"], chunks=4)
     trained = [parameter for parameter in pipe.parameters() if parameter.requires_grad]
     print(f"training {sum(p.numel() for p in trained):,} of {sum(p.numel() for p in pipe.parameters()):,} numbers")
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    optimizer = torch.optim.AdamW(trained, lr=3e-2)
     for step, batch in enumerate(batches(make_tokenizer(None), options.steps, options.batch), start=1):
         loss = pipe(**batch).loss
         loss.backward()
