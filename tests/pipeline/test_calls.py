@@ -203,6 +203,26 @@ def test_a_cache_is_the_callers():
     assert cache.layers[0].batch_size == 5
 
 
+def test_a_cache_that_is_changed_in_place():
+    """Each micro-batch counts in a tensor of its own; the caller's cache counts as with the plain model."""
+
+    def model(x, cache):
+        cache.rows[:, int(cache.length)] = x
+        cache.length.add_(1)
+        return x * cache.length, cache
+
+    caches = [types.SimpleNamespace(rows=torch.zeros(5, 3).double(), length=torch.tensor(0)) for _ in range(2)]
+    held = [(cache.rows, cache.length) for cache in caches]
+    for step in range(3):
+        mine, cache = run(model, rand(5) + step, caches[0], chunks=2)
+        assert torch.equal(mine, model(rand(5) + step, caches[1])[0])
+        assert cache is caches[0]
+    assert torch.equal(cache.rows, caches[1].rows)
+    assert cache.length == 3
+    assert cache.rows is held[0][0]
+    assert cache.length is held[0][1]
+
+
 def test_a_changed_argument_that_is_not_returned():
     """A cache that a model fills and does not return stays empty, with a warning; one that it only reads does not."""
 

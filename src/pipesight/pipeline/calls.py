@@ -118,7 +118,7 @@ def split_call(
     sizes = chunk_sizes(size, chunks) if size is not None else [1]
     batch = _Batch(size, source, sizes, dims)
     cuts = [batch.dimension(*known) for known in zip(flat.tensors, flat.names, strict=True)]
-    pieces = [batch.pieces(*known) for known in zip(flat.tensors, cuts, strict=True)]
+    pieces = [batch.pieces(*known) for known in zip(flat.tensors, cuts, flat.held, strict=True)]
     values = [batch.values(*known) for known in zip(flat.values, flat.value_names, strict=True)]
     originals: dict[int, tuple[Any, Any]] = {}  # by id; what was handed out is kept, so that ids stay its own
     arguments = []
@@ -213,11 +213,13 @@ class _Batch:
             dims.remember(name, False, self.size, tensor.shape)
         return None
 
-    def pieces(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
-        """Return what each micro-batch gets of a tensor."""
+    def pieces(self, tensor: Tensor, dim: int | None, held: bool) -> list[Tensor]:
+        """Return what each micro-batch gets of a tensor: a copy if it gets all of what an object may change."""
         with torch.no_grad():
-            parts = [tensor] * len(self.sizes) if dim is None else tensor.split(self.sizes, dim)
-        return [part.data for part in parts]
+            if dim is not None:
+                return [part.data for part in tensor.split(self.sizes, dim)]
+            copies = held and len(self.sizes) > 1
+            return [tensor.detach().clone() if copies else tensor.data for _ in self.sizes]
 
     def values(self, value: Any, name: str) -> list[Any]:
         """Return what each micro-batch gets of what is not a tensor."""

@@ -49,6 +49,8 @@ class Flat:
     """Each once, in the order in which they were met."""
     names: list[list[str]] = field(default_factory=list)
     """The paths of each tensor, one for each time it was met."""
+    held: list[bool] = field(default_factory=list)
+    """Whether an object that is no list, tuple or mapping holds the tensor, which it may change, as a cache does."""
     values: list[Any] = field(default_factory=list)
     """What is not a tensor and holds none."""
     value_names: list[str] = field(default_factory=list)
@@ -116,13 +118,14 @@ class _Walk:
         self._tensors: dict[int, int] = {}
         self._nodes: dict[int, _Node] = {}
 
-    def visit(self, value: Any, name: str) -> _Node | _Leaf:
+    def visit(self, value: Any, name: str, held: bool = False) -> _Node | _Leaf:
         flat = self._flat
         if isinstance(value, Tensor):
             index = self._tensors.setdefault(id(value), len(flat.tensors))
             if index == len(flat.tensors):
                 flat.tensors.append(value)
                 flat.names.append([])
+                flat.held.append(held)
             flat.names[index].append(name)
             flat.form.append((name, "a tensor"))
             return _Leaf(index, tensor=True)
@@ -146,8 +149,9 @@ class _Walk:
         if not isinstance(value, tuple):
             flat.containers.append(value)
             flat.container_names.append(name)
+        held = held or not isinstance(value, (list, tuple, MutableMapping))
         for key, item in found:
-            node.children.append(self.visit(item, f"{name}.{key}" if name else str(key)))
+            node.children.append(self.visit(item, f"{name}.{key}" if name else str(key), held))
         return node
 
 

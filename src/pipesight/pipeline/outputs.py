@@ -122,7 +122,11 @@ class Merge:
         outputs of micro-batches are not kept any longer, nor are their arguments.
         """
         given = [self._original([flat.tensors[k] for flat in self._flats]) for k in range(self.count)]
-        mixed = [theirs if theirs is not None else mine for theirs, mine in zip(given, tensors, strict=True)]
+        mixed = [mine if theirs is None else theirs for theirs, mine in zip(given, tensors, strict=True)]
+        for way, theirs, mine in zip(self._ways, given, tensors, strict=True):
+            if way.kind == "first" and theirs is not None and not _same([theirs.detach(), mine.detach()]):
+                with torch.no_grad():  # each micro-batch has changed its copy
+                    theirs.copy_(mine)
 
         def shell(number: int, value: Any) -> Any:
             original = self._original([flat.containers[number] for flat in self._flats])
