@@ -9,7 +9,7 @@
 # make fuzz   the fuzzers, with other cases than the few of make test: make fuzz CASES=10000 ONLY=engine
 # make bench  the benchmarks, against peers in a virtual environment of their own; writes docs/benchmarks.md.
 #             Some of them, or fewer rounds: make bench BENCH="cpu_step spans --brief"
-# make clients  programs written for the peers on the shims: those that pip can install, or CLIENTS="torchgpipe dlio"
+# make clients  programs written for the peers on the shims, and Lightning around a pipeline: what pip can install, or CLIENTS="torchgpipe dlio"
 # make docs   the documentation as a site, in build/site
 # make pictures  the pictures of the documents; those of the page need Chromium and chromedriver
 # make clean  remove everything these commands made

@@ -1,4 +1,4 @@
-"""Run programs written for torchgpipe, DFTracer and nvdlfw_inspect on the shims: those that pip can install.
+"""Run programs written for torchgpipe, DFTracer and nvdlfw_inspect on the shims, and trainers around a pipeline.
 
 Usage: make clients, or python -m benchmarks.clients [NAME ...]
 
@@ -222,6 +222,15 @@ def _counted(path: Path) -> str:
     return "".join(f"{count} {category} {name}\n" for (category, name), count in sorted(kinds.items()))
 
 
+def _lightning(python: str, folder: Path) -> str:
+    """Compare a pipeline with the plain model, both trained by Lightning: a test that needs it to be installed."""
+    test = ROOT / "tests/pipeline/test_trainers.py::test_lightning"
+    said = _call([python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"{test}"], ROOT)
+    if "skipped" in said.lower():
+        raise subprocess.CalledProcessError(1, "pytest", said, "")
+    return "losses of 3 steps are those of the plain model"
+
+
 CLIENTS = {
     "torchgpipe": Client((), (), _torchgpipe, real=("torchgpipe==0.0.7",)),
     "dftracer": Client((), (), _dftracer, real=("dftracer==2.2.0", "pydftracer==2.0.6")),
@@ -230,6 +239,7 @@ CLIENTS = {
         ("dlio-benchmark==2.0.0",),
         _dlio,
     ),
+    "lightning": Client(("lightning>=2.5",), (), _lightning),
 }
 """By name."""
 
