@@ -205,6 +205,13 @@ def test_what_cannot_work(tmp_path):
         def forward(self, x):
             return self.third(self.first(x)).sum()
 
+    class Twins(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.inner = nn.BatchNorm1d(4), nn.Linear(4, 4)
+        def forward(self, x):
+            return (self.inner(self.norm(x)) - self.inner(self.norm(2 * x))).sum()
+
     line = next(k for k, text in enumerate(open(folder + "/script.py"), start=1) if "# the branch" in text)
     one = dict(chunks=2, timeout=20)
     x = torch.ones(4, 4)
@@ -213,6 +220,7 @@ def test_what_cannot_work(tmp_path):
         error_of(DistributedPipeline(Swapped(), cuts=["second"], **one).step, x),
         error_of(DistributedPipeline(EncoderDecoder(), cuts=["decoder.0"], **one).step, *batch(4 + 4 * rank)),
         error_of(DistributedPipeline(EncoderDecoder(), cuts=["decoder.0"], **one).step, batch()[0] + rank, batch()[1]),
+        error_of(DistributedPipeline(Twins(), cuts=["inner"], **one).step, x),
         error_of(DistributedPipeline, EncoderDecoder(), cuts=["decodr.0"], **one),
         error_of(DistributedPipeline, EncoderDecoder(), cuts=["decoder.0"], schedule="dualpipev", **one),
         error_of(DistributedPipeline, EncoderDecoder(), chunks=2),
@@ -230,6 +238,7 @@ def test_what_cannot_work(tmp_path):
         "never called 'second'",
         "must be given the same arguments (rank 0: source int64[4, 6]",
         "must be given the same batch",
+        "partitions 0 and 1 both change the buffer 'norm.num_batches_tracked'",
         "did you mean 'decoder.0'",
         "'dualpipev' splits backwards",
         "cut at modules",

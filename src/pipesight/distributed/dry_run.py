@@ -104,6 +104,7 @@ class ModelOutline:
         self.module = _hollow(model)
         self.doors = Doors(self.module, units, cuts)
         self.parameters = {id(p): name for name, p in self.module.named_parameters()}
+        self.buffers = dict(self.module.named_buffers())
         self.made = 0
         """How many plans there have been."""
         self._known: dict[Any, list[Plan]] = {}
@@ -113,6 +114,10 @@ class ModelOutline:
         """Return whether a unit has hooks, which must see each of its calls."""
         modules = self.doors.units[unit].modules()
         return any(hooks for module in modules for hooks in forward_hook_tables(module))
+
+    def buffers_of(self, unit: str) -> list[str]:
+        """Return the names of the buffers of a unit."""
+        return [name for name in self.buffers if name.startswith(f"{unit}.")]
 
     def follow(self, model: nn.Module) -> Any:
         """Take over the modes of the model and what it freezes; return what plans depend on besides arguments."""
@@ -235,6 +240,8 @@ class _DryWalk(Walk):
         self._means: dict[int, tuple[float, int]] = {}
         self._keys: dict[tuple[int, int], Any] = {}
         self._crossing: dict[Name, Crossing] = {}
+        self._versions = {name: buffer._version for name, buffer in outline.buffers.items()}
+        self._changed: dict[str, int] = {}  # buffers, and the partition that changes them
         self._given: set[int] = set()  # the tensors that the unit under way was given
         self._outside = False  # it has used others
         self._inside: set[str] = set()  # parameters that it uses
@@ -243,7 +250,24 @@ class _DryWalk(Walk):
         """Begin a partition."""
         if cut == self.j + 1:
             self.counts[self.j] = self.n
+            self._look_at_buffers()
         super().arrive(cut)
+
+    def _look_at_buffers(self) -> None:
+        """Raise if a buffer was changed that an earlier partition has changed, too: ranks have copies of it."""
+        with without_function_overrides():
+            for name, buffer in self._outline.buffers.items():
+                if buffer._version != self._versions[name]:
+                    self._versions[name] = buffer._version
+                    self._change_buffer(name)
+
+    def _change_buffer(self, name: str) -> None:
+        j = self._changed.setdefault(name, self.j)
+        if j != self.j:
+            raise NotImplementedError(
+                f"partitions {j} and {self.j} both change the buffer {name!r}, of which their ranks have copies; cut "
+                "the model so that one partition makes all calls of its module, or freeze its statistics: eval()"
+            )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_function__(func, types, args, kwargs)
@@ -318,6 +342,8 @@ class _DryWalk(Walk):
         if result is not None:
             self.used[self.j] |= result.parameters
             self.random = self.random or result.random
+            for name in result.changes:
+                self._change_buffer(name)
             output = result.stand_ins(given)
         else:
             output, result = self._run(unit, call, given, key)
@@ -344,9 +370,11 @@ class _DryWalk(Walk):
             raise
         finally:
             self.unit = None
+        self._look_at_buffers()
         result = None
         if not self._outside and key not in self._results and not self._outline.has_hooks(unit):
-            result = UnitResult.of(output, given, self._inside, detector.seen)
+            changes = {name for name in self._outline.buffers_of(unit) if self._changed.get(name) == self.j}
+            result = UnitResult.of(output, given, self._inside, detector.seen, changes)
         if result is None and needs_values is not None:
             raise needs_values
         self._keys[self.j, self.n] = key
@@ -393,6 +421,7 @@ class _DryWalk(Walk):
     def end(self, output: Any) -> None:
         """Note what the call returns."""
         self.counts[self.j] = self.n
+        self._look_at_buffers()
         if self.j + 1 < len(self.needs):
             raise RuntimeError(
                 f"the model never called {self._cuts[self.j]!r}, where partition {self.j + 1} begins; cut it at "

@@ -282,9 +282,11 @@ class UnitResult:
     """Those it uses, by name."""
     random: bool
     """Whether it draws random numbers."""
+    changes: set[str]
+    """The buffers that it changes, by name."""
 
     @classmethod
-    def of(cls, output: Any, args: Any, parameters: set[str], random: bool) -> UnitResult | None:
+    def of(cls, output: Any, args: Any, parameters: set[str], random: bool, changes: set[str]) -> UnitResult | None:
         """Return the result of a unit; ``None`` if there is more in it than tensors, numbers and names."""
         places = {id(tensor): k for k, tensor in enumerate(tensors_in(args))}
         if not _is_plain(output):
@@ -298,7 +300,7 @@ class UnitResult:
             return _New(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
         try:
-            return cls(map_tensors(describe, output), parameters, random)
+            return cls(map_tensors(describe, output), parameters, random, changes)
         except _RealError:
             return None
 
