@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, MutableMapping, Sequence, Set
@@ -155,9 +156,12 @@ class _Walk:
         return node
 
 
+_PLAIN: set[type] = {bool, int, float, str, type(None), torch.dtype, torch.device}
+
+
 def items_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
     """Return what is in ``value`` and under which key; nothing if it is not walked."""
-    if isinstance(value, (str, bytes, torch.Size, enum.Enum, type)):
+    if type(value) in _PLAIN or isinstance(value, (str, bytes, torch.Size, enum.Enum, type)):
         return None
     if isinstance(value, MutableMapping):
         return iter(list(value.items()))
@@ -181,11 +185,19 @@ def _is_plain_object(value: Any) -> bool:
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     yield from list(getattr(value, "__dict__", {}).items())
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
+    cls: Any = type(value)
+    for name in _slots(cls):
+        if hasattr(value, name):
+            yield name, getattr(value, name)
+
+
+@functools.cache
+def _slots(cls: Any) -> list[str]:
+    found: list[str] = []
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else slots
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
 def _fill(new: Any, keys: list[Any], children: list[Any]) -> None:
