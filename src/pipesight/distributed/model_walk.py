@@ -107,9 +107,12 @@ class Walk(TorchFunctionMode):
     # Where the call is.
 
     def arrive(self, cut: int) -> None:
-        """Begin a partition, if this is the first call of the module that begins it."""
+        """Begin a partition, whose first module is called."""
         if cut <= self.j:
-            return
+            raise RuntimeError(
+                f"{stand_ins.place()} calls {self._cuts[cut - 1]!r}, which begins partition {cut}, in partition "
+                f"{self.j}: a cut must be called once, and cuts be given in the order in which the model calls them"
+            )
         if cut > self.j + 1:
             raise RuntimeError(
                 f"{stand_ins.place()} calls {self._cuts[cut - 1]!r}, which begins partition {cut}, before "
