@@ -183,7 +183,7 @@ class Pipeline(nn.Module):
         tape = TripTape(minibatch, call)
         watches = [] if minibatch.grad else self._losses.watches(call)
         trips = Trips(tape, self._placement)
-        results = trips.run(engine.threads(m), call, watches)
+        results = trips.run(engine.threads(), call, watches)
         if self.training:
             self._note_idle(trips.called)
         flats = [flat for flat, _ in results]

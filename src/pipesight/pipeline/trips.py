@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,18 +47,25 @@ class TripEngine(Engine):
 
     placement: Placement
     travellers: list[Threads]
-    """One pool of threads, which run the model, a micro-batch each."""
+    """One pool of threads, which run the model, where the workers are too few."""
 
     @classmethod
     def of(cls, placement: Placement) -> TripEngine:
         """Return an engine for a model that has been placed."""
         return cls(list(placement.placed), SkipRoutes([]), Workers(placement.devices), placement, [])
 
-    def threads(self, m: int) -> Threads:
-        """Return at least m threads, kept for the next mini-batches."""
-        if not self.travellers or len(self.travellers[0].threads) < m:
-            names = [f"pipesight-microbatch-{i}" for i in range(m)]
-            self.travellers[:] = [Threads(names, [self.placement.devices[0]] * m)]
+    def threads(self) -> Threads:
+        """Return a thread for each partition, kept for the next mini-batches.
+
+        So many micro-batches are on their way at once: with fewer, a partition could be idle though there is work, and
+        with more, threads would only hand over to each other.
+        """
+        n = len(self.partitions)
+        if len(self.workers.threads) == n:
+            return self.workers
+        if not self.travellers:
+            names = [f"pipesight-trip-{k}" for k in range(n)]
+            self.travellers.append(Threads(names, self.placement.devices))
         return self.travellers[0]
 
 
@@ -125,12 +132,21 @@ class Trips(Pass):
         for task in self._first:
             self._pass_turn(task)
         outputs: list[tuple[Flat, list[bool]] | None] = [None] * self.m
-        self.run_jobs(threads, [functools.partial(self._travel, i, call, outputs) for i in range(self.m)])
+        coming = iter(range(self.m))
+        jobs = [functools.partial(self._travel_on, coming, call, outputs) for _ in threads.threads[: self.m]]
+        self.run_jobs(threads, jobs)
         self.tape.note_versions(self.partitions)
         return [output for output in outputs if output is not None]
 
+    def _travel_on(
+        self, coming: Iterator[int], call: SplitCall, outputs: list[tuple[Flat, list[bool]] | None], own: Where
+    ) -> None:
+        """Run the model with one micro-batch after the other, in a thread."""
+        for i in coming:
+            self._travel(i, call, outputs, own)
+
     def _travel(self, i: int, call: SplitCall, outputs: list[tuple[Flat, list[bool]] | None], own: Where) -> None:
-        """Run the model with one micro-batch, in its thread."""
+        """Run the model with one micro-batch."""
         trip = Trip(self, i, [piece for piece in call.pieces[i] if piece.requires_grad])
         args, kwargs = call.calls[i]
         call.calls[i] = ((), {})
