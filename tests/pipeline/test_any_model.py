@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 import threading
@@ -373,3 +374,22 @@ def test_a_cut_that_is_not_called_leaves_its_partition_idle() -> None:
     found.square().sum().backward()
     plain(batch()["ids"]).square().sum().backward()
     assert_same_gradients(pipe, plain)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_step_leaves_nothing_to_the_garbage_collector(checkpoint: Any) -> None:
+    """What it did would hold activations until the collector comes."""
+    pipe = Pipeline(make(), CUTS, chunks=3, checkpoint=checkpoint)
+    for _ in range(2):
+        pipe(**batch())["loss"].backward()
+    gc.collect()
+    gc.disable()
+    try:
+        pipe(**batch())["loss"].backward()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert [type(value) for value in gc.garbage if isinstance(value, Tensor)] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

@@ -78,26 +78,34 @@ class Flat:
             made: Takes the new lists, mappings and objects, by their place in ``containers``.
         """
         numbers = {id(value): number for number, value in enumerate(self.containers)}
-        built: dict[int, Any] = {}
         others = self.values if values is None else values
+        return _Rebuild(numbers, tensors, others, shell, {} if made is None else made).build(self._root)
 
-        def build(node: _Node | _Leaf) -> Any:
-            if isinstance(node, _Leaf):
-                return tensors[node.index] if node.tensor else others[node.index]
-            known = id(node.value)
-            if known in built:
-                return built[known]
-            if isinstance(node.value, tuple):
-                built[known] = form_of(node.value)([build(child) for child in node.children])
-                return built[known]
-            new = built[known] = shell(numbers[known], node.value)
-            if made is not None:
-                made[numbers[known]] = new
-            children = [build(child) for child in node.children]
-            _fill(new, node.keys, children)
-            return new
 
-        return build(self._root)
+@dataclass(slots=True)
+class _Rebuild:
+    """Puts a value together. A function that calls itself would be a cycle, and hold tensors until it is collected."""
+
+    numbers: dict[int, int]
+    tensors: Sequence[Tensor | None]
+    values: Sequence[Any]
+    shell: Callable[[int, Any], Any]
+    made: dict[int, Any]
+    built: dict[int, Any] = field(default_factory=dict)
+
+    def build(self, node: _Node | _Leaf) -> Any:
+        if isinstance(node, _Leaf):
+            return self.tensors[node.index] if node.tensor else self.values[node.index]
+        known = id(node.value)
+        if known in self.built:
+            return self.built[known]
+        if isinstance(node.value, tuple):
+            self.built[known] = form_of(node.value)([self.build(child) for child in node.children])
+            return self.built[known]
+        number = self.numbers[known]
+        new = self.built[known] = self.made[number] = self.shell(number, node.value)
+        _fill(new, node.keys, [self.build(child) for child in node.children])
+        return new
 
 
 def flatten(value: Any, name: str = "", opaque: Set[str] = frozenset()) -> Flat:

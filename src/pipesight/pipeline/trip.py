@@ -1,7 +1,7 @@
 """The way of one micro-batch through the model's own ``forward``, which goes on in one partition after the other.
 
-Each micro-batch runs in one thread. When it calls the module that begins the next partition, it gives back its turn in the
-partition that it leaves, and waits for its turn in the next. So partitions work on different micro-batches at once,
+Each micro-batch runs in one thread. When it calls the module that begins the next partition, it gives back its turn in
+the partition that it leaves, and waits for its turn in the next. So partitions work on different micro-batches at once,
 though each runs the model's own code from its first line to its last.
 
 The autograd graph is cut where a tensor of an earlier partition is used: the operation gets a new root instead

@@ -59,18 +59,21 @@ class UnitCheckpoint:
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         ]
-        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+        self._shapes: list[torch.Size] = []
         self._values: list[Tensor | None] = []
         self._keep = False
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks: saved_tensors_hooks | None = None
 
     def begin(self) -> None:
         """Drop, from now on, what this thread saves for backward."""
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
 
     def end(self, generators: SavedGenerators | None) -> None:
         """Stop it. ``generators`` is what the unit has drawn from; ``None`` if it has failed."""
+        assert self._hooks is not None
         self._hooks.__exit__()
+        self._hooks = None  # it refers to this object, which would live until the garbage collector comes
         if generators is None:
             return
         self._generators = generators
@@ -101,8 +104,10 @@ class UnitCheckpoint:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
-                for kind, enabled, dtype in self._autocast:
-                    stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
+                for state in self._autocast:
+                    kind, enabled, dtype = state
+                    if state != (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
+                        stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
                 stack.enter_context(saved_tensors_hooks(lambda t: found.append(t.detach()), _refuse))
                 args, kwargs = self._arguments.rebuild(self._tensors)
                 self._module(*args, **kwargs)
@@ -112,17 +117,17 @@ class UnitCheckpoint:
         if where is not None and where.phase == "recompute":
             where.observers.layer_ended(where)
             where.layer = None
-        if [(t.shape, t.dtype) for t in found if t is not None] != self._forms:
+        if [t.shape for t in found if t is not None] != self._shapes:
             raise RuntimeError(
                 f"'{self._name}' saved other tensors for backward when it was recomputed than in its forward "
-                f"({len(found)} and {len(self._forms)}, or of other shapes): what it computes must depend on nothing "
+                f"({len(found)} and {len(self._shapes)}, or of other shapes): what it computes must depend on nothing "
                 "but its arguments, weights and random numbers; use checkpoint='never'"
             )
         self._values = found
 
     def _pack(self, tensor: Tensor) -> int:
-        self._forms.append((tensor.shape, tensor.dtype))
-        return len(self._forms) - 1
+        self._shapes.append(tensor.shape)
+        return len(self._shapes) - 1
 
     def _unpack(self, number: int) -> Tensor:
         if not self._values or self._values[number] is None:  # it was used and dropped
