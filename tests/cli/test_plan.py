@@ -346,6 +346,52 @@ def test_several_tensors(tmp_path):
         assert (ended.returncode, words in ended.stderr) == (2, True), ended.stderr
 
 
+TAGGER = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+    def forward(self, x, mask):
+        for _ in range(self.inner.in_features // 64):
+            x = x + self.inner(x) * mask.unsqueeze(-1)
+        return x
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 256)
+        self.blocks = nn.ModuleList(Block(256) for _ in range(4))
+        self.head = nn.Linear(256, 20, bias=False)
+        self.head.weight = self.embed.weight
+    def forward(self, ids, *, mask):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        return {"scores": self.head(x)}
+
+def batch():
+    return {"ids": torch.randint(20, (32, 64)), "mask": torch.ones(32, 64)}
+"""
+
+
+def test_any_model(tmp_path):
+    """A model that is no nn.Sequential is planned by its modules; tied weights count once."""
+    (tmp_path / "tagger.py").write_text(TAGGER)
+    again = functools.partial(
+        warm.run, "-m", "pipesight", "plan", "--model", "tagger:Tagger", "--partitions", "2", cwd=tmp_path
+    )
+    for sample in ("32x64:int64,mask=32x64", "tagger:batch"):
+        ended = again("--sample", sample, "--schedule", "gpipe")
+        assert ended.returncode == 0, ended.stderr
+        assert re.search(r'Pipeline\(model, cuts=\["blocks\.[123]"\], ', ended.stdout), ended.stdout
+    ended = again("--sample", "32x64:int64", "--schedule", "gpipe")
+    assert ended.returncode == 2
+    assert "missing 1 required keyword-only argument: 'mask'" in ended.stderr
+
+
 def test_arguments_of_a_sample():
     """Positional arguments come first, then named ones, each with its shape and type."""
     args, kwargs = make_sample("4x2:int64, 4, mask=4x2:bool,scale=4x1")

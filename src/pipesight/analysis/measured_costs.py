@@ -88,11 +88,6 @@ class Measured:
         return self.facts.schedule or ("gpipe" if self.setting is not None else "unknown")
 
     @property
-    def units(self) -> list[str] | None:
-        """The names of the layers, of a pipeline that is cut at modules; ``None`` if it has a balance."""
-        return [layer.name for layer in self.costs.layers] if self.facts.cuts is not None else None
-
-    @property
     def devices(self) -> int:
         """The number of devices that plans have by default: one per rank or, in one process, one per partition."""
         return self.schedule.stages if self.facts.ranks is None else self.schedule.devices
@@ -172,6 +167,7 @@ def measure_steps(
         link=link,
         rates=split.rates,
         notes=found.notes,
+        by_cuts=facts.cuts is not None,
     )
     setting = _setting(facts, split.schedule, window.checkpoint)
     if setting is not None:

@@ -57,7 +57,7 @@ class Outcome:
     def call(self, plan: Plan) -> str | None:
         """Return the code that runs a plan, where the engine of the run can."""
         n = plan.setting.partitions
-        units = None if self.measured is None else self.measured.units
+        units = self.costs.units
         if self.measured is not None and self.measured.facts.ranks is not None:
             return distributed_call(plan, units)
         if self.devices is None:

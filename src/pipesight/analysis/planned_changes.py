@@ -75,7 +75,7 @@ def fewer_partitions(measured: Measured, *, lost: float) -> Change | None:
     what = "ranks" if measured.facts.ranks is not None else "partitions"
     few = f"{enough} {what if enough > 1 else what[:-1]}"
     why = f"{setting.partitions} {what} share {count_of(enough, 'processor')}, and slow each other down"
-    text = f"{few} instead of {setting.partitions}: {division(plan.balance, measured.units)}"
+    text = f"{few} instead of {setting.partitions}: {division(plan.balance, measured.costs.units)}"
     gain = gain_of(plan, measured)
     if gain <= WORTH:
         return Change(text, why, lost, AT_MOST)
@@ -101,8 +101,8 @@ def _balance(measured: Measured) -> Change | None:
     times = [sum(layer.forward + layer.backward for layer in block) for block in blocks]
     worst = max(range(len(times)), key=times.__getitem__)
     why = f"partition {worst} takes {times[worst] * len(times) / max(sum(times), 1e-12):.2f} times the mean"
-    before = division(now, measured.units).partition("=")[2]
-    what = f"{division(plan.balance, measured.units)} instead of {before}"
+    before = division(now, measured.costs.units).partition("=")[2]
+    what = f"{division(plan.balance, measured.costs.units)} instead of {before}"
     return Change(what, why, gain_of(plan, measured), SIMULATED)
 
 
@@ -200,7 +200,7 @@ def _together(measured: Measured) -> Change | None:
     if gain <= WORTH:
         return None
     best = plans[0].setting
-    what = f'{division(plans[0].balance, measured.units)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
+    what = f'{division(plans[0].balance, measured.costs.units)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
     what += f', schedule="{DISTRIBUTED_NAMES[best.schedule]}"' if over_ranks else ""
     why = "all of these together; each alone saves less"
     if best.chunks == 1 and best.partitions > 1:

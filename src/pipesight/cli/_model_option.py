@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pipesight.schedule.costs import Costs, Link
 
-__all__ = ["ModelError", "find_model", "find_sequential", "make_sample", "profile_model"]
+__all__ = ["ModelError", "find_model", "make_sample", "profile_model"]
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -50,22 +50,15 @@ def find_model(name: str) -> nn.Module:
     return model
 
 
-def find_sequential(name: str) -> nn.Sequential:
-    """Return the ``nn.Sequential`` that ``module:factory`` returns, or is; for a ``GPipe``, the one it was built from.
-
-    Raises:
-        ModelError: There is none.
-    """
+def _sequential(found: nn.Module) -> nn.Sequential | None:
+    """Return an ``nn.Sequential`` as it is, that of a ``GPipe``, and nothing of any other model."""
     from torch import nn
 
     from pipesight.pipeline.gpipe import GPipe
 
-    found = find_model(name)
     if isinstance(found, GPipe):
         return nn.Sequential(OrderedDict(child for part in found.partitions for child in part.named_children()))
-    if not isinstance(found, nn.Sequential):
-        raise ModelError(f"--model must return an nn.Sequential (--model {name} returned: {type(found).__name__})")
-    return found
+    return found if isinstance(found, nn.Sequential) and type(found).forward is nn.Sequential.forward else None
 
 
 def make_sample(text: str) -> Call:
@@ -142,9 +135,19 @@ def profile_model(name: str, sample: str, *, link: Link | None) -> Costs:
     Raises:
         ValueError: The model cannot be found, or does not take the batch.
     """
+    from pipesight.pipeline.call_costs import profile_call
     from pipesight.pipeline.profiled_costs import profile
 
-    model, (args, kwargs) = find_sequential(name), make_sample(sample)
+    found, (args, kwargs) = find_model(name), make_sample(sample)
+    model = _sequential(found)
+    if model is None:
+        try:
+            return profile_call(getattr(found, "module", found), args, kwargs, link=link)
+        except Exception as error:
+            raise ValueError(
+                f"--sample must be what the model takes (--model {name}, --sample {sample}: {_one_line(error)}); "
+                "give its arguments with their names, or a function that makes them"
+            ) from error
     if kwargs:
         raise ValueError(
             f"an nn.Sequential takes no keyword arguments (--sample {sample}: {', '.join(kwargs)}); "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from pipesight.pipeline.profiling import Device, LayerProfile, Sample
 
-__all__ = ["profile", "with_sizes"]
+__all__ = ["grown", "profile", "with_sizes"]
 
 
 def profile(
@@ -76,8 +76,8 @@ def _with_size(layer: Layer, known: Layer) -> Layer:
 
 
 def _layer(name: str, whole: LayerProfile, part: LayerProfile, share: float) -> Layer:
-    forward = _grown(whole.forward, part.forward, share)
-    backward = _grown(whole.backward, part.backward, share)
+    forward = grown(whole.forward, part.forward, share)
+    backward = grown(whole.backward, part.backward, share)
     return Layer(
         name,
         forward,
@@ -90,6 +90,6 @@ def _layer(name: str, whole: LayerProfile, part: LayerProfile, share: float) -> 
     )
 
 
-def _grown(whole: float, part: float, share: float) -> float:
+def grown(whole: float, part: float, share: float) -> float:
     """Return the part of a time that grows with the samples, from the times for all of them and for a share."""
     return whole if share >= 1 else min(max((whole - part) / (1 - share), 0.0), whole)

@@ -105,6 +105,13 @@ class Costs:
     """How fast each of 1, 2, ... devices computes while that many do; empty if they do not slow each other down."""
     notes: tuple[str, ...] = ()
     """Caveats for the reader of a plan."""
+    by_cuts: bool = False
+    """Whether the model is cut at modules, by their names, instead of by numbers of layers."""
+
+    @property
+    def units(self) -> list[str] | None:
+        """The names of the layers, if the model is cut at modules."""
+        return [layer.name for layer in self.layers] if self.by_cuts else None
 
     @property
     def sizes_known(self) -> bool:

@@ -52,7 +52,11 @@ def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = 
         lines += textwrap.wrap(sentence, width or 10_000, subsequent_indent="  ", break_on_hyphens=False) or [""]
     if advice is None and (plan := outcome.fastest_to_run()) is not None:
         # Of a run over ranks, all plans can be run.
-        other = ["GPipe runs only gpipe; its best:"] if plan is not outcome.plans[0] else []
+        other = (
+            [f"{'Pipeline' if outcome.costs.by_cuts else 'GPipe'} runs only gpipe; its best:"]
+            if plan is not outcome.plans[0]
+            else []
+        )
         lines += ["", *other, str(outcome.call(plan))]
     return "\n".join(lines)
 
