@@ -70,3 +70,8 @@ def test_bad_cuts_are_refused(cuts: list[str], message: str) -> None:
 def test_cuts_are_a_list() -> None:
     with pytest.raises(TypeError, match=r"cuts=\['head'\]"):
         check_cuts(_Model(), "head")
+
+
+def test_the_model_is_a_module() -> None:
+    with pytest.raises(TypeError, match=r"the model must be an nn\.Module, but got function"):
+        check_cuts(lambda x: x, ["head"])  # type: ignore[arg-type]

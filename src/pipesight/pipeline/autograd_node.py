@@ -139,6 +139,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         raise RuntimeError(
-            "gradients that come from GPipe cannot be differentiated again: it does not support double backward "
+            "gradients that come from a pipeline cannot be differentiated again: it does not support double backward "
             "(create_graph=True)"
         )

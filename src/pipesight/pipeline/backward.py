@@ -35,8 +35,8 @@ def run_backward(
     with tape.differentiating:
         if tape.spent:
             raise RuntimeError(
-                "Trying to backward through the graph a second time: the first backward freed what GPipe's "
-                "forward had kept. Specify retain_graph=True in the first one if you need a second"
+                "Trying to backward through the graph a second time: the first backward freed what the "
+                "pipeline's forward had kept. Specify retain_graph=True in the first one if you need a second"
             )
         backward: BackwardPass = (tape.backward_pass or BackwardPass)(tape, keep=keeps_graph())
         total = backward.run(outputs)

@@ -38,6 +38,8 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
 
 def check_cuts(model: nn.Module, cuts: Sequence[str]) -> list[str]:
     """Return the names of the modules that begin partitions 1, 2 and so on; raise if a model cannot be cut there."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be an nn.Module, but got {type(model).__name__}")
     if isinstance(cuts, str):
         raise TypeError(f"cuts must be a list of names of modules, but got the string {cuts!r}: cuts=[{cuts!r}]")
     modules = dict(model.named_modules())
