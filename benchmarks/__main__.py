@@ -29,6 +29,7 @@ from benchmarks import (
     soak,
     spans,
     statistics,
+    stragglers,
     watching_memory,
 )
 from benchmarks.harness import Options
@@ -52,6 +53,7 @@ BENCHMARKS: dict[str, tuple[Callable[[Options], bool], str]] = {
         reading,
         planning,
         frames,
+        stragglers,
         soak,
     )
 }

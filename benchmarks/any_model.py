@@ -26,6 +26,9 @@ def run(options: Options) -> bool:
             jobs[f"{name} {checkpoint}"] = Job(
                 engine=engine, workload="gpt", partitions=2, chunks=CHUNKS, checkpoint=checkpoint, threads=2
             )
+    jobs["step 1f1b never"] = Job(
+        engine="step 1f1b", workload="gpt", partitions=2, chunks=CHUNKS, checkpoint="never", threads=2
+    )
     contenders = [options.contender(name, job) for name, job in jobs.items()]
     outcomes = measure(contenders, rounds=options.rounds(15), turn_seconds=options.turn_seconds(0.5))
     title = "GPT: 8 blocks, dim 256, 4 heads, sequence 64, batch 32"

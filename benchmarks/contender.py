@@ -54,6 +54,10 @@ def build(job: Job) -> Runner:
         from benchmarks.loggers import Logger
 
         return Logger(job.workload)
+    if job.workload == "gpt2":
+        from benchmarks.gpt2 import Training
+
+        return Training(job)
     return Steps(job)
 
 

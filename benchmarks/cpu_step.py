@@ -16,6 +16,8 @@ WHOLE = "plain, whole batch"
 ACCUMULATED = "plain, micro-batches"
 OURS = "pipesight never"
 THEIRS = "torchgpipe never"
+STEP = "pipesight step 1f1b"
+SPLIT = "pipesight step zero-bubble"
 
 NOTE = (
     f"Two partitions do in {CHUNKS} + 1 turns what takes one of them 2 * {CHUNKS}, so the schedule allows "
@@ -26,6 +28,8 @@ GOALS = [
     Goal(OURS, ACCUMULATED, "speed", 1.60),
     Goal(OURS, WHOLE, "speed", 1.35),
     Goal(OURS, THEIRS, "speed", 1.60),
+    Goal(STEP, ACCUMULATED, "speed", 1.70),
+    Goal(SPLIT, STEP, "speed", 1.00),
     # No slower than the better of the two is no slower than either.
     *(Goal(OURS, f"pipelining {schedule}", "speed", 1.00) for schedule in SCHEDULES),
 ]
@@ -70,6 +74,8 @@ def contenders(options: Options, workload: str) -> list[Contender]:
         f"{WHOLE}, 2 threads": job("whole", threads=2),
         # pipesight shares the process's threads out among its workers: 2 are one for each.
         OURS: job("pipesight", threads=2, partitions=2),
+        STEP: job("step 1f1b", threads=2, partitions=2),
+        SPLIT: job("step zero-bubble", threads=2, partitions=2),
         THEIRS: job("torchgpipe", partitions=2),
         f"{THEIRS}, 2 threads": job("torchgpipe", threads=2, partitions=2),
     }

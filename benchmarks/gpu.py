@@ -3,6 +3,8 @@
 Partitions that share a device win no time, so what shows is what the pipeline adds.
 """
 
+import importlib.util
+
 import torch
 
 from benchmarks.harness import Contender, Options, measure
@@ -28,7 +30,8 @@ def run(options: Options) -> bool:
     if not torch.cuda.is_available():
         print("skipped: no CUDA device")
         return True
-    return all([large(options), tiny(options), *(memory(options, workload) for workload in MEMORY_SIZES)])
+    parts = [large(options), tiny(options), steps(options)]
+    return all([*parts, *(memory(options, workload) for workload in MEMORY_SIZES)])
 
 
 def large(options: Options) -> bool:
@@ -53,6 +56,36 @@ def tiny(options: Options) -> bool:
     sound = show("GPU step: 8 x Linear(64), batch 512", outcomes, reference=reference, kind="cost")
     show_goals(outcomes, [Goal(row("pipesight", 4, "never"), reference, "cost", 0.60)])
     return sound
+
+
+def steps(options: Options) -> bool:
+    """GPT-2 of transformers: with the loss inside steps, no more is alive than in the plain model's loop."""
+    if importlib.util.find_spec("transformers") is None:
+        print("skipped: needs transformers")
+        return True
+    jobs = {ACCUMULATED: pipeline_job("accumulated", "gpt2", {})}
+    jobs |= {backward_row(n): pipeline_job("any_model", "gpt2", {}, n) for n in (1, 4)}
+    jobs |= {
+        step_row(schedule, n): pipeline_job(f"step {schedule}", "gpt2", {}, n)
+        for schedule, n in (("1f1b", 1), ("1f1b", 4), ("zero-bubble", 4))
+    }
+    found = [options.contender(name, job) for name, job in jobs.items()]
+    outcomes = measure(found, rounds=options.rounds(9), turn_seconds=options.turn_seconds(2.0))
+    title = "GPT-2, 124 million parameters, bfloat16, batch 64 x 512"
+    sound = show(f"GPU step: {title}", outcomes, reference=ACCUMULATED, kind="cost")
+    rows = [backward_row(4), *(step_row("1f1b", n) for n in (1, 4))]
+    show_goals(outcomes, [Goal(row, ACCUMULATED, "cost", 1.03) for row in rows])
+    sound &= show(f"GPU memory: {title}", outcomes, reference=ACCUMULATED, kind="cost", quantity=MEBIBYTES)
+    show_goals(outcomes, [Goal(step_row("1f1b", 1), ACCUMULATED, "cost", 1.15)], MEBIBYTES)
+    return sound
+
+
+def backward_row(partitions: int) -> str:
+    return f"Pipeline and backward(), {partitions} partition{'s' * (partitions > 1)}"
+
+
+def step_row(schedule: str, partitions: int) -> str:
+    return f"Pipeline.step {schedule}, {partitions} partition{'s' * (partitions > 1)}"
 
 
 def contenders(options: Options, workload: str, sizes: dict[str, int]) -> list[Contender]:

@@ -18,8 +18,9 @@ class Job:
     """A workload and the way to run it.
 
     `engine` is `whole` (the plain model on the whole batch), `accumulated` (the plain model fed the
-    micro-batches one after another), a package from `PIPELINES`, `any_model` (`pipesight.Pipeline`, for `gpt`), a
-    class from `SCHEDULES`, `recorder` (of spans; see recorders.py), or `statistics` (see loggers.py).
+    micro-batches one after another), a package from `PIPELINES`, `any_model` (`pipesight.Pipeline`, for `gpt`),
+    `step` and a schedule, such as `step 1f1b` (`pipesight.Pipeline.step`), a class from `SCHEDULES`, `recorder` (of
+    spans; see recorders.py), or `statistics` (see loggers.py).
     """
 
     engine: str

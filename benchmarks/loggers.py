@@ -3,7 +3,7 @@
 sum | pipesight | nvdlfw            six statistics of 16M numbers, beside one sum    "pipesight bfloat16"
 pipesight | nvdlfw                  1,000 calls for small tensors of 100 layers      "nvdlfw selected"
 pipesight | nvdlfw                  16M numbers on each of two processes             "pipesight ranks"
-train | watched | seldom            steps of the demo's model, activations watched   "watched demo"
+train | watched | seldom            steps of the demo's model, activations watched   "watched demo", "watched modules"
 sum | six | pipesight               on a GPU, of 10 tensors of 2^n numbers           "six float32:30"
 train | watched | seldom            on a GPU, steps of a GPT, all tensors watched    "watched gpt:piped"
 sum | pipesight | together          on a GPU, of many tensors of 2^n numbers         "together many:12"
@@ -219,7 +219,7 @@ def training(who: str, what: str, folder: Path) -> Iterator[Step]:
             return
         settings = {"freq": 10} if who == "seldom" else {}
         every = config(**settings)
-        every["all"]["layers"] = {"layer_name_regex_pattern": r"[^.]+"}
+        every["all"]["layers"] = {"layer_name_regex_pattern": ".*" if what == "modules" else r"^[^.]+$"}
         with watch(train.pipe, every, log_dir=folder):
             yield train.step
 
@@ -245,6 +245,7 @@ WORKLOADS: dict[str, Callable[[str, str, Path], contextlib.AbstractContextManage
     "off": calls,
     "ranks": ranks,
     "demo": training,
+    "modules": training,
     "many": cuda_many,
     "gpt": training_gpt,
 }

@@ -12,11 +12,12 @@ __all__ = ["WORKLOADS", "Loop", "Workload", "gpt", "identity", "mlp", "tiny", "t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-    """A model with one mini-batch for it; the loss is the mean squared error."""
+    """A model with one mini-batch for it, and its loss, a mean over samples."""
 
     model: nn.Sequential
     input: Tensor
     target: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor] = F.mse_loss
 
 
 def mlp(*, layers: int = 8, width: int = 512, batch: int = 2048) -> Workload:
@@ -99,6 +100,17 @@ class Loop(nn.Module):
             x = block(x)
         y: Tensor = self.head(x)
         return y
+
+
+class Trained(nn.Module):
+    """A model that computes its own loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.model(inputs), target)
 
 
 Carried = tuple[Tensor, ...]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.job import PIPELINES, Job
@@ -41,9 +40,13 @@ class Steps:
         workload = build_workload(job)
         self.input, self.target = workload.input, workload.target
         self.model: nn.Module = workload.model
+        self.loss = workload.loss
         self.step = self._whole
         if job.engine in PIPELINES:
             self.model = wrap(job, workload.model)
+        elif job.engine.startswith("step "):
+            self.model = wrap_for_steps(job, workload)
+            self.step = self._stepped
         elif job.engine == "any_model":
             self.model = wrap_loop(job, Loop(workload.model))
         elif job.engine == "accumulated":
@@ -63,7 +66,7 @@ class Steps:
 
     def gradient_norms(self) -> list[float]:
         """One for each parameter, then one for the input, which may have been cut into leaves."""
-        norms = [float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None]
+        norms = [float(p.grad.float().norm()) for p in self.model.parameters() if p.grad is not None]
         leaves = [float(x.grad.norm()) for x in [self.input, *self.inputs] if x.grad is not None]
         return [*norms, math.hypot(*leaves)]
 
@@ -80,12 +83,17 @@ class Steps:
 
     def _whole(self) -> None:
         self._reset()
-        torch.autograd.backward(F.mse_loss(self.model(self.input), self.target))
+        torch.autograd.backward(self.loss(self.model(self.input), self.target))
 
     def _accumulated(self) -> None:
         self._reset()
         for x, target in zip(self.inputs, self.targets, strict=True):
-            torch.autograd.backward(F.mse_loss(self.model(x), target) / self.job.chunks)
+            torch.autograd.backward(self.loss(self.model(x), target) / self.job.chunks)
+
+    def _stepped(self) -> None:
+        self._reset()
+        step: Callable[..., torch.Tensor] = self.model.step  # type: ignore[assignment]
+        step(self.input, self.target)
 
     @torch.no_grad()
     def _forward(self) -> None:
@@ -110,6 +118,20 @@ def wrap(job: Job, model: nn.Sequential) -> nn.Module:
         devices=[job.device] * job.partitions,
         chunks=job.chunks,
         checkpoint=job.checkpoint,
+    )
+    return wrapped
+
+
+def wrap_for_steps(job: Job, workload: Workload) -> nn.Module:
+    """Cut a model for `Pipeline.step`."""
+    wrapped: nn.Module = importlib.import_module("pipesight").Pipeline(
+        workload.model,
+        balance=job.balance(len(workload.model)),
+        devices=[job.device] * job.partitions,
+        chunks=job.chunks,
+        checkpoint=job.checkpoint,
+        schedule=job.engine.removeprefix("step "),
+        loss_fn=workload.loss,
     )
     return wrapped
 

@@ -24,14 +24,16 @@ import torch.nn.functional as F
 
 from benchmarks.harness import PATIENCE_SECONDS, Turn, differ, progress
 from benchmarks.job import Job
+from benchmarks.models import Loop, Trained
 from benchmarks.ranks import Stage, broadcast, gather_norms, pin
 from benchmarks.steps import build_workload
 from pipesight.distributed import DistributedPipeline, init_process_group
 from pipesight.recording import observe
 
-__all__ = ["BARE", "OBSERVED", "OURS", "Plan"]
+__all__ = ["ANY_MODEL", "BARE", "OBSERVED", "OURS", "Plan"]
 
 BARE, OURS, OBSERVED = "pipelining", "pipesight", "pipesight, observed"
+ANY_MODEL = "pipesight, cut as it is"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,12 +62,13 @@ def main(plan: Plan) -> None:
     rank = dist.get_rank()
     engines = build(plan, rank)
     numbers = itertools.count()
-    recordings: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
-        BARE: contextlib.nullcontext,
-        OURS: contextlib.nullcontext,
+
+    def recording(name: str) -> contextlib.AbstractContextManager[object]:
+        if name != OBSERVED:
+            return contextlib.nullcontext()
         # All ranks take the same turns, so they count alike.
-        OBSERVED: lambda: observe(Path(plan.folder) / f"run-{next(numbers)}", logs=None),
-    }
+        return observe(Path(plan.folder) / f"run-{next(numbers)}", logs=None)
+
     for step in engines.values():
         timed(step, 2)
     seconds = timed(engines[BARE], 2).seconds
@@ -76,7 +79,7 @@ def main(plan: Plan) -> None:
     order = random.Random(0)
     for number in range(plan.rounds):
         for name in order.sample(list(engines), len(engines)):
-            with recordings[name]():
+            with recording(name):
                 timed(engines[name], warm)
                 turns[name].append(timed(engines[name], steps))
         if rank == 0:
@@ -103,14 +106,25 @@ def build(plan: Plan, rank: int) -> dict[str, Callable[[], None]]:
     )
     stage = Stage(job, rank)
     workload = build_workload(job)
-    pipeline = DistributedPipeline(
-        workload.model,
-        job.balance(len(workload.model)),
-        chunks=plan.chunks,
-        schedule=plan.schedule,
-        loss_fn=F.mse_loss,
-        timeout=PATIENCE_SECONDS,
-    )
+    balance = job.balance(len(workload.model))
+    if plan.workload == "gpt":
+        pipeline = DistributedPipeline(
+            Trained(Loop(workload.model)),
+            cuts=[f"model.blocks.{sum(balance[:j]) - 1}" for j in range(1, len(balance))],  # the embedding is no block
+            chunks=plan.chunks,
+            schedule=plan.schedule,
+            loss=lambda output: output,
+            timeout=PATIENCE_SECONDS,
+        )
+    else:
+        pipeline = DistributedPipeline(
+            workload.model,
+            balance,
+            chunks=plan.chunks,
+            schedule=plan.schedule,
+            loss_fn=F.mse_loss,
+            timeout=PATIENCE_SECONDS,
+        )
     theirs = torch.optim.SGD(stage.layers.parameters(), lr=0.0)
     ours = torch.optim.SGD(pipeline.parameters(), lr=0.0)
 
@@ -128,7 +142,7 @@ def build(plan: Plan, rank: int) -> dict[str, Callable[[], None]]:
     wrong = differ(gather_norms(pipeline.module), gather_norms(stage.layers))
     if wrong is not None:
         raise RuntimeError(f"both engines must compute the same gradients ({wrong})")
-    return {BARE: bare, OURS: piped, OBSERVED: piped}
+    return {BARE: bare, ANY_MODEL: piped} if plan.workload == "gpt" else {BARE: bare, OURS: piped, OBSERVED: piped}
 
 
 def agreed(steps: float) -> int:

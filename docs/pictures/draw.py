@@ -8,19 +8,35 @@ A test compares the files with what this draws, so they cannot get out of date.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
 import numpy as np
 
-from pipesight.plan import Schedule, Simulation, gpipe, interleaved, one_f_one_b, recomputed, simulate, zero_bubble
+from pipesight.plan import (
+    Schedule,
+    Simulation,
+    dualpipev,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    recomputed,
+    simulate,
+    v_half,
+    v_min,
+    zbv,
+    zero_bubble,
+)
 
 HERE = Path(__file__).resolve().parent
 INK, GREY, PALE, RED, WHITE = "#1c2733", "#66727f", "#e6eaee", "#c23b22", "#ffffff"
 FILLS = {"F": "#a9c8ea", "R": "#e3d9b0", "B": "#2f6690", "W": "#6aa58c"}
 LETTERS = {"F": INK, "R": INK, "B": WHITE, "W": WHITE}
 KINDS = "FRBW"
+WIDEST = 33
+"""Units of time that are drawn of schedules that are compared."""
 
 
 class Picture:
@@ -85,9 +101,10 @@ def _number(value: float) -> str:
 
 def run(schedule: Schedule, forward: float = 1, backward: float = 2, recompute: float = 1) -> Simulation:
     """Simulate a schedule; where it splits the backward, each half takes half of it."""
-    split = schedule.name == "zero-bubble"
-    times = [forward, recompute, backward / 2 if split else backward, backward / 2]
-    return simulate(schedule, np.array(times)[:, None, None])
+    split, times = schedule.split, np.empty((4, schedule.stages, schedule.chunks))
+    times[0], times[1], times[3] = forward, recompute, backward / 2
+    times[2] = np.where(split, backward / 2, backward)
+    return simulate(schedule, times)
 
 
 def timeline(
@@ -184,25 +201,58 @@ def annotated() -> Picture:
     return picture
 
 
-def schedules() -> Picture:
-    """Four schedules and the activations that each device holds."""
-    made = [
-        (gpipe(4, 8), "GPipe", 1.0),
-        (one_f_one_b(4, 8), "1F1B", 1.0),
-        (interleaved(8, 8, devices=4), "interleaved 1F1B: two stages a device, red is the second", 0.5),
-        (zero_bubble(4, 8), "zero bubble (ZB-H1)", 1.0),
-    ]
+def one_stage() -> Picture:
+    """Schedules with one stage per device."""
+    return compared(
+        [
+            (gpipe(4, 8), "GPipe"),
+            (one_f_one_b(4, 8), "1F1B"),
+            (zero_bubble(4, 8), "zero bubble (ZB-H1)"),
+        ],
+        "Schedules with one stage per device, with their activation memory",
+    )
+
+
+def in_loops() -> Picture:
+    """Schedules whose stages go round the devices."""
+    return compared(
+        [
+            (looped_bfs(8, 8, devices=4), "looped BFS"),
+            (interleaved(8, 8, devices=4), "interleaved 1F1B"),
+            (zero_bubble(8, 8, devices=4), "interleaved zero bubble"),
+        ],
+        "Schedules with two stages per device in a loop, with their activation memory",
+    )
+
+
+def in_vs() -> Picture:
+    """Schedules whose stages lie in a V."""
+    return compared(
+        [
+            (zbv(8, 8), "ZBV"),
+            (dualpipev(8, 8), "DualPipeV"),
+            (v_half(8, 8), "V-Half"),
+            (v_min(8, 8), "V-Min"),
+        ],
+        "Schedules with two stages per device in a V, with their activation memory",
+    )
+
+
+def compared(made: Sequence[tuple[Schedule, str]], title: str) -> Picture:
+    """Draw schedules below each other, in one scale, with what they hold."""
     scale, x, tall = 21.0, 90.0, 228.0
-    picture = Picture(x + 33 * scale + 30, 40 + tall * len(made) + 20, "Four schedules with their activation memory")
-    for k, (schedule, name, share) in enumerate(made):
+    picture = Picture(x + WIDEST * scale + 30, 40 + tall * len(made) + 20, title)
+    several = made[0][0].stages > made[0][0].devices
+    for k, (schedule, name) in enumerate(made):
+        share = schedule.devices / schedule.stages
         found = run(schedule, share, 2 * share)
         y = 44 + k * tall
-        picture.text(x, y - 10, name, 14, font_weight="bold")
+        picture.text(x, y - 10, name + (": red is the second stage" if several else ""), 14, font_weight="bold")
         words = f"window {float(found.makespan):g}, bubble {float(found.bubble):.0%}"
-        picture.text(x + 33 * scale, y - 10, words, 13, "end", fill=GREY)
+        picture.text(x + WIDEST * scale, y - 10, words, 13, "end", fill=GREY)
         timeline(picture, x, y, found, scale, lane=22, names="device")
         memory(picture, x, y + 116, found, scale, share)
-    legend(picture, x, 40 + tall * len(made) + 8, "FBW")
+    legend(picture, x, 40 + tall * len(made) + 8, "FBW" if any(one.split.any() for one, _ in made) else "FB")
     return picture
 
 
@@ -210,15 +260,15 @@ def memory(picture: Picture, x: float, y: float, found: Simulation, scale: float
     """Draw how many micro-batches' activations device 0 and the last device hold over time."""
     schedule = found.schedule
     height, most = 56.0, 8.0
-    picture.line((x, y), (x, y + height), (x + 33 * scale, y + height), stroke=GREY)
+    picture.line((x, y), (x, y + height), (x + WIDEST * scale, y + height), stroke=GREY)
     picture.text(x - 8, y + 10, "8", 11, "end", fill=GREY)
     picture.text(x - 8, y + height, "0", 11, "end", fill=GREY)
     picture.text(x - 22, y + 34, "held", 11, "end", fill=GREY)
-    last_kind = 3 if schedule.name == "zero-bubble" else 2
     for device, style in ((0, {"stroke": RED}), (schedule.devices - 1, {"stroke": INK, "stroke-dasharray": "4 3"})):
         changes: dict[float, float] = {}
         for stage in (s for s, home in enumerate(schedule.device_of_stage) if home == device):
             for i in range(schedule.chunks):
+                last_kind = 3 if schedule.split[stage, i] else 2
                 for when, change in ((found.begin[0, stage, i], share), (found.end[last_kind, stage, i], -share)):
                     changes[float(when)] = changes.get(float(when), 0.0) + change
         held, points = 0.0, [(x, y + height)]
@@ -230,7 +280,7 @@ def memory(picture: Picture, x: float, y: float, found: Simulation, scale: float
         picture.line(*points, **style)
         peak = max(height - (py - y) for _, py in points) / height * most
         words = f"device {device}: at most {peak:g}"
-        picture.text(x + 33 * scale, y + (10 if device == 0 else 26), words, 12, "end", fill=style["stroke"])
+        picture.text(x + WIDEST * scale, y + (10 if device == 0 else 26), words, 12, "end", fill=style["stroke"])
 
 
 def step() -> Picture:
@@ -285,7 +335,9 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "partitions": partitions,
     "pipelining": pipelining,
     "window": annotated,
-    "schedules": schedules,
+    "schedules-one-stage": one_stage,
+    "schedules-in-loops": in_loops,
+    "schedules-in-vs": in_vs,
     "step": step,
     "mesh": mesh,
 }

@@ -1,13 +1,13 @@
-"""Find tensors in nested arguments and results."""
+"""Find tensors in nested arguments and results, and replace them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["tensors_in"]
+__all__ = ["map_tensors", "samples_in", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -19,3 +19,28 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
     elif isinstance(value, Mapping):
         yield from tensors_in(list(value.values()))
+
+
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return ``value`` with the tensors in its lists, tuples and dicts replaced; itself if none is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    kind = type(value)
+    if kind is list or isinstance(value, tuple):
+        items = [map_tensors(change, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return items if kind is list else value._make(items) if hasattr(value, "_make") else tuple(items)
+    if kind is dict:
+        found = {key: map_tensors(change, item) for key, item in value.items()}
+        return value if all(found[key] is item for key, item in value.items()) else found
+    return value
+
+
+def samples_in(value: Any) -> int | None:
+    """Return how many samples a batch has: the first dimension of its first tensor that has one."""
+    try:
+        first = next((tensor for tensor in tensors_in(value) if tensor.dim()), None)
+        return None if first is None else int(first.shape[0])
+    except (RuntimeError, TypeError, NotImplementedError):  # tensors that have no such dimension: nested, symbolic
+        return None

@@ -163,3 +163,31 @@ def test_at_most_three(made):
             made.span(category, name, begin=at, dur=500)
             at += 500
     assert len(analysed(made).verdict.changes) == 3
+
+
+def test_a_slow_rank_is_named(tmp_path):
+    """What replays find slow is what to look at, for what it costs: not a loss with an unknown cause."""
+    report = with_tasks(tmp_path, lambda phase, i, j, rank: 2 if (rank, j) == (1, 0) else 1)
+    found = change(report, "check ")
+    assert "partition 0 of rank 1" in found.what
+    assert found.promise == AT_MOST
+    assert not any(one.what.startswith("find what slows") for one in report.verdict.changes)
+
+
+def test_micro_batches_that_differ_are_named(tmp_path):
+    """Removing what they differ by saves what is said: a run with even ones of the same work takes that much less."""
+    report = with_tasks(tmp_path, lambda phase, i, j, rank: 4 if i == 1 else 1)
+    found = change(report, "give all micro-batches")
+    evened = with_tasks(tmp_path / "even", lambda phase, i, j, rank: 7 / 4)
+    assert found.gain == pytest.approx(1 - evened.overall.time.mean / report.overall.time.mean, rel=0.05)
+
+
+def with_tasks(folder: Path, factor: Callable) -> Report:
+    """Analyse two replicas of two partitions and 4 micro-batches; each task takes ``factor`` times the usual."""
+    made = Made(folder / "run", balance=[1, 1], chunks=4)
+    for rank in range(2):
+        at = 0
+        for step in range(4):
+            time = lambda phase, i, j, r=rank: int(1000 * even(phase, i, j) * factor(phase, i, j, r))
+            at = made.gpipe(step, time, rank=rank, at=at)
+    return analysed(made)

@@ -425,3 +425,16 @@ print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])  
     assert imported == "[]"
     assert int(kilobytes) < 40_000
     assert len(events_of((tmp_path / "run.json").read_text())) == 400_000
+
+
+def test_profiles(tmp_path):
+    """Files of PyTorch's profiler become one, by the clock that they share; processes with one number stay apart."""
+    for rank in (0, 1):
+        event = {"ph": "X", "cat": "kernel", "name": f"k{rank}", "pid": 0, "tid": 7, "ts": 5.25, "dur": 2.5}
+        base = {"baseTimeNanoseconds": 1_790_000_000_000_000_000 + rank * 1_000_000}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps({**base, "traceEvents": [event]}))
+    ended = convert(tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    first, second = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (first["name"], first["ts"], second["name"], second["ts"]) == ("k0", 5.25, "k1", 1005.25)
+    assert first["pid"] != second["pid"]

@@ -18,9 +18,10 @@ from pipesight.cli import _quantities as quantities
 from pipesight.cli._model_option import make_sample
 from pipesight.distributed import schedule_names
 from pipesight.distributed.schedules import choose
-from pipesight.plan import SCHEDULES, Setting, measure
+from pipesight.plan import SCHEDULES, Setting, load_schedule, measure
 from pipesight.plan.plans import DISTRIBUTED_NAMES as NAMES
 from pipesight.runs.reading.run import open_run
+from pipesight.schedule.setting import LOOPS
 from pipesight.view.plan_table import plan_text
 from support import warm
 from support.processes import STRICT_PYTHON
@@ -84,7 +85,7 @@ def test_table_has_the_recorded_schedule_and_plans(recorded):
     assert lines[2].split()[:5] == ["simulated", "3.40", "s", "+0.0%", "off"]
     assert lines[3].startswith("best")
     assert {"gpipe", "1f1b", "interleaved", "zero-bubble"} <= {*ended.stdout.split()}
-    assert (lines[3].split()[1], lines[-2]) == ("zero-bubble", "GPipe runs only gpipe; its best:")
+    assert (lines[3].split()[1], lines[-2]) == ("zbv-zero-bubble", "GPipe runs only gpipe; its best:")
     assert plan(recorded, "--schedule", "gpipe").stdout.splitlines()[-2:] == ["", lines[-1]]
     assert re.fullmatch(
         r'GPipe\(model, balance=\[3, 3\], devices=\["cpu", "cpu"\], chunks=\d+, checkpoint="never"\)', lines[-1]
@@ -228,8 +229,8 @@ def test_processors_that_partitions_share(recorded):
         (["--partitions", "7"], "too few layers for the partitions (layers: 6, partitions: 7)"),
         (["--partitions", "0"], "'0' is not a positive integer"),
         (["--chunks", "33"], "chunks: 33, samples: 32"),
-        (["--schedule", "dualpipe"], "'dualpipe' is not one of gpipe, 1f1b, interleaved, zero-bubble"),
-        (["--schedule", "interleaved", "--chunks", "3"], "no schedule is possible"),
+        (["--schedule", "dualpipe"], "'dualpipe' is not one of gpipe, 1f1b, interleaved, looped-bfs"),
+        (["--schedule", "interleaved", "--chunks", "5"], "no schedule is possible"),
         (["--memory", "much"], "'much' is not a size, such as 16GiB"),
         (["--link-bandwidth", "25"], "'25' is not a bandwidth, such as 25GB/s"),
         (["--model", "x:y"], "--model and --sample must be given together"),
@@ -468,8 +469,8 @@ def test_run_over_ranks(over_ranks):
     assert {p["partitions"] for p in found["plans"]} == {2}
     fastest = next(p for p in found["plans"] if p["call"] is not None)
     assert fastest["call"] == lines[-1]
-    rounds = {p["schedule"]: p["rounds"] for p in found["plans"]}
-    assert rounds == {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
+    rounds = {p["schedule"]: p["rounds"] for p in sorted(found["plans"], key=lambda p: p["rounds"])}
+    assert rounds == {name: 1 if name in ("gpipe", "1f1b") else 2 for name in SCHEDULES}
 
 
 def test_only_what_the_engine_runs_is_listed(over_ranks):
@@ -486,11 +487,29 @@ def test_only_what_the_engine_runs_is_listed(over_ranks):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_settings_that_run_are_those_that_the_engine_takes(schedule):
     """The planner's rule, which needs no torch, is that of the engine."""
-    kind, rounds = choose(NAMES[schedule]), 2 if schedule == "interleaved" else 1
+    kind, rounds = choose(NAMES[schedule]), 2 if schedule in LOOPS else 1
     for partitions, chunks in itertools.product(range(2, 6), range(1, 21)):
         setting = Setting(schedule, partitions, chunks, "never", rounds)
-        fits = kind.fits(chunks, partitions, setting.stages)
-        assert setting.runs == (fits and (schedule != "interleaved" or chunks % partitions == 0)), setting
+        assert setting.runs == kind.fits(chunks, partitions, setting.stages), setting
+
+
+def test_an_order_is_searched_and_written(over_ranks, tmp_path):
+    """What a search finds is no slower than any plan, fits, and is written as a file that ranks run."""
+    named = validated("plan", json.loads(plan(over_ranks, "--chunks", "4,6", "--json").stdout))["plans"]
+    file = tmp_path / "mine.csv"
+    ended = plan(over_ranks, "--chunks", "4,6", "--search", "--out", file, "--json")
+    assert ended.returncode == 0, ended.stderr
+    first = validated("plan", json.loads(ended.stdout))["plans"][0]
+    assert first["step_seconds"] <= min(p["step_seconds"] for p in named)
+    schedule = load_schedule(file)
+    assert (schedule.stages, schedule.chunks, schedule.devices) == (len(first["balance"]), first["chunks"], 2)
+    kind = choose(file)
+    kind.check(first["chunks"], 2, len(first["balance"]))
+    text = plan(over_ranks, "--chunks", "4,6", "--schedule", "1f1b", "--out", file).stdout
+    assert text.endswith(f'schedule="{file}", checkpoint="never")\n')
+    assert load_schedule(file).name == "mine"
+    wrong = plan(over_ranks, "--out", tmp_path / "mine.txt")
+    assert (wrong.returncode, "must end in .csv" in wrong.stderr) == (2, True)
 
 
 def test_one_chunk_is_explained(recorded):
@@ -506,6 +525,6 @@ def test_names_of_the_engine(schedule):
     """Every planned schedule has a name that `DistributedPipeline` knows, with as many partitions a rank."""
     kind = choose(NAMES[schedule])
     assert kind.name == NAMES[schedule]
-    setting = Setting(schedule, 2, 4, "never", 2 if schedule == "interleaved" else 1)
+    setting = Setting(schedule, 2, 4, "never", 2 if schedule in LOOPS else 1)
     kind.check(setting.chunks, setting.partitions, setting.stages)
     assert list(setting.build().device_of_stage) == [kind.rank_of(j, 2) for j in range(setting.stages)]

@@ -10,6 +10,7 @@ from pipesight.distributed.agreement import differences
 from support.torchrun import torchrun
 
 ALL = ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv-zero-bubble", "dualpipev"]
+ALL += ["v-half", "v-min"]
 
 CURVES = """
 mse = nn.functional.mse_loss

@@ -8,8 +8,9 @@ import pytest
 
 from pipesight.analysis.analyse import analyse
 from pipesight.analysis.described_pipelines import pipelines_of
+from pipesight.analysis.step_times import PARTS
 from pipesight.plan import one_f_one_b, simulate
-from pipesight.runs.reading.event_codes import BACKWARD, FORWARD
+from pipesight.runs.reading.event_codes import BACKWARD, FORWARD, WEIGHT
 from pipesight.runs.reading.run import open_run
 from pipesight.view.payload.size_limits import Limits
 from pipesight.view.payload.step_timelines import StepTimelines
@@ -111,15 +112,25 @@ def test_lanes_and_tasks(recorded, report):
     assert sizes == {(j, str(j)): 16 * 4 * 4 for j in range(4)}  # each from the rank that has the layer
 
 
+def time_of_tasks(report, steps, *phases):
+    """Return the microseconds of the tasks of each step and partition, of some phases or of all."""
+    tasks, found = report.tasks, np.zeros((steps, 1 + report.tasks.partition.max()))
+    mine = np.isin(tasks.phase, phases) | (not phases)
+    np.add.at(found, (tasks.step[mine], tasks.partition[mine]), (tasks.end - tasks.begin)[mine])
+    return found
+
+
 def test_the_lost_time(report):
     """Computing and losses add up to the window on every rank, and each loss is what it should be."""
     assert report.steps.parts.sum(axis=0) == pytest.approx(report.steps.period, rel=1e-9)
     (pipeline,) = report.pipelines
     window = pipeline.window.mean
+    busy = time_of_tasks(report, 6)[report.steps.step[report.counted]].mean(axis=0)
     for row in pipeline.rows:
         assert row.busy + sum(row.losses.values()) == pytest.approx(window)
         assert row.bubble == pytest.approx(1 - row.busy / window)
-        assert row.busy == pytest.approx(8 * (90_000 if row.partition == 2 else 60_000), rel=0.25)
+        assert row.busy == pytest.approx(busy[row.partition])
+        assert row.busy >= 8 * (90_000 if row.partition == 2 else 60_000)
     # The slow partition has no wait but to fill and to drain; the others wait for it as well.
     slow, others = pipeline.rows[2], [row for row in pipeline.rows if row.partition != 2]
     for row in others:
@@ -154,19 +165,26 @@ def test_in_the_terminal(recorded):
 
 
 def test_bubble_of_1f1b(tmp_path):
-    """The bubble that is measured is that of the simulated schedule with the measured times of tasks."""
+    """The bubble is that of the simulated schedule with the measured times of tasks, and what transfers add to it."""
     body = """
-    train(sleeping([150] * 4, [300] * 4), [1] * 4, 2, chunks=8, schedule="1f1b")
+    train(sleeping([75] * 4, [150] * 4), [1] * 4, 2, chunks=8, schedule="1f1b")
     """
     torchrun(4, body, tmp_path, begin=RANK + TRAIN)
     with open_run(tmp_path / "RUN") as run:
         found = analyse(run)
         tasks = run.tasks()
-    lengths = np.zeros((4, 4, 8, 2))
+    lengths, windows, idle = np.zeros((4, 4, 8, 2)), np.zeros(2), np.zeros(2)
     lengths[tasks.phase, tasks.partition, tasks.microbatch, tasks.step] = tasks.end - tasks.begin
-    simulated = simulate(one_f_one_b(4, 8), lengths.mean(axis=-1))
+    for step in range(2):
+        mine = tasks.step == step
+        windows[step] = tasks.end[mine].max() - tasks.begin[mine].min()
+        idle[step] = windows[step] - lengths[..., step].sum() / 4
+    assert found.steps.bubble == pytest.approx(idle / windows)
     assert found.overall is not None
-    assert found.overall.bubble == pytest.approx(float(simulated.bubble), rel=0.05)
+    assert found.overall.bubble == pytest.approx(idle[found.counted].sum() / windows[found.counted].sum())
+    simulated = simulate(one_f_one_b(4, 8), lengths)
+    late = found.steps.parts[[PARTS.index("transfers"), PARTS.index("host_gaps")]].sum(axis=0)
+    assert idle - late == pytest.approx(simulated.bubble * simulated.makespan)
     assert found.overall.bound == pytest.approx(3 / 11, rel=0.02)  # of tasks of one length
 
 
@@ -243,8 +261,9 @@ def test_split_backwards(others):
     assert [report.overall.bubble, pipeline.bubble] == pytest.approx([pipeline.device_idle] * 2)
     assert report.overall.parts["sharing"] == 0
     assert all(row.phases["weight"] >= 0 and row.losses["sharing"] > 0 for row in pipeline.rows)
-    for layer in report.layers:
-        assert layer.backward == pytest.approx(20_000, rel=0.2)  # of the first one too, which is all about weights
+    longest = time_of_tasks(report, 3, BACKWARD, WEIGHT).max(axis=0) / 4
+    for layer in report.layers:  # of the first one too, which is all about weights
+        assert 20_000 <= layer.backward <= longest[layer.partition]
 
 
 @pytest.mark.parametrize(("hosts", "processors"), [(["a"], 2), (["a", "b"], None)])

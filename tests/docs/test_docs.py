@@ -45,6 +45,7 @@ GENERATED = {"docs/reference/cli.md"}
 """Pages that only the site has: `make docs` writes them."""
 
 NETWORK, MACHINES, SLURM, ENDLESS, MINUTES = "network", "machines", "SLURM", "until Ctrl-C", "minutes"
+RECORDED = "tests/recording/test_torch_pipelines.py runs such programs"
 NOT_RUN: dict[str, dict[str, str]] = {
     "README.md": {
         "git clone https://github.com/pipesight/pipesight && cd pipesight": NETWORK,
@@ -71,6 +72,11 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "examples/distributed/train.py --blocks 14 --chunks 16 --checkpoints gpt16": MACHINES,
         "cd examples/distributed": SLURM,
         "sbatch slurm.sh --steps 1000 --blocks 14 --chunks 16": SLURM,
+    },
+    "docs/how-to/torch-pipelines.md": {
+        "torchrun --nproc-per-node 2 -m pipesight run --out RUN train.py": RECORDED,
+        "pipesight report RUN": RECORDED,
+        "pipesight report profiles/": RECORDED,
     },
     "docs/how-to/watch.md": {
         "pipesight view RUN": ENDLESS,

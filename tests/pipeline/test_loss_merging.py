@@ -109,7 +109,7 @@ WITHOUT_GRAPH = LOSSES.keys() - {"masked", "penalty"}  # what they divide by, an
 
 def pipelined(model, merging, x, labels, chunks, *, grad=True, **more):
     """Call a model micro-batch by micro-batch."""
-    call = split_call((x, labels), more, chunks)
+    call = split_call((x, labels), more, chunks, {1: 0})  # which may have as many samples as steps
     watches = [LossWatch() for _ in call.calls]
     outputs = []
     for (args, kwargs), watch in zip(call.calls, watches, strict=True):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import threading
 
 import pytest
 import torch
 
 from pipesight import Pipeline
+from pipesight.pipeline.placed_units import Placement
 from zoo import CHUNKS, ZOO
-from zoo.reference import Result, assert_same, gradients_of, piped, plain_microbatches, worst
+from zoo.reference import Result, assert_same, buffers_of, gradients_of, objective, piped, plain_microbatches, worst
 
 BY_NAME = {entry.name: entry for entry in ZOO}
 PARAMETERS = [
@@ -82,6 +84,23 @@ def test_generate_is_the_plain_models():
     torch.testing.assert_close(again.logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("search", [{}, {"num_beams": 2}, {"cache_implementation": "static"}, {"use_cache": False}])
+def test_generate_on_several_devices(monkeypatch, search):
+    """There, it goes through the pipeline, which moves tensors; here, the devices only look like several."""
+    plain = gpt2().eval()
+    pipe = Pipeline(copy.deepcopy(plain), ["transformer.h.2"], devices=["cpu", "cpu"], chunks=2)
+    monkeypatch.setattr(Placement, "on_one_device", False)
+    calls = []
+    pipe.module.transformer.h[2].register_forward_hook(lambda *_: calls.append(threading.current_thread().name))
+    ids = torch.randint(3, 50, (4, 5), generator=torch.Generator().manual_seed(0))
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    for _ in range(2):
+        assert torch.equal(pipe.generate(ids, **settings, **search), plain.generate(ids, **settings, **search))
+    assert {name.startswith("pipesight-") for name in calls} == {True}
+    assert pipe.chunks == 2
+    assert "forward" not in vars(pipe.module)
+
+
 def test_all_outputs_of_uneven_micro_batches():
     """Hidden states and attentions come back whole, and gradients of all of them arrive."""
     entry = BY_NAME["GPT-2"]
@@ -119,3 +138,21 @@ def test_the_comparison_can_fail():
     wrong.gradients["decoder.layers.1.linear2.weight"] *= 1 + 2e-5
     with pytest.raises(AssertionError, match=r"gradients differ by .* most in decoder\.layers\.1\.linear2\.weight"):
         assert_same(wrong, right)
+
+
+@pytest.mark.parametrize("entry", PARAMETERS)
+def test_steps_have_the_gradients_of_the_plain_model(entry):
+    """Where a model returns no loss, a sum over its outputs is one."""
+    options = {"loss_weight": None if entry.items else "sum", **entry.options}
+    pipe = Pipeline(
+        entry.build(),
+        entry.cuts_into(4),
+        chunks=CHUNKS,
+        schedule="zero-bubble",
+        checkpoint="except_last",
+        loss=objective,
+        **options,
+    )
+    pipe.step(*(call := entry.batch())[0], **call[1])
+    expected = truth(entry.name)
+    assert_same(Result(expected.outputs, gradients_of(pipe), buffers_of(pipe)), expected)

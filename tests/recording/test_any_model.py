@@ -74,3 +74,26 @@ def test_run_report_and_statistics_name_the_modules(tmp_path: Path) -> None:
     # Each micro-batch was seen twice, as the first one of a step is recomputed: of these, one counts.
     truth = torch.cat(means[:2]).mean().item()
     assert abs(logged[0]["value"] - truth) < 1e-6 * max(1.0, abs(truth))
+
+
+def test_steps_are_described_with_their_schedule(tmp_path: Path) -> None:
+    """Interleaved, two partitions share a worker: the bubble and its bound are those of the workers."""
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+    pipe = Pipeline(
+        nn.Sequential(*layers), balance=[1] * 4, chunks=4, schedule="interleaved-1f1b", loss_fn=nn.MSELoss()
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
+    with observe(tmp_path / "run"):
+        for _ in range(4):
+            optimizer.zero_grad()
+            pipe.step(torch.randn(8, 8), torch.randn(8, 8))
+            optimizer.step()
+    described = json.loads((tmp_path / "run" / "run.json").read_text())["pipelines"][0]
+    assert (described["schedule"], described["workers"]) == ("interleaved-1f1b", [0, 1, 0, 1])
+    with open_run(tmp_path / "run") as run:
+        report = analyse(run)
+    (pipeline,) = report.pipelines
+    assert (pipeline.partitions, pipeline.workers) == (4, 2)
+    # (2 - 1) / (2 * 4 + 2 - 1) = 0.11 if all tasks take equally long; with one partition a worker, 0.2.
+    assert 0.05 < pipeline.bound < 0.16
+    assert "4 partitions on 2 workers" in report.verdict.text

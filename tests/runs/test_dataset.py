@@ -103,7 +103,7 @@ def test_nothing_stands_for_nothing(tmp_path):
     (beside,) = (row for row in rows if row["name"] == "beside")
     assert {name for name, value in beside.items() if value is None} == {
         *("phase", "kind", "step", "minibatch", "partition_index", "microbatch", "layer", "device", "size_bytes"),
-        *("peers", "samples", "other_fields"),
+        *("peers", "samples", "module", "other_fields"),
     }
     assert not any(value == -1 or value == "" for row in rows for value in row.values())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipesight.analysis.analyse import analyse
 from pipesight.runs.reading._foreign_formats import ChromeReader
 from pipesight.runs.reading.event_codes import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, WEIGHT
 from pipesight.runs.reading.run import NotARunError, Run, open_run
+from pipesight.view.report_json import as_json
+from pipesight.view.text_report import render
 from support import warm
 from support.processes import STRICT_PYTHON
+from support.schemas import validated
 from support.synthetic import Made
 
 
@@ -144,6 +149,7 @@ def test_pytorch_profiler(name, tmp_path):
 
 
 def chrome_event(name: str, ts: float, dur: float, **more: Any) -> dict[str, Any]:
+    """Return a span as PyTorch's profiler writes it."""
     return {"ph": "X", "cat": "user_annotation", "name": name, "pid": 7, "tid": 7, "ts": ts, "dur": dur, **more}
 
 
@@ -204,6 +210,141 @@ def test_gpu_times_of_a_profile(tmp_path):
     with open_run(tmp_path) as run:
         tasks = run.tasks()
         assert (tasks.begin.tolist(), tasks.step.tolist(), tasks.partition.tolist()) == ([20, 120], [4, 4], [2, 1])
+
+
+def written(path: Path, *events: dict[str, Any], **head: Any) -> Path:
+    path.write_text(json.dumps({**head, "traceEvents": list(events)}))
+    return path
+
+
+def rows_of(run: Run) -> list[tuple[int, ...]]:
+    tasks = run.tasks()
+    columns = (tasks.partition, tasks.phase, tasks.microbatch, tasks.begin, tasks.end)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_waits_in_annotations(tmp_path):
+    """A task begins when what it waits for has arrived, however long ago that was posted."""
+    path = written(
+        tmp_path / "rank0.json",
+        chrome_event("PP:1RECV_F0", 0, 5),
+        chrome_event("gloo:recv", 1, 40),
+        chrome_event("PP:1RECV_F1", 6, 4),
+        chrome_event("gloo:recv", 7, 53),  # arrives while the first task computes
+        chrome_event("PP:1F0", 10, 60),
+        chrome_event("PP:1F1", 70, 10),
+        chrome_event("PP:1RECV_B0", 81, 4),
+        chrome_event("gloo:recv", 82, 8),
+        chrome_event("PP:1B0", 86, 14),
+    )
+    with open_run(path) as run:
+        assert rows_of(run) == [(1, FORWARD, 0, 41, 70), (1, FORWARD, 1, 70, 80), (1, BACKWARD, 0, 90, 100)]
+
+
+def test_gpipe_annotations(tmp_path):
+    """GPipe's tasks are those of the rank's partition, without the wait in them."""
+    for rank in (0, 1):
+        written(
+            tmp_path / f"rank{rank}.json",
+            chrome_event("Forward 0", 0, 50),
+            *([chrome_event("gloo:recv", 1, 30)] if rank else []),
+            chrome_event("Backward 0", 60, 20),
+            distributedInfo={"backend": "gloo", "rank": rank, "world_size": 2, "pg_config": []},
+        )
+    with open_run(tmp_path) as run:
+        begins = 0, 31
+        assert sorted(rows_of(run)) == [
+            row for j in (0, 1) for row in ((j, FORWARD, 0, begins[j], 50), (j, BACKWARD, 0, 60, 80))
+        ]
+
+
+@pytest.mark.parametrize(("name", "places"), [("mesh_pp", [0, 0, 1, 1]), ("mesh_dp", [])])
+def test_places_of_gpipe_annotations(name, places, tmp_path):
+    """With several pipelines, the group with their name tells the partition; else a note says what is missing."""
+    for rank in range(4):
+        groups = [
+            {"pg_desc": "default_pg", "ranks": [0, 1, 2, 3]},
+            {"pg_desc": name, "ranks": [rank % 2, rank % 2 + 2]},
+        ]
+        written(
+            tmp_path / f"rank{rank}.json",
+            chrome_event("Forward 0", 0, 50),
+            distributedInfo={"rank": rank, "world_size": 4, "pg_config": groups},
+        )
+    with open_run(tmp_path) as run:
+        tasks = run.tasks()
+        assert sorted(tasks.partition.tolist()) == places
+        assert [text.startswith("'Forward 0' does not say which partition") for text in texts(run)] == (
+            [] if places else [True] * 4
+        )
+
+
+@pytest.mark.parametrize("operators", [True, False])
+def test_overlapped_annotations(operators, tmp_path):
+    """A forward and a backward in one annotation are told apart by autograd's operators; else a note says so."""
+    inside = [
+        chrome_event("aten::linear", 10, 20, cat="cpu_op"),
+        chrome_event("c10d::recv_", 32, 2, cat="cpu_op"),
+        chrome_event("autograd::engine::evaluate_function: AddmmBackward0", 40, 20, cat="cpu_op", tid=8),
+    ]
+    path = written(
+        tmp_path / "rank0.json",
+        chrome_event("PP:(0F7;3B5)OVERLAP_F_B", 5, 60),
+        *(inside if operators else []),
+    )
+    with open_run(path) as run:
+        split = (30, 40) if operators else (5, 5)
+        assert sorted(rows_of(run)) == [(0, FORWARD, 7, 5, split[0]), (3, BACKWARD, 5, split[1], 65)]
+        assert texts(run) == (
+            [] if operators else ["1 overlapped forwards have no time of their own: it is in that of their backwards"]
+        )
+
+
+def kernel(name: str, ts: float, dur: float, stream: int = 7, cat: str = "kernel") -> dict[str, Any]:
+    """Return what Kineto writes of a kernel, as of torch 2.13: the device is the process, its stream the thread."""
+    where = {"device": 0, "stream": stream, "correlation": int(ts)}
+    return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": stream, "ts": ts, "dur": dur, "args": where}
+
+
+def test_gpu_of_a_profile(tmp_path):
+    """Tasks are timed on the stream that computes; the report has what the GPU did, and how the steps went."""
+    on_gpu = {"cat": "gpu_user_annotation", "pid": 0}
+    path = written(
+        tmp_path / "rank0.json",
+        chrome_event("ProfilerStep#3", 0, 400),
+        chrome_event("ProfilerStep#4", 400, 600),
+        chrome_event("PP:0F0", 0, 10),
+        chrome_event("PP:0F0", 100, 100, **{**on_gpu, "tid": 7}),
+        chrome_event("PP:0F0", 90, 200, **{**on_gpu, "tid": 20}),
+        kernel("Memcpy HtoD (Pinned -> Device)", 50, 20, cat="gpu_memcpy"),
+        kernel("ampere_sgemm_128x64_tn", 100, 60),
+        kernel("void at::native::vectorized_elementwise_kernel<4>", 160, 40),
+        kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 90, 200, stream=20),
+    )
+    with open_run(path) as run:
+        assert rows_of(run) == [(0, FORWARD, 0, 100, 200)]
+        report = analyse(run)
+    (gpu,) = report.gpus
+    assert asdict(gpu) == {
+        "rank": 0,
+        "window": 240,
+        "kernels": 4,
+        "compute": 100,
+        "communication": 200,
+        "memory": 20,
+        "exposed_communication": 100,
+        "idle": 20,
+        "gaps": 1,
+        "longest_gap": 20,
+    }
+    (steps,) = report.profiled
+    assert (steps.first, steps.last, steps.count, steps.median, steps.least, steps.most) == (3, 4, 2, 500, 400, 600)
+    text = render(report)
+    assert "0       41.7%      83.3%    41.7%    8.3%  8.3%     1  20.0 µs" in text
+    validated("report", as_json(report))
+    plain = written(tmp_path / "plain.json", *(chrome_event(f"ProfilerStep#{k}", 100 * k, 90 + k) for k in (3, 4)))
+    with open_run(plain) as run:
+        assert "0     3 to 4      2  93.5 µs   93.0 µs  94.0 µs" in render(analyse(run))
 
 
 def test_our_trace_converted(tmp_path):
@@ -377,3 +518,19 @@ def test_folder_of_anything(tmp_path):
             "c.json": "skipped: it contains no events",
             "d.json": "skipped: it is empty",
         }
+
+
+def test_the_optimizer_alone_makes_no_program(tmp_path):
+    """PyTorch's profiler says when the optimizer steps, but not which module computes: names are listed."""
+    rows = [("user_annotation", "Optimizer.step#SGD.step", 900, 100), ("cpu_op", "aten::mm", 0, 800)]
+    events = [
+        {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": 1000 * step + at, "dur": dur, "args": {}}
+        for step in range(4)
+        for category, name, at, dur in rows
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    with open_run(path) as run:
+        report = analyse(run)
+    assert report.program is None
+    assert [entry.name for entry in report.names] == ["aten::mm", "Optimizer.step#SGD.step"]

@@ -33,6 +33,36 @@ def test_many(entries, dtype):
         assert same(row.moments(), tensor, powers=powers, smallest=smallest)
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 3000),
+            st.sampled_from([0.0, 1.0, 1e3, 1e6, -1e30, 1e-30]),
+            st.sampled_from([0.0, 1.0, 1e-3, 1e25]),
+            st.sampled_from([None, None, None, float("nan"), float("inf"), -float("inf")]),
+        ),
+        max_size=12,
+    )
+)
+def test_many_by_segments(entries):
+    """Without zeros and powers all are measured together, and odd ones do not disturb others."""
+    torch.manual_seed(len(entries))
+    rows, kept = SmallRows(), []
+    for size, mean, deviation, odd in entries:
+        tensor = torch.randn(size) * deviation + mean
+        if odd is not None:
+            tensor[size // 2] = odd
+        kept.append((rows.add(tensor, powers=False, smallest=False), tensor.double()))
+    for row, truth in kept:
+        moments, finite = row.moments(), truth[truth.isfinite()]
+        counts = len(finite), int(truth.isnan().sum()), int(truth.isinf().sum())
+        assert (moments.count, moments.nans, moments.infs) == counts
+        if len(finite):
+            found = moments.min, moments.max, moments.mean, moments.m2, moments.l1
+            expected = [finite.min(), finite.max(), finite.mean(), finite.var(correction=0) * len(finite)]
+            assert found == pytest.approx([*map(float, expected), float(finite.abs().sum())], rel=1e-6, abs=1e-60)
+
+
 def test_changed_afterwards():
     """What counts is the tensor as it was."""
     rows, tensor = SmallRows(), torch.arange(10.0)

@@ -125,7 +125,7 @@ def test_training_step():
     assert backwards == [(1, "1"), (1, "0"), (0, None)]
     by_id = {e["id"]: e for e in events}
     for event in events:
-        parent = by_id.get(event["args"]["p_idx"])
+        parent = by_id.get(event["args"].get("p_idx"))
         if parent is not None:
             assert parent["ts"] <= event["ts"]
             assert event["ts"] + event["dur"] <= parent["ts"] + parent["dur"]

@@ -21,6 +21,7 @@ __all__ = [
     "around_functions",
     "backward_accumulates",
     "current_backward",
+    "gradient_shape",
     "hook_gradient",
     "in_backward",
     "innermost_saved_tensor_hooks",
@@ -52,6 +53,12 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 def in_backward() -> bool:
     """Tell whether a backward calls this code, in this thread."""
     return current_backward() != -1
+
+
+def gradient_shape(edge: GradientEdge) -> Sequence[int]:
+    """Return the shape of the gradient that goes along an edge: that of the tensor that the node has made."""
+    metadata: Any = edge.node._input_metadata
+    return tuple(metadata[edge.output_nr].shape)
 
 
 def sequence_number(node: Any) -> int:

@@ -40,6 +40,12 @@ class LossPart:
     node: Any = None
     """That of a cross entropy."""
 
+    @property
+    def is_plain_mean(self) -> bool:
+        """Whether it is a mean cross entropy without weights of classes, and nothing is done to it."""
+        plain = self.kind == "mean" and self.divisor is None and isinstance(self.scale, float) and not self.contrasts
+        return plain and self.node is not None and self.node._saved_weight is None
+
     def value(self) -> Tensor:
         """Return the mean of a cross entropy, without scale and divisor."""
         node = self.node

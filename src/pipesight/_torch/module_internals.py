@@ -21,6 +21,7 @@ __all__ = [
     "is_compiled",
     "is_persistent",
     "not_compiled",
+    "release_calls",
     "set_state_metadata",
     "state_metadata",
     "target_device",
@@ -87,7 +88,15 @@ def intercept_calls(
     """Let ``around`` make the calls of a module, hooks included: it gets the call and its arguments."""
     compiled = module._compiled_call_impl
     inner = module._call_impl if compiled is None else compiled
-    module._compiled_call_impl = _Interception(inner, compiled is not None, around)
+    # What `torch.compile` returned would set the attribute of what it was given.
+    vars(module)["_compiled_call_impl"] = _Interception(inner, compiled is not None, around)
+
+
+def release_calls(module: nn.Module) -> None:
+    """Undo the last `intercept_calls`, unless something else has taken its place."""
+    call = vars(module).get("_compiled_call_impl")
+    if isinstance(call, _Interception):
+        vars(module)["_compiled_call_impl"] = call.inner if call.compiled else None
 
 
 def uncompiled(value: Any) -> Any:

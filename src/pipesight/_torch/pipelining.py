@@ -1,6 +1,9 @@
-"""``torch.distributed.pipelining``: the base of its stages, its split backward, and the files of its collectives."""
+"""``torch.distributed.pipelining``: the base of its stages, its runtime, and the files of its collectives."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch._ops
@@ -8,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 import torch.distributed.c10d_logger
 import torch.distributed.distributed_c10d
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 
 __all__ = [
@@ -18,8 +21,7 @@ __all__ = [
     "SUPPORTED",
     "PipelineStageBase",
     "check_supported",
-    "stage_backward_input",
-    "stage_backward_weight",
+    "runtime_of",
 ]
 
 COLLECTIVE_FILES = (dist.distributed_c10d.__file__, dist._functional_collectives.__file__)
@@ -47,3 +49,18 @@ def check_supported() -> None:
             f"pipesight.distributed needs torch 2.10 or newer, but this is torch {torch.__version__}: "
             "upgrade torch, or train in one process with pipesight.GPipe"
         )
+
+
+def runtime_of(rows: Sequence[Sequence[str]], stages: Sequence[Any], microbatches: int, **settings: Any) -> Any:
+    """Return the schedule that runs an order of tasks, to which torch adds sends and receives.
+
+    Args:
+        rows: The tasks of each rank, such as ``2F0``.
+        stages: Those of this rank.
+        microbatches: How many there are.
+        **settings: Of the schedule.
+    """
+    schedule = _PipelineScheduleRuntime(list(stages), microbatches, **settings)
+    schedule.pipeline_order = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    return schedule

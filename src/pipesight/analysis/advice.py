@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipesight._formatting import time
+from pipesight.analysis.cause_advice import changes_by_causes
 from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.measured_costs import SMALL_MESSAGE, Measured
 from pipesight.analysis.planned_changes import (
@@ -19,6 +20,7 @@ from pipesight.analysis.planned_changes import (
 )
 from pipesight.analysis.rank_links import LinkReport, slow_connections
 from pipesight.analysis.step_times import StepTimes
+from pipesight.analysis.what_if import WhatIf
 from pipesight.plan.plans import WORTH, predict
 from pipesight.schedule.costs import Costs
 
@@ -47,17 +49,25 @@ class Situation:
     """The part of the host gaps between forward and backward."""
     links: Sequence[LinkReport] = ()
     """Between ranks."""
+    replays: WhatIf | None = None
+    """What slows the steps, if they could be replayed."""
 
     @classmethod
     def of(
-        cls, times: StepTimes, *, facts: DescribedPipeline, measured: Measured | None, links: Sequence[LinkReport]
+        cls,
+        times: StepTimes,
+        *,
+        facts: DescribedPipeline,
+        measured: Measured | None,
+        links: Sequence[LinkReport],
+        replays: WhatIf | None,
     ) -> Situation:
         """Take the steps that count, without the last if possible: what comes between it and a next one is missing."""
         whole = times.where(times.follows.astype(bool)) if times.follows.any() else times
         period, turnaround = float(whole.period.mean()), float(whole.turnaround.mean())
         mean = max(float(times.period.mean()), 1e-9)
         shown = {part: time / mean for part, time in times.mean_parts().items()}
-        return cls(facts, measured, period, whole.mean_parts(), shown, turnaround, links)
+        return cls(facts, measured, period, whole.mean_parts(), shown, turnaround, links, replays)
 
     def share(self, part: str) -> float:
         """Return the share of a part in the step."""
@@ -123,7 +133,11 @@ def _limits(situation: Situation) -> Iterator[Change]:
                 yield Change(what, why, _moved(situation), AT_MOST)
         else:
             share = situation.share(part)
-            yield Change(what, why, min(share, situation.shown.get(part, share)), AT_MOST)
+            share = min(share, situation.shown.get(part, share))
+            if part == "jitter" and situation.replays is not None:
+                known, share = changes_by_causes(situation.replays, jitter=share)
+                yield from known
+            yield Change(what, why, share, AT_MOST)
     yield _loss_inside(situation)
 
 

@@ -10,32 +10,45 @@ from typing import TYPE_CHECKING, Any
 from pipesight.analysis.advice import Situation, find_changes
 from pipesight.analysis.batch_sizes import of_usual_size, with_common_samples
 from pipesight.analysis.collectives import match_calls, name_collectives, waits_in
+from pipesight.analysis.curves import curves_of, moments_of
 from pipesight.analysis.described_pipelines import pipelines_of, replicas_in
+from pipesight.analysis.gpu_times import gpu_times, profiled_steps
 from pipesight.analysis.layer_times import LayerReport, layer_reports, with_weights
 from pipesight.analysis.measured_costs import Measured, measure_steps
 from pipesight.analysis.nonfinite import first_nonfinite
 from pipesight.analysis.overall import overall_of
+from pipesight.analysis.own_spans import own_times, pipeline_edges
 from pipesight.analysis.pipeline_report import PipelineReport, describe_pipelines, partition_times
+from pipesight.analysis.pipelining_lead import pipelining_lead
+from pipesight.analysis.program_advice import NOT_ANNOTATED, program_changes, program_verdict
+from pipesight.analysis.program_report import own_spans_of, program_report
+from pipesight.analysis.program_time import is_own
 from pipesight.analysis.rank_links import find_links
 from pipesight.analysis.rank_waits import RankWaits
+from pipesight.analysis.recorded_operations import RecordedOperations, recorded_operations
 from pipesight.analysis.report import ExcludedSteps, NameTime, Report
 from pipesight.analysis.run_remarks import (
+    Remark,
     remarks_on,
     remarks_on_bubble,
     remarks_on_clocks,
     remarks_on_measuring,
+    remarks_on_program,
     remarks_on_samples,
     remarks_on_simulation,
     with_ending,
+    with_losses,
     with_waits,
 )
 from pipesight.analysis.step_grouping import EVALUATION, INCOMPLETE, find_minibatches, forward_only, replicas_of
 from pipesight.analysis.stragglers import find_stragglers
 from pipesight.analysis.timed_steps import time_steps
 from pipesight.analysis.verdict import Verdict, verdict_on
+from pipesight.analysis.what_if import WhatIf, what_if
 from pipesight.runs.reading.stats_and_logs import NONFINITE_KEYS
 
 if TYPE_CHECKING:
+    from pipesight.runs.reading.event_tables import Operations
     from pipesight.runs.reading.run import Run
     from pipesight.schedule.costs import Link
 
@@ -63,13 +76,15 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     Raises:
         ValueError: There is no such step, partition or layer.
     """
+    if (operations := run.operations()) is not None:
+        return _of_operations(run, operations, steps, partition, layer)
     described = pipelines_of(run.description)
     all_tasks, spans, transfers = run.tasks(), run.spans(), run.transfers()
     replicas = replicas_of(all_tasks, replicas_in(described))
     sizes = {pipeline.partitions for pipeline in described}
     minibatches, tasks = find_minibatches(all_tasks, partitions=sizes, replicas=replicas)
     if not len(tasks):
-        return _without_tasks(run)
+        return _without_tasks(run, steps)
     unknown = remarks_on_samples(described, minibatches)
     described = of_usual_size(described, minibatches)
     minibatches = with_common_samples(described, minibatches)
@@ -88,16 +103,29 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     layers = layer_reports(layer_times, [layer for pipeline in described for layer in pipeline.layers])
     complete = own.where(timed.counted_minibatches & (own.kind != INCOMPLETE))
     links = find_links(complete, tasks, transfers, counted, run.description)
+    replayed = recorded_operations(complete, tasks, transfers, spans, calls, timed.placements, counted)
+    replays, doubts = _replayed(replayed)
     measured, changes = None, []
     if overall is not None and len(pipelines) == 1:
         facts = pipelines[0].facts
         measured = measure_steps(
             run, facts, timed, tasks, bubble=overall.bubble, layers=layer_times, transfers=transfers
         )
-        changes = find_changes(Situation.of(counted, facts=facts, measured=measured, links=links))
-    stragglers = find_stragglers(partition_times(timed, tasks, replicas))
+        changes = find_changes(Situation.of(counted, facts=facts, measured=measured, links=links, replays=replays))
+    stragglers = [
+        straggler
+        for straggler in find_stragglers(partition_times(timed, tasks, replicas))
+        if replays is None or replays.slows(straggler.rank, straggler.partition)
+    ]
     held = waits.held(counted)
-    verdict = with_waits(verdict_on(overall, pipelines, changes), held)
+    program = run.program()
+    own_spans = program.where(is_own(program))
+    points, edges = run.points(), pipeline_edges(minibatches, replicas)
+    curves = curves_of(points, edges)
+    verdict = with_losses(
+        with_waits(verdict_on(overall, pipelines, changes, slowed=replays is not None and bool(replays.causes)), held),
+        curves,
+    )
     # Statistics are read before the remarks are taken: reading them may leave some.
     nonfinite = first_nonfinite(run.statistics(words=NONFINITE_KEYS), layers=[entry.name for entry in layers])
     return Report(
@@ -110,6 +138,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
             *remarks_on_bubble(overall, counted),
             *remarks_on_measuring(run, counted),
             *remarks_on_simulation(measured, changes),
+            *doubts,
         ),
         verdict=with_ending(verdict, run),
         measured=measured,
@@ -122,11 +151,17 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         layers=_narrowed_layers(layers, partition, layer),
         stragglers=tuple(entry for entry in stragglers if partition in (None, entry.partition)),
         links=tuple(link for link in links if partition is None or partition in link.partitions),
+        what_if=replays,
         held=held,
         collectives=name_collectives(calls, counted.step),
         nonfinite=nonfinite,
         minibatches=minibatches,
         tasks=tasks,
+        own=own_spans,
+        own_spans=own_spans_of(own_spans),
+        own_times=own_times(own_spans, counted, minibatches=minibatches, tasks=tasks, spans=spans, replicas=replicas),
+        curves=curves,
+        moments=moments_of(points, edges),
     )
 
 
@@ -161,11 +196,32 @@ def _identity(run: Run) -> dict[str, Any]:
         "attempt": run.attempt.number,
         "attempts": run.attempt.there,
         "ranks": tuple(run.ranks()),
+        # A run of ours has no kernels, and may have millions of events to search for them.
+        "gpus": () if run.description else gpu_times(run.kernels()),
+        "profiled": () if run.description else profiled_steps(run.profiler_steps()),
     }
 
 
-def _without_tasks(run: Run) -> Report:
-    """Say where the time of a trace went that has no pipeline in it."""
+def _without_tasks(run: Run, steps: range | None) -> Report:
+    """Report a program without a pipeline or, of a trace that has no steps either, where its time went."""
+    spans = run.program()
+    program = program_report(spans, only=steps, on_device=run.uses_devices())
+    if program is not None:
+        changes = program_changes(program, run.description)
+        points = run.points()
+        curves = curves_of(points, program.edges())
+        return Report(
+            **_identity(run),
+            remarks=(*remarks_on(run), *remarks_on_program(program)),
+            verdict=with_losses(program_verdict(program, changes, run), curves),
+            nonfinite=first_nonfinite(run.statistics(words=NONFINITE_KEYS)),
+            left=ExcludedSteps(program.warm_up),
+            program=program,
+            lead=pipelining_lead(program, run.description),
+            own_spans=own_spans_of(spans),
+            curves=curves,
+            moments=moments_of(points, program.edges()),
+        )
     times = run.names()
     rows = zip(times.category.tolist(), times.name.tolist(), times.count.tolist(), times.total.tolist(), strict=True)
     entries = [NameTime(str(c), str(n), int(k), int(t)) for c, n, k, t in rows if c != ENVELOPE]
@@ -174,12 +230,50 @@ def _without_tasks(run: Run) -> Report:
         "The bubble cannot be computed: the trace has no pipeline tasks, which are spans of category compute, named "
         "forward or backward, with a partition and a micro-batch."
     )
+    if run.profiled_schedule:
+        text = NOT_ANNOTATED
     return Report(
         **_identity(run),
         remarks=tuple(remarks_on(run)),
         verdict=with_ending(Verdict(text, ()), run),
         nonfinite=nonfinite,
         names=tuple(entries[:NAMES]),
+    )
+
+
+def _replayed(recorded: RecordedOperations | None) -> tuple[WhatIf | None, list[Remark]]:
+    """Replay a recorded run, and say what is in doubt."""
+    if recorded is None:
+        return None, []
+    try:
+        found = what_if(recorded.operations, recorded.partition_of_worker, recorded=recorded.recorded)
+    except ValueError as error:
+        return None, [Remark(None, f"what if there were no stragglers is not known: {error}")]
+    if found.steps < recorded.steps:
+        few = f"{found.steps:,} of {recorded.steps:,} steps were replayed, evenly chosen"
+        found = replace(found, remarks=(*found.remarks, few))
+    return found, []
+
+
+def _of_operations(
+    run: Run, operations: Operations, steps: range | None, partition: int | None, layer: str | None
+) -> Report:
+    """Say what slows a job of which only the operations are known."""
+    if partition is not None or layer is not None:
+        what = f"partition {partition}" if partition is not None else f"layer {layer!r}"
+        raise ValueError(f"a trace of operations cannot be narrowed to {what}; leave --partition and --layer out")
+    if steps is not None:
+        there = run.steps()
+        operations = operations.where((operations.step >= steps.start) & (operations.step < steps.stop))
+        if not len(operations):
+            last = steps.stop - 1
+            raise ValueError(f"no step from {steps.start} to {last} was recorded (steps: {there[0]} to {there[-1]})")
+    found = what_if(operations)
+    return Report(
+        **_identity(run),
+        remarks=tuple(remarks_on(run)),
+        verdict=Verdict(found.verdict, ()),
+        what_if=found,
     )
 
 

@@ -55,6 +55,8 @@ class DescribedPipeline:
     """In the order of the model."""
     ranks: tuple[tuple[int, ...], ...] | None = None
     """Of a pipeline over several ranks, those that have each partition: one of each replica, in the same order."""
+    workers: tuple[int, ...] | None = None
+    """Of a pipeline in one process that ran the steps of a schedule, the worker of each partition."""
     processors: int | None = None
     """That the process may use."""
 
@@ -102,6 +104,7 @@ def hosts_of(description: Mapping[str, Any]) -> dict[int, str]:
 def _pipeline(entry: Mapping[str, Any], partitions: int, processors: int | None) -> DescribedPipeline:
     balance = _list(entry, "balance", int)
     devices, cuts = _list(entry, "devices", str), _list(entry, "cuts", str)
+    workers = [worker for worker in _list(entry, "workers", int) if 0 <= worker < partitions]
     return DescribedPipeline(
         partitions=partitions,
         chunks=_number(entry, "chunks"),
@@ -113,6 +116,7 @@ def _pipeline(entry: Mapping[str, Any], partitions: int, processors: int | None)
         batch_size=_number(entry, "batch_size"),
         layers=tuple(_layers(entry.get("layers"), partitions)),
         ranks=_ranks(entry.get("ranks"), partitions),
+        workers=tuple(workers) if len(workers) == partitions else None,
         processors=processors,
     )
 

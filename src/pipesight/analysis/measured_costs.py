@@ -209,8 +209,8 @@ def _setting(facts: DescribedPipeline, schedule: Schedule, checkpoint: str) -> S
     if n % devices or (schedule.order[..., 0] == W).any():
         return None
     possible = [Setting(name, n, m, checkpoint) for name in ("gpipe", "1f1b") if devices == n]
-    if devices < n and m % devices == 0:
-        possible = [Setting("interleaved", devices, m, checkpoint, n // devices)]
+    if 1 < devices < n and m % max(1, m // devices) == 0:
+        possible = [Setting(name, devices, m, checkpoint, n // devices) for name in ("interleaved", "looped-bfs")]
     for setting in possible:
         if np.array_equal(setting.build().order, schedule.order):
             return setting

@@ -56,7 +56,7 @@ def place_partitions(
         over_ranks = len({*ranks}) > 1 or (pipeline is not None and pipeline.ranks is not None)
         found[n] = Placement(
             devices=_devices(pipeline, ranks) if not over_ranks else _numbered(ranks),
-            workers=_workers(ranks, own, tasks) if over_ranks else tuple(range(n)),
+            workers=_workers(ranks, own, tasks) if over_ranks else _threads(pipeline, n),
             processors=_processors(pipeline, own),
         )
     return found
@@ -73,9 +73,18 @@ def rank_of_partition(tasks: Tasks, partitions: int) -> list[int]:
 
 def _devices(pipeline: DescribedPipeline | None, ranks: Sequence[int]) -> tuple[int, ...]:
     """Number the devices within one process: CPU partitions have a thread each, those on one GPU share it."""
+    if pipeline is not None and pipeline.workers is not None:
+        return _numbered(pipeline.workers)
     if pipeline is None or pipeline.devices is None:
         return tuple(range(len(ranks)))
     return _numbered([j if name.startswith("cpu") else name for j, name in enumerate(pipeline.devices)])
+
+
+def _threads(pipeline: DescribedPipeline | None, partitions: int) -> tuple[int, ...]:
+    """Number the workers within one process: the partitions, unless a schedule lets several share one on the CPU."""
+    if pipeline is None or pipeline.workers is None or not all(d.startswith("cpu") for d in pipeline.devices or ()):
+        return tuple(range(partitions))
+    return _numbered(pipeline.workers)
 
 
 def _numbered(names: Iterable[object]) -> tuple[int, ...]:

@@ -58,7 +58,8 @@ class PipelineReport:
     device_idle: float
     """The share of windows in which devices do not compute, over all of them."""
     workers: int
-    """Of each replica: ranks, where each has several partitions and computes for one at a time; else partitions."""
+    """Of each replica: ranks, or workers of one process, where each has several partitions and computes for one at a
+    time; else partitions."""
     on_processors: int
     """How many of the workers compute on the CPU."""
     replicas: int
@@ -77,6 +78,11 @@ class PipelineReport:
     """(n - 1) / (m + n - 1), what GPipe has without recomputation."""
     rows: tuple[PartitionReport, ...]
     """One per partition."""
+
+    @property
+    def worker_noun(self) -> str:
+        """What a worker with several partitions is: a rank, or in one process a worker."""
+        return "rank" if self.facts.workers is None else "worker"
 
     def only(self, partition: int) -> PipelineReport:
         """Return the same with one partition alone."""

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipesight.analysis.measured_costs import Measured
+from pipesight.plan.large_layers import LargeLayer, large_layer
+from pipesight.plan.order_search import search_orders
 from pipesight.plan.plans import WORTH, Plan, best_plans, distributed_call
 from pipesight.plan.possible_settings import settings_for_each
 from pipesight.schedule.argument_checks import CHECKPOINT_MODES, SCHEDULES
@@ -29,6 +31,8 @@ class Outcome:
     """Their kind, such as ``cpu`` or ``cuda``."""
     memory: float = math.inf
     """Bytes that a device may hold at most."""
+    file: str = "schedule.csv"
+    """Where an order that a search found is written, or is to be."""
 
     @property
     def baseline(self) -> float | None:
@@ -36,7 +40,8 @@ class Outcome:
         return None if self.measured is None else self.measured.predicted_seconds
 
     def fastest_to_run(self) -> Plan | None:
-        """Return the fastest plan that the engine of the run can run: `pipesight.GPipe`, or `DistributedPipeline`."""
+        """Return the fastest plan that the engine of the run can run: `GPipe`, the steps or calls of a `Pipeline`, or
+        `DistributedPipeline`."""
         return next((plan for plan in self.plans if self.call(plan) is not None), None)
 
     def keep(self) -> str | None:
@@ -54,15 +59,26 @@ class Outcome:
         which = " that the run's engine can run" if self.plans[0].step_seconds < least else ""
         return f"no plan{which} saves more than {WORTH:.0%}: keep the current settings"
 
+    def too_large(self) -> LargeLayer | None:
+        """Return the layer that is too large for any cut to help."""
+        named = next((plan for plan in self.plans if plan.order is None), None)
+        return None if named is None else large_layer(self.costs, named)
+
     def call(self, plan: Plan) -> str | None:
         """Return the code that runs a plan, where the engine of the run can."""
         n = plan.setting.partitions
         units = self.costs.units
         if self.measured is not None and self.measured.facts.ranks is not None:
-            return distributed_call(plan, units)
-        if self.devices is None:
-            return plan.call(units=units)
-        return plan.call([self.devices if self.devices == "cpu" else f"{self.devices}:{j}" for j in range(n)], units)
+            return distributed_call(plan, units, file=self.file)
+        devices = None
+        if self.devices is not None:
+            devices = [self.devices if self.devices == "cpu" else f"{self.devices}:{j}" for j in range(n)]
+        return plan.call(devices, units, in_steps=self.in_steps, file=self.file)
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether the run is one of the steps of a `pipesight.Pipeline`, which run most schedules."""
+        return self.measured is not None and self.measured.facts.workers is not None
 
 
 def make_plans(
@@ -76,6 +92,8 @@ def make_plans(
     rounds: int | None = None,
     memory: float = math.inf,
     parameter_scale: float = 2.0,
+    search: bool = False,
+    file: str = "schedule.csv",
 ) -> Outcome:
     """Find the best balance for every possible setting.
 
@@ -89,6 +107,8 @@ def make_plans(
         rounds: Stages per device in interleaved schedules; by default as in the run.
         memory: Bytes that a device may hold.
         parameter_scale: Bytes held per byte of parameters.
+        search: Whether to search for an order of tasks that is faster than those that have a name.
+        file: Where that is to be written.
 
     Raises:
         DoesNotFitError: No plan keeps within the memory limit.
@@ -111,16 +131,21 @@ def make_plans(
         rounds=rounds or (2 if measured is None else measured.rounds),
     )
     plans = best_plans(costs, possible, memory=memory, parameter_scale=parameter_scale)
+    if search:
+        found = search_orders(costs, plans, memory=memory, parameter_scale=parameter_scale)
+        plans = [found, *plans] if found.order is not None else plans
     if measured is None:
-        return Outcome(costs, plans, memory=memory)
+        return Outcome(costs, plans, memory=memory, file=file)
     recorded = device_bytes(measured.schedule, costs, measured.balance, parameter_scale=parameter_scale)
     kinds = {name.partition(":")[0] for name in measured.facts.devices or ()}
-    return Outcome(costs, plans, measured, recorded, kinds.pop() if len(kinds) == 1 else None, memory)
+    return Outcome(costs, plans, measured, recorded, kinds.pop() if len(kinds) == 1 else None, memory, file)
 
 
 def best_of_each(plans: Iterable[Plan]) -> list[Plan]:
-    """Return the fastest plan of each schedule, checkpoint mode and number of partitions."""
-    best: dict[tuple[str, str, int], Plan] = {}
+    """Return the fastest plan of each schedule, checkpoint mode, and number of rounds and partitions."""
+    best: dict[tuple[str, int, str, int], Plan] = {}
     for plan in plans:
-        best.setdefault((plan.setting.schedule, plan.setting.checkpoint, plan.setting.partitions), plan)
+        best.setdefault(
+            (plan.schedule_name, plan.setting.rounds, plan.setting.checkpoint, plan.setting.partitions), plan
+        )
     return list(best.values())

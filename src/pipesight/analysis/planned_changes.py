@@ -12,7 +12,16 @@ from pipesight._formatting import time
 from pipesight._plurals import count_of
 from pipesight.analysis.measured_costs import Measured
 from pipesight.plan.balance_search import find_balance
-from pipesight.plan.plans import DISTRIBUTED_NAMES, WORTH, Plan, best_plans, division, fastest_first, predict
+from pipesight.plan.plans import (
+    DISTRIBUTED_NAMES,
+    WORTH,
+    Plan,
+    best_plans,
+    distributed_call,
+    division,
+    fastest_first,
+    predict,
+)
 from pipesight.plan.possible_settings import settings
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.stage_costs import StageCosts
@@ -167,37 +176,44 @@ def _checkpoint(measured: Measured) -> Change | None:
 
 
 def _schedule(measured: Measured) -> Change | None:
-    """Run tasks in another order, where the engine can: over ranks."""
+    """Run tasks in another order, where the engine can: over ranks, and in the steps of a `Pipeline`."""
     setting = measured.setting
     assert setting is not None
-    if measured.facts.ranks is None or setting.rounds > 1:
+    in_steps = measured.facts.workers is not None  # of a pipeline in one process
+    if not (measured.facts.ranks or in_steps) or setting.rounds > 1:
         return None
+    who = "partitions" if in_steps else "ranks"
     found = []
     for name in ("gpipe", "1f1b", "zero-bubble"):
         if name == setting.schedule or not (other := replace(setting, schedule=name)).runs:
             continue
         gain = gain_of(predict(measured.costs, other, measured.balance), measured)
-        what = f'schedule="{DISTRIBUTED_NAMES[name]}" instead of "{measured.schedule_name}"'
+        what = f'schedule="{name if in_steps else DISTRIBUTED_NAMES[name]}" instead of "{measured.schedule_name}"'
         if name == "zero-bubble":  # what it costs to compute gradients in two parts is not known
-            found.append(Change(what, "weight gradients fill the time that ranks would wait", gain, AT_MOST))
+            found.append(Change(what, f"weight gradients fill the time that {who} would wait", gain, AT_MOST))
         else:
-            found.append(Change(what, "ranks wait less for each other", gain, SIMULATED))
+            found.append(Change(what, f"{who} wait less for each other", gain, SIMULATED))
     return max(found, key=lambda change: change.weight, default=None)
 
 
 def _together(measured: Measured) -> Change | None:
     """Take the plan that `pipesight plan` would, if one change alone gains too little."""
-    over_ranks = measured.facts.ranks is not None
+    over_ranks, own = measured.facts.ranks is not None, "gpipe"
+    if measured.facts.workers is not None:  # a pipeline in one process whose steps have a schedule
+        if measured.setting is None:
+            return None
+        own = measured.setting.schedule
     possible = settings(
         measured.costs,
         partitions=measured.devices,
-        schedules=(*DISTRIBUTED_NAMES,) if over_ranks else ("gpipe",),
+        schedules=(*DISTRIBUTED_NAMES,) if over_ranks else (own,),
         recorded=measured.schedule.chunks,
         rounds=measured.rounds,
     )
     plans = best_plans(measured.costs, possible)
-    gain = gain_of(plans[0], measured)
-    if gain <= WORTH:
+    if over_ranks:
+        plans = [plan for plan in plans if distributed_call(plan, measured.costs.units) is not None]
+    if not plans or (gain := gain_of(plans[0], measured)) <= WORTH:
         return None
     best = plans[0].setting
     what = f'{division(plans[0].balance, measured.costs.units)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'

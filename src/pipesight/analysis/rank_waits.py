@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from pipesight.analysis.collectives import WaitTable
-from pipesight.analysis.step_breakdown import KINDS, Cover
+from pipesight.analysis.step_breakdown import KINDS, Cover, overlapping
 from pipesight.analysis.step_grouping import MiniBatchTable
 from pipesight.analysis.step_times import StepTimes
 from pipesight.runs.reading.event_codes import COMMUNICATION
@@ -143,7 +143,7 @@ def _followed(pieces: WaitTable) -> WaitTable:
                 continue
             theirs = waits[cause].where(np.argsort(waits[cause].begin, kind="stable"))
             found.append(_inside(mine, Cover(theirs.begin, theirs.end).complement()))
-            row, begin, end, which = _overlapping(mine.begin, mine.end, theirs.begin, theirs.end)
+            row, begin, end, which = overlapping(mine.begin, mine.end, theirs.begin, theirs.end)
             further.append(WaitTable(mine.rank[row], begin, end, theirs.cause[which]))
         pieces = _joined(further)
         pieces = pieces.where(pieces.rank != pieces.cause)
@@ -174,15 +174,4 @@ def _inside(pieces: WaitTable, times: tuple[Column, Column] | Cover) -> WaitTabl
 
 def _overlaps(begin: Column, end: Column, times: tuple[Column, Column] | Cover) -> tuple[Column, Column, Column]:
     other = (times.begin, times.end) if isinstance(times, Cover) else times
-    return _overlapping(begin, end, *other)[:3]
-
-
-def _overlapping(
-    begin: Column, end: Column, other_begin: Column, other_end: Column
-) -> tuple[Column, Column, Column, Column]:
-    """Return where spans overlap others, which follow each other: the row of the one, begin, end, that of the other."""
-    first = np.searchsorted(other_end, begin, side="right")
-    count = np.maximum(np.searchsorted(other_begin, end, side="left") - first, 0)
-    row = np.repeat(np.arange(len(begin)), count)
-    which = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(len(row))
-    return row, np.maximum(begin[row], other_begin[which]), np.minimum(end[row], other_end[which]), which
+    return overlapping(begin, end, *other)[:3]

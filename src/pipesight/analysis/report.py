@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import numpy as np
 
 from pipesight.analysis.collectives import Collective
+from pipesight.analysis.curves import Curve, Moment
+from pipesight.analysis.gpu_times import GpuTimes, ProfiledSteps
 from pipesight.analysis.layer_times import LayerReport
 from pipesight.analysis.measured_costs import Measured
 from pipesight.analysis.nonfinite import NonFinite
 from pipesight.analysis.overall import Overall
+from pipesight.analysis.own_spans import OwnTime
 from pipesight.analysis.pipeline_report import PipelineReport
+from pipesight.analysis.pipelining_lead import PipeliningLead
+from pipesight.analysis.program_report import OwnSpan, ProgramReport
 from pipesight.analysis.rank_links import LinkReport
 from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.run_remarks import Remark
@@ -21,7 +27,8 @@ from pipesight.analysis.step_grouping import TRAINING, MiniBatchTable
 from pipesight.analysis.step_times import StepTimes
 from pipesight.analysis.stragglers import Straggler
 from pipesight.analysis.verdict import Verdict
-from pipesight.runs.reading.event_tables import Column, Tasks
+from pipesight.analysis.what_if import WhatIf
+from pipesight.runs.reading.event_tables import Column, ProgramSpans, Tasks
 
 __all__ = ["ExcludedSteps", "NameTime", "Report"]
 
@@ -96,19 +103,48 @@ class Report:
     """Ranks that keep others waiting in collectives, those that cost most first."""
     collectives: tuple[Collective, ...] = ()
     """Of the main threads, those that take longest first."""
+    what_if: WhatIf | None = None
+    """How much faster it would be without stragglers; ``None`` if there is nothing to replay."""
     nonfinite: NonFinite | None = None
     """The first tensor with NaN or Inf, if statistics were recorded and there was one."""
+    gpus: tuple[GpuTimes, ...] = ()
+    """What GPUs did, of a trace of PyTorch's profiler: one for each rank."""
+    profiled: tuple[ProfiledSteps, ...] = ()
+    """The steps of a trace of PyTorch's profiler: one for each rank."""
     names: tuple[NameTime, ...] = ()
-    """Where the time went, of a trace that has no tasks."""
+    """Where the time went, of a trace that has neither tasks nor steps."""
+    program: ProgramReport | None = None
+    """Of a program without a pipeline: its steps, their parts, and its modules."""
+    lead: PipeliningLead | None = None
+    """What a pipeline would give such a program."""
+    own_spans: tuple[OwnSpan, ...] = ()
+    """Spans that the user recorded, the longest first."""
+    own_times: tuple[OwnTime, ...] = ()
+    """What these cover of the time between the passes and the steps of a pipeline, most first."""
+    curves: tuple[Curve, ...] = ()
+    """Counters over steps: the loss, the learning rate, and the user's own."""
+    moments: tuple[Moment, ...] = ()
+    """Instants that the user recorded, by time."""
     minibatches: MiniBatchTable = field(default_factory=MiniBatchTable.empty, repr=False)
     """All mini-batches, including incomplete ones."""
+    own: ProgramSpans = field(default_factory=ProgramSpans.empty, repr=False)
+    """The spans of `own_spans`, beside a pipeline."""
     tasks: Tasks = field(default_factory=Tasks.empty, repr=False)
     """The tasks of the mini-batches, in their order."""
+
+    def __repr__(self) -> str:
+        return f"<Report {self.path!r}: {self.verdict.text}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the verdict, the figures, a step's timeline, and where the time goes."""
+        # A view draws it, which is above this package and is imported only here.
+        html: str = importlib.import_module("pipesight.view.notebook").report_html(self)
+        return html
 
     @property
     def taking_turns(self) -> frozenset[int]:
         """Ranks that have several partitions and compute for one at a time: the bubble is theirs, not a partition's."""
-        shared = [pipeline for pipeline in self.pipelines if pipeline.workers < pipeline.partitions]
+        shared = [one for one in self.pipelines if one.workers < one.partitions and one.worker_noun == "rank"]
         return frozenset(rank for pipeline in shared for row in pipeline.rows for rank in row.ranks)
 
     @property

@@ -23,8 +23,10 @@ from pipesight.runs.reading.event_tables import Spans, Tasks
 from pipesight.runs.reading.process_liveness import KILLED, ending_of
 
 if TYPE_CHECKING:
+    from pipesight.analysis.curves import Curve
     from pipesight.analysis.measured_costs import Measured
     from pipesight.analysis.overall import Overall
+    from pipesight.analysis.program_report import ProgramReport
     from pipesight.runs.reading.run import Run
 
 __all__ = [
@@ -33,9 +35,11 @@ __all__ = [
     "remarks_on_bubble",
     "remarks_on_clocks",
     "remarks_on_measuring",
+    "remarks_on_program",
     "remarks_on_samples",
     "remarks_on_simulation",
     "with_ending",
+    "with_losses",
     "with_waits",
 ]
 
@@ -79,6 +83,14 @@ def with_ending(verdict: Verdict, run: Run) -> Verdict:
     return replace(verdict, text=f"{verdict.text} {text}")
 
 
+def with_losses(verdict: Verdict, curves: Sequence[Curve]) -> Verdict:
+    """Say in which step the loss was not finite first."""
+    for curve in curves:
+        if curve.name == "loss" and (step := curve.first_nonfinite) is not None:
+            return replace(verdict, text=f"The loss is not finite in step {step}. {verdict.text}")
+    return verdict
+
+
 def with_waits(verdict: Verdict, held: Sequence[LateRank]) -> Verdict:
     """Name the rank that costs the others most waiting."""
     if not held or held[0].share < MUCH:
@@ -118,6 +130,23 @@ def remarks_on(run: Run, minibatches: MiniBatchTable | None = None, spans: Spans
     if broken := int((minibatches.kind == INCOMPLETE).sum()):
         text = plural(broken, "mini-batch is", "mini-batches are")
         found.append(Remark(None, f"{broken:,} {text} incomplete; their steps are excluded"))
+    return found
+
+
+def remarks_on_program(program: ProgramReport) -> list[Remark]:
+    """Say what the numbers of a program without a pipeline leave out."""
+    found = []
+    if program.on_device:
+        text = (
+            "modules ran on a GPU; times are those of the main thread, which does not wait for the GPU: steps are "
+            "right, but the time of a part or a module is that of launching its work"
+        )
+        found.append(Remark(None, text))
+    if program.samples_per_second is None and program.trains:
+        text = (
+            "samples/s are not known: no tensor was passed to the model by position, and no DataLoader gave its batches"
+        )
+        found.append(Remark(None, text))
     return found
 
 

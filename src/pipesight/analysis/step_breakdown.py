@@ -19,7 +19,7 @@ from pipesight.analysis.step_times import OUTSIDE, PARTS, StepTimes
 from pipesight.runs.reading.event_codes import CHECKPOINT, COMMUNICATION, DATA, OPTIMIZER
 from pipesight.runs.reading.event_tables import Column, Spans
 
-__all__ = ["KINDS", "Cover", "break_down"]
+__all__ = ["KINDS", "Cover", "break_down", "overlapping"]
 
 KINDS = {
     COMMUNICATION: "communication",
@@ -173,7 +173,26 @@ class Cover:
             return np.zeros(len(begin), np.int64)
         return self._until(end) - self._until(begin)
 
+    def joined(self, other: Cover) -> Cover:
+        """Return what either covers."""
+        return Cover(np.concatenate([self.begin, other.begin]), np.concatenate([self.end, other.end]))
+
+    def outside(self, other: Cover) -> tuple[Column, Column]:
+        """Return the begins and ends of what the other does not cover."""
+        return overlapping(self.begin, self.end, *other.complement())[1:3]
+
     def complement(self) -> tuple[Column, Column]:
         """Return the begins and ends of the times between the spans, before them and after them."""
         edges = np.array([-_EVER]), np.array([_EVER])
         return np.concatenate([edges[0], self.end]), np.concatenate([self.begin, edges[1]])
+
+
+def overlapping(
+    begin: Column, end: Column, other_begin: Column, other_end: Column
+) -> tuple[Column, Column, Column, Column]:
+    """Return where spans overlap others, which follow each other: the row of the one, begin, end, that of the other."""
+    first = np.searchsorted(other_end, begin, side="right")
+    count = np.maximum(np.searchsorted(other_begin, end, side="left") - first, 0)
+    row = np.repeat(np.arange(len(begin)), count)
+    which = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(len(row))
+    return row, np.maximum(begin[row], other_begin[which]), np.minimum(end[row], other_end[which]), which

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.runs.reading.event_tables import Column
 
-__all__ = ["OUTSIDE", "PARTS", "StepTimes", "Summary", "summary", "warm_up"]
+__all__ = ["OUTSIDE", "PARTS", "StepTimes", "Summary", "slow_first", "summary", "warm_up"]
 
 OUTSIDE = ("evaluation", "data_loading", "optimizer", "checkpoints", "communication", "between_steps")
 """What a step does outside the windows of its mini-batches."""
@@ -132,7 +132,11 @@ def warm_up(times: StepTimes) -> Column:
     first steps are compared with those that come next, not with what the run came to in the end.
     """
     merged = times.over_replicas()
-    numbers, period = merged.step, merged.period
+    return slow_first(merged.step, merged.period)
+
+
+def slow_first(numbers: Column, period: Column) -> Column:
+    """Return which of the first steps are warm-up, as `warm_up` does, given the numbers of steps and their times."""
     if len(numbers) < 5:
         return numbers[:0]
     most = max(3, min(len(numbers) // 10, FIRST))

@@ -48,19 +48,22 @@ class Verdict:
     """At most three, the largest gain first."""
 
 
-def verdict_on(overall: Overall | None, pipelines: Sequence[PipelineReport], changes: Sequence[Change]) -> Verdict:
+def verdict_on(
+    overall: Overall | None, pipelines: Sequence[PipelineReport], changes: Sequence[Change], *, slowed: bool = False
+) -> Verdict:
     """Say how large the bubble is, why, and what else takes the time of a step.
 
     Args:
         overall: All counted steps together, if there are any.
         pipelines: The one with the most time first.
         changes: What would help.
+        slowed: Whether replays name something that slows the steps.
     """
     if overall is None or not pipelines:
         return Verdict("No step is complete, so the bubble cannot be computed.", ())
     pipeline = pipelines[0]
     workers, processors = pipeline.workers, pipeline.facts.processors
-    who = "partitions" if workers == pipeline.partitions else "ranks"
+    who = "partitions" if workers == pipeline.partitions else f"{pipeline.worker_noun}s"
     period = max(sum(overall.parts.values()), 1e-9)
     shares = {name: time / period for name, time in overall.parts.items()}
     sentences = [_first(overall, pipeline)]
@@ -83,16 +86,17 @@ def verdict_on(overall: Overall | None, pipelines: Sequence[PipelineReport], cha
         most = f", {rough_percent(shares[worst])} on {_noun(worst)}" if worst != "between_steps" else ""
         sentences.append(f"{rough_percent(outside)} of the mean step is spent outside the pipeline{most}.")
     if not changes:
-        sentences.append("The trace shows no change that would save more than 1%.")
+        what = "setting" if slowed else "change"
+        sentences.append(f"The trace shows no {what} that would save more than 1%.")
     return Verdict(" ".join(sentences), tuple(changes))
 
 
 def _first(overall: Overall, pipeline: PipelineReport) -> str:
     bubble, bound, partitions, workers = overall.bubble, overall.bound, pipeline.partitions, pipeline.workers
     if workers == 1:
-        one = "partition" if partitions == 1 else "rank"
+        one = "partition" if partitions == 1 else pipeline.worker_noun
         return f"There is one {one}, so there is no bubble; it is idle {rough_percent(bubble)} of the time."
-    where = f" on {workers} ranks" if workers < partitions else ""
+    where = f" on {workers} {pipeline.worker_noun}s" if workers < partitions else ""
     shape = f"{partitions} partitions{where} and {count_of(pipeline.chunks, 'micro-batch', 'micro-batches')}"
     measured, alone = rough_percent(bubble), rough_percent(bound)
     if bubble - bound <= 0.02:

@@ -14,6 +14,7 @@ from typing import IO
 
 from pipesight._plurals import count_of, plural
 from pipesight.runs.chrome_trace import chrome_trace
+from pipesight.runs.reading.profiler_trace import ProfilerTrace, profiler_traces
 from pipesight.runs.reading.trace_reader import NotATraceError, TraceReader, find_traces
 
 __all__ = ["add_to", "run"]
@@ -30,11 +31,17 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "convert",
         help="convert traces for Perfetto, or a run into a Parquet dataset",
         description="Convert a trace with all its parts, or all traces in a folder, into one file that Perfetto "
-        "opens; or convert a run into a Parquet dataset. Traces that are incomplete, or still being written, are "
+        "opens; or convert a run into a Parquet dataset. Files of PyTorch's profiler are put into one in the same way, "
+        "by the clock that they share. Traces that are incomplete, or still being written, are "
         "converted as far as they go.",
     )
     add = parser.add_argument
-    add("trace", type=Path, metavar="TRACE", help="a .pfw.gz or .pfw file, or a folder with such files")
+    add(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="a .pfw.gz or .pfw file, one of PyTorch's profiler, or a folder with such files",
+    )
     add(
         "--to",
         choices=["chrome", "parquet"],
@@ -128,8 +135,10 @@ def _to_chrome(options: argparse.Namespace) -> int:
     return 0
 
 
-def _readers(trace: Path) -> list[TraceReader]:
+def _readers(trace: Path) -> list[TraceReader] | list[ProfilerTrace]:
     """Return the traces to read; skip files in a folder that are no traces, with a note."""
+    if profiles := profiler_traces(trace):
+        return profiles
     readers = []
     refusal: NotATraceError | None = None
     for path in find_traces(trace, refuse=lambda path, why: _note(f"{path}: {why}")):
@@ -199,7 +208,7 @@ def _opened(output: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
 # Output.
 
 
-def _report(readers: Sequence[TraceReader], output: Path) -> None:
+def _report(readers: Sequence[TraceReader | ProfilerTrace], output: Path) -> None:
     if skipped := sum(reader.skipped for reader in readers):
         are = plural(skipped, "is no event", "are no events")
         _note(f"skipped: {count_of(skipped, 'line')} that {are}, in {_files([r for r in readers if r.skipped])}")
@@ -212,7 +221,7 @@ def _report(readers: Sequence[TraceReader], output: Path) -> None:
         print(f"{events} of {_files(readers)}, in {output}")
 
 
-def _files(readers: Sequence[TraceReader]) -> str:
+def _files(readers: Sequence[TraceReader | ProfilerTrace]) -> str:
     return str(readers[0].path) if len(readers) == 1 else f"{len(readers)} files"
 
 

@@ -90,6 +90,22 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="shape and type of each argument of the model: 32x3x224x224, or 32x128:int64,mask=32x128:bool; or "
         "MODULE:FUNCTION, which returns the batch",
     )
+    add(
+        "--search",
+        action="store_true",
+        help="also search for an order of tasks that is faster than those that have a name, within --memory",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE.csv",
+        help="write the order of tasks of the fastest plan; DistributedPipeline(schedule=FILE) runs it",
+    )
+    add(
+        "--format",
+        choices=("torchtitan", "megatron", "torch"),
+        help="print the cut of the fastest plan as this program takes it, instead of the table",
+    )
     add("--all", action="store_true", help="show all plans, not only the best of each schedule and checkpoint mode")
     add("--json", action="store_true", help="print JSON")
     add("--html", type=Path, metavar="FILE", help="also draw the recorded and the planned timelines")
@@ -102,13 +118,20 @@ def run(options: argparse.Namespace) -> int:
         outcome = _plan(options)
         if options.html is not None:
             options.html.write_text(_page(options, outcome), encoding="utf-8")
+        if options.out is not None:
+            from pipesight.plan.schedule_files import save_schedule
+
+            save_schedule(outcome.plans[0].schedule, options.out)
     except BrokenPipeError:
         raise
     except OSError as error:
         return _fail(f"{error.filename or options.run_path}: {error.strerror or error}", FAILED)
     except ValueError as error:
         return _fail(str(error), WRONG)
-    _print(options, outcome)
+    try:
+        _print(options, outcome)
+    except ValueError as error:  # of --format
+        return _fail(str(error), WRONG)
     return 0
 
 
@@ -125,6 +148,8 @@ def _plan(options: argparse.Namespace) -> Outcome:
         raise ValueError(
             "--memory needs the sizes of layers, which the run does not have; add --model MODULE:FACTORY --sample SHAPE"
         )
+    if options.out is not None and options.out.suffix != ".csv":
+        raise ValueError(f"--out writes a schedule as CSV, so its name must end in .csv (name: {options.out})")
     if measured is None and not options.partitions:
         raise ValueError("without a run, the number of devices is needed: --partitions N")
     return make_plans(
@@ -137,6 +162,8 @@ def _plan(options: argparse.Namespace) -> Outcome:
         rounds=options.rounds,
         memory=options.memory,
         parameter_scale=options.parameter_scale,
+        search=options.search,
+        **({} if options.out is None else {"file": str(options.out)}),
     )
 
 
@@ -181,12 +208,31 @@ def _print(options: argparse.Namespace, outcome: Outcome) -> None:
 
         print(json.dumps(plans_as_json(outcome), indent=2, allow_nan=False))
         return
+    if options.format is not None:
+        from pipesight.view.plan_formats import plan_as
+
+        file = None if options.out is None else str(options.out)
+        print(plan_as(options.format, outcome.costs, outcome.plans[0], file=file))
+        if (large := outcome.too_large()) is not None:
+            from pipesight.view.plan_table import large_layer_note
+
+            print(f"# note: {large_layer_note(large)}")
+        return
     from pipesight.view.plan_table import plan_text
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(plan_text(outcome, all_plans=options.all, width=width))
     if options.html is not None:
         print(f"\nthe timelines are in {options.html}")
+    if options.out is not None:
+        print(f"\nthe order of the fastest plan is in {options.out}; {_with_file(outcome)}")
+
+
+def _with_file(outcome: Outcome) -> str:
+    from pipesight.plan.plans import distributed_call
+
+    call = distributed_call(outcome.plans[0], outcome.costs.units, file=outcome.file, by_file=True)
+    return f"over ranks, this runs it:\n{call}"
 
 
 def _page(options: argparse.Namespace, outcome: Outcome) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesight._nested import tensors_in
+from pipesight._nested import map_tensors, tensors_in
 from pipesight._torch.autograd import around_functions
 from pipesight._torch.module_internals import HOOK_TABLES, forward_hook_tables
 from pipesight._torch.operators import TorchDispatchMode
@@ -24,8 +24,9 @@ from pipesight._torch.tensors import with_function_overrides, without_function_o
 from pipesight.context import Where, enter_thread
 from pipesight.distributed.loss_weights import mean_of
 from pipesight.distributed.model_walk import Call, Doors, Name, UnitResult, Walk, signature
-from pipesight.distributed.stand_ins import META, ValueNeededError, map_tensors, place
-from pipesight.pipeline.flattening import flatten
+from pipesight.distributed.stand_ins import META, ValueNeededError, place
+from pipesight.pipeline.checkpoint import versions_of
+from pipesight.pipeline.flattening import Flat, flatten
 from pipesight.pipeline.randomness import PassRandomness, isolated
 
 __all__ = ["Crossing", "ModelOutline", "Plan", "PlannedCut"]
@@ -78,6 +79,8 @@ class Plan:
     """What the model has read of the values of its arguments: if it reads something else, it may take another way."""
     units: list[list[str]]
     """Those that each partition is the first to call."""
+    changes: set[int]
+    """The arguments that the model changes in place, by their place among the tensors in them."""
     mean: tuple[float, int] | None
     """If the result is a mean of torch's ``cross_entropy`` or ``nll_loss``: of how many, and what it ignores."""
 
@@ -172,6 +175,7 @@ class ModelOutline:
             except Exception:
                 alike = False
             if alike:
+                again.changes |= plan.changes
                 plan = again
             else:  # the model sees from outside whether its units have been called
                 plan.results.clear()
@@ -196,7 +200,9 @@ class ModelOutline:
         enter_thread(inside)
         detector = _RandomDetector()
         self.doors.walk = walk
-        args, kwargs = call
+        flat = flatten(call)
+        own = [tensor.detach().clone() for tensor in flat.tensors]  # the model may change them, and will do so again
+        args, kwargs = flat.rebuild(own)
         try:
             with isolated(), detector, walk, around_functions(walk.call_function):
                 output = finish(self.module(*args, **kwargs))
@@ -210,6 +216,7 @@ class ModelOutline:
             walk.end_stream()
             inside.phase = None
         walk.random = walk.random or detector.seen
+        walk.changes = {k for k, tensor in enumerate(own) if tensor._version or walk.is_written(tensor)}
         return walk.plan(self.partitions)
 
 
@@ -233,6 +240,7 @@ class _DryWalk(Walk):
         self.watched: set[tuple[int, int]] = set()
         self.results: dict[tuple[int, int], UnitResult] = {}
         self.random = False
+        self.changes: set[int] = set()
         self.reads: list[Any] = []
         self.candidates: list[Plan] = []
         self.called: dict[str, int] = {}
@@ -356,6 +364,10 @@ class _DryWalk(Walk):
         self.unit, self.m = unit, 0
         self._given = {id(tensor) for tensor in tensors_in(given)}
         self._outside, self._inside = False, set()
+        real = [tensor for tensor in tensors_in(given) if not tensor.is_meta]
+        versions = versions_of(real)
+        arguments = flatten(given)  # as they are now: a cache grows in the call
+        before = versions_of(arguments.tensors)
         detector = _RandomDetector()
         needs_values: ValueNeededError | None = None
         try:
@@ -364,13 +376,21 @@ class _DryWalk(Walk):
         except ValueNeededError as error:
             needs_values = error
             with detector:
-                output = self._run_on_zeros(unit, given, error)
+                output, left = self._run_on_zeros(unit, arguments, error)
+            if left != _changes(flatten(given), arguments.tensors, before):
+                needs_values.add_note(f"'{unit}' changes what it is given after it has asked for them")
+                raise
         except Exception as error:
             error.add_note(f"in layer '{unit}'")
             raise
         finally:
             self.unit = None
         self._look_at_buffers()
+        if versions_of(real) != versions:
+            raise NotImplementedError(
+                f"'{unit}' changes a tensor in place that every rank computes for itself, such as a mask, where other "
+                "ranks do not see it; change a copy of it: clone()"
+            )
         result = None
         if not self._outside and key not in self._results and not self._outline.has_hooks(unit):
             changes = {name for name in self._outline.buffers_of(unit) if self._changed.get(name) == self.j}
@@ -382,10 +402,11 @@ class _DryWalk(Walk):
             self._results[key] = result
         return output, result
 
-    def _run_on_zeros(self, unit: str, given: Any, error: ValueNeededError) -> Any:
+    def _run_on_zeros(self, unit: str, arguments: Flat, error: ValueNeededError) -> tuple[Any, Any]:
         """Call a unit that branches on its own activations for the shapes it returns: with zeros for all values.
 
-        The rank that has it sends what it really returns, after a check of the shapes.
+        The rank that has it sends what it really returns, after a check of the shapes. Also returned is what it has
+        changed of its arguments, which were copies.
         """
         module = self._outline.doors.units[unit]
         memo: dict[int, Any] = {}
@@ -394,7 +415,7 @@ class _DryWalk(Walk):
             self.used[self.j].add(name)
             self._inside.add(name)
             memo[id(parameter)] = nn.Parameter(torch.zeros_like(parameter, device="cpu"), parameter.requires_grad)
-        learns = any(t.requires_grad for t in (*tensors_in(given), *module.parameters())) and torch.is_grad_enabled()
+        learns = any(t.requires_grad for t in (*arguments.tensors, *module.parameters())) and torch.is_grad_enabled()
         places: dict[int, Tensor] = {}
 
         def zeros(tensor: Tensor) -> Tensor:
@@ -412,11 +433,14 @@ class _DryWalk(Walk):
         kept: list[Tensor] = []
         try:
             with torch.no_grad():
-                output = copy.deepcopy(module, memo)(*map_tensors(zeros, given[0]), **map_tensors(zeros, given[1]))
+                copies = [zeros(tensor) for tensor in arguments.tensors]
+                versions = versions_of(copies)
+                args, kwargs = arguments.rebuild(copies)
+                output = copy.deepcopy(module, memo)(*args, **kwargs)
         except Exception:
             error.add_note(f"in layer '{unit}'")
             raise error from None
-        return map_tensors(back, output)
+        return map_tensors(back, output), _changes(flatten((args, kwargs)), copies, versions)
 
     def end(self, output: Any) -> None:
         """Note what the call returns."""
@@ -440,7 +464,7 @@ class _DryWalk(Walk):
             cuts.append(PlannedCut(tuple(self._crossing[name] for name in names)))
         units = [[unit for unit, j in self.called.items() if j == k] for k in range(partitions)]
         findings = (self.counts, self.watched, self.results, self.used, self.random, self.reads)
-        return Plan(cuts, self.needs, *findings, units, self.mean)
+        return Plan(cuts, self.needs, *findings, units, self.changes, self.mean)
 
 
 class _KnownWay(BaseException):
@@ -448,6 +472,13 @@ class _KnownWay(BaseException):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+
+
+def _changes(now: Flat, given: Sequence[Tensor], versions: Sequence[int | None]) -> Any:
+    """Return what a call has changed of its arguments: their structure, and which tensors are new or changed."""
+    old = {id(tensor): version for tensor, version in zip(given, versions, strict=True)}
+    fresh = [id(tensor) not in old or versions_of([tensor]) != [old[id(tensor)]] for tensor in now.tensors]
+    return now.form, now.names, fresh
 
 
 def _comparable(told: Any) -> Any:

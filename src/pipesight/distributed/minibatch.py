@@ -16,6 +16,7 @@ from pipesight.distributed.loss_weights import LossFunction
 from pipesight.pipeline.checkpoint import Checkpoint
 from pipesight.pipeline.microbatch import Form, gather
 from pipesight.pipeline.randomness import PassRandomness
+from pipesight.pipeline.split_backward import RestOfBackward
 
 __all__ = ["BatchLoss", "LocalGraph", "MiniBatch"]
 
@@ -95,7 +96,5 @@ class LocalGraph:
     """The outputs, cut off from the graph of the partition: where the graph of the loss begins."""
     marks: list[tuple[int, str]] = field(default_factory=list)
     """Where each layer begins."""
-    groups: Any = None
-    """What torch's split backward leaves for the weights."""
-    gradients: list[Tensor] = field(default_factory=list)
-    """Of the outputs, if all of the backward is about weights."""
+    rest: RestOfBackward | None = None
+    """What a split backward leaves for the weights."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
@@ -38,6 +39,9 @@ __all__ = ["ModelPipeline"]
 
 logger = own_logger(__name__)
 
+_MISPLACED = 0.25
+"""Of the weights: from here on it is worth a sample."""
+
 
 class ModelPipeline:
     """What a rank has of a model that is cut at modules.
@@ -69,11 +73,6 @@ class ModelPipeline:
         deferred_batch_norm: bool,
         data_parallel: str,
     ) -> None:
-        if kind.splits:
-            raise ValueError(
-                f"schedule '{kind.name}' splits backwards, which a model that is cut at modules does not support; use "
-                "schedule='1f1b', or 'interleaved-1f1b' for several partitions per rank"
-            )
         if data_parallel == "fsdp" and len(mesh.pipelines) > 1:
             raise ValueError("data_parallel='fsdp' is not supported for a model that is cut at modules; use 'ddp'")
         if not (loss_weight is None or callable(loss_weight) or loss_weight in ("samples", "sum")):
@@ -92,6 +91,7 @@ class ModelPipeline:
             DeferredBatchNorm.convert(module)
         self.dims = BatchDims(batch_dim, inspect.signature(module.forward))
         self._recipe, self._sample = recipe, sample
+        self._is_guess = sample is None  # which partition uses which parameter
         self._unit_names = list(find_units(module, self.cuts))
         self._guessed = guess_parts((name for name, _ in module.named_modules(remove_duplicate=False)), self.cuts)
         self.units = [[u for u in self._unit_names if self._guessed[u] == j] for j in range(len(self.cuts) + 1)]
@@ -204,6 +204,9 @@ class ModelPipeline:
     def adjust(self, plan: Plan | None) -> None:
         """Take over from a plan what was only guessed before."""
         if plan is not None:
+            if self._is_guess:
+                self._is_guess = False
+                self._warn_of_guess(plan)
             new = self.placement.adjust(plan.parameters)
             called = {unit for units in plan.units for unit in units}
             guessed = [[unit for unit in units if unit not in called] for units in self.units]
@@ -218,6 +221,24 @@ class ModelPipeline:
             id(mine): theirs
             for mine, theirs in zip(self.model.parameters(), self.outline.module.parameters(), strict=True)
         }
+
+    def _warn_of_guess(self, plan: Plan) -> None:
+        """Warn if it was guessed wrongly which rank needs much of the model: that rank has to send it in each step."""
+        sizes = {name: tensor.numel() for name, tensor in self.outline.module.named_parameters()}
+        users: dict[str, set[int]] = {}
+        for j, names in enumerate(plan.parameters):
+            for name in names:
+                users.setdefault(name, set()).add(self._rank_of(j))
+        wrong = sum(sizes[name] for name, ranks in users.items() if self.placement.owner[name] not in ranks)
+        share = wrong / max(sum(sizes.values()), 1)
+        if share > _MISPLACED and dist.get_rank() == 0:
+            warnings.warn(
+                f"{share:.0%} of the weights belong to ranks that do not use them: the model does not call its modules "
+                "in the order in which it registers them; pass a call, sample=(args, kwargs), to place them where they "
+                "are used",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # Values.
 
@@ -259,6 +280,8 @@ class ModelPipeline:
             partition = Partition()
             _fill(partition, self.parts.doors.units, self.units[j])
             stages.append(ModelStage(self.parts, partition, j, n, device=mesh.device, group=mesh.pipeline_group))
+        for stage in stages[1:]:
+            stage.is_first_of_rank = False
         if len(mesh.pipelines) > 1:
             held = nn.ParameterList(self.placement.held)
             make_alike(held, mesh)

@@ -21,13 +21,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipesight._torch.loss_graph import LossPart, loss_parts
+from pipesight.context import Unrepeatable
 from pipesight.distributed.dry_run import Crossing, Plan
 from pipesight.distributed.minibatch import MiniBatch
 from pipesight.distributed.model_walk import Doors, Name
 from pipesight.distributed.part_walk import PartWalk, run_part
+from pipesight.distributed.recomputing_layers import RecomputingLayers
 from pipesight.distributed.transfers import TransferringStage
-from pipesight.pipeline.checkpoint import Checkpoint, Checkpointer
+from pipesight.pipeline.checkpoint import Buffers
+from pipesight.pipeline.flattening import flatten
 from pipesight.pipeline.partition import Partition
+from pipesight.pipeline.split_backward import RestOfBackward, run_backward, run_input_backward
+from pipesight.pipeline.unit_checkpoint import UnitCheckpoint
 
 __all__ = ["ModelBatch", "ModelParts", "ModelStage"]
 
@@ -61,6 +66,12 @@ class ModelParts:
     """Its units without values, by name."""
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
     """For parameters, by id."""
+    repeatable: dict[str, tuple[nn.Module, Buffers]] = field(init=False)
+    """The units that can be checkpointed: others save little, such as a `Linear` its input."""
+
+    def __post_init__(self) -> None:
+        units = {name: unit for name, unit in self.doors.units.items() if next(unit.children(), None) is not None}
+        self.repeatable = {name: (unit, Buffers(unit)) for name, unit in units.items()}
 
 
 @dataclass(slots=True)
@@ -71,7 +82,10 @@ class _Graph:
     ends: dict[Name, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
     marks: list[tuple[int, str]] = field(default_factory=list)
-    checkpoint: Checkpoint | None = None
+    units: list[UnitCheckpoint] = field(default_factory=list)
+    """Those to run again."""
+    rest: RestOfBackward | None = None
+    """What a split backward leaves for the weights."""
 
 
 class ModelStage(TransferringStage):
@@ -98,9 +112,17 @@ class ModelStage(TransferringStage):
     ) -> None:
         super().__init__(units, j, partitions, device=device, group=group)
         self._parts = parts
-        self._checkpointer = Checkpointer(units)
+        self._recomputing_layers = RecomputingLayers(units)
         self._graphs: dict[int, _Graph] = {}
+        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.is_first_of_rank = True
         self.batch: ModelBatch
+
+    def begin(self, batch: MiniBatch) -> None:
+        """Prepare for a step; where the model changes arguments in place, each stage of the rank does so for itself."""
+        super().begin(batch)
+        pairs = zip(self.batch.calls, self.batch.flows, strict=True)
+        self._calls = [call if self.is_first_of_rank or not plan.changes else _copied(call) for call, plan in pairs]
 
     def clear_runtime_states(self) -> None:
         """Drop what an earlier step, which may have failed, has left."""
@@ -124,11 +146,16 @@ class ModelStage(TransferringStage):
             if self.has_backward and crossing.learns:
                 tensor.requires_grad_()
         leaves = {crossing.name: t for crossing, t in arriving.items() if crossing.name in plan.needs[self.j]}
-        checkpointed = self.has_backward and i < batch.where.checkpoint_stop and self._checkpointer.allowed
+        checkpointed = self.has_backward and i < batch.where.checkpoint_stop
         self._start("forward", i, checkpointing=checkpointed)
         try:
             graph, made = self._forward(i, leaves, checkpointed)
             going = self._going(plan.cuts[self.j + 1].tensors, made, arriving)
+        except Unrepeatable:
+            message = "a checkpointed model must not call current_microbatch(); use checkpoint='never'"
+            error = RuntimeError(message)
+            self._fail(error)
+            raise error from None
         except BaseException as error:
             self._fail(error)
             raise
@@ -142,28 +169,7 @@ class ModelStage(TransferringStage):
         return self._sent[i]
 
     def _forward(self, i: int, leaves: dict[Name, Tensor], checkpointed: bool) -> tuple[_Graph, dict[Name, Tensor]]:
-        if checkpointed:
-            found = self._checkpointer.forward(
-                lambda checkpoint: self._call(i, leaves, checkpoint),
-                list(leaves.values()),
-                self.batch.where,
-                changed="a tensor of another partition was changed in place in a checkpointed partition, so that it "
-                "cannot be recomputed; clone() it first, or use checkpoint='never'",
-            )
-            if found is not None:
-                (made, result), checkpoint = found
-                self._finish(i, result)
-                # The graph is dropped: all but the inputs is computed again.
-                return _Graph(leaves, checkpoint=checkpoint), {name: t.detach() for name, t in made.items()}
-        made, result = self._call(i, leaves)
-        graph = _Graph(leaves, {name: t for name, t in made.items() if t.requires_grad})
-        graph.loss = self._finish(i, result)
-        return graph, made
-
-    def _call(
-        self, i: int, leaves: Mapping[Name, Tensor], checkpoint: Checkpoint | None = None
-    ) -> tuple[dict[Name, Tensor], Any]:
-        """Call the model; return what goes to later partitions, and what the last one gives."""
+        """Call the model; return the graph, and what goes to later partitions."""
         parts, batch = self._parts, self.batch
         walk = PartWalk(
             self._plan(i),
@@ -171,6 +177,7 @@ class ModelStage(TransferringStage):
             {name: _entered(t) if t.requires_grad else t for name, t in leaves.items()},
             parts.stand_ins,
             parts.outlines,
+            parts.repeatable if checkpointed else {},
             cuts=parts.cuts,
             device=self.device,
             i=i,
@@ -179,17 +186,14 @@ class ModelStage(TransferringStage):
         if batch.counts is not None and self.is_last:
             walk.means = {}
         try:
-            result = run_part(walk, parts.doors, parts.module, batch.calls[i], batch.finish)
+            result = run_part(walk, parts.doors, parts.module, self._calls[i], batch.finish)
         finally:
             walk.end_stream()
-        if checkpoint is not None and walk.own_generators:
-            raise RuntimeError(
-                "a layer draws from a generator of its own, which a recomputation cannot set back; use the default "
-                "one, or checkpoint='never'"
-            )
         if walk.means and batch.counts is not None:
             _check_count(walk.means.get(id(result)), batch.counts[i])
-        return walk.made, result
+        graph = _Graph(leaves, {name: t for name, t in walk.made.items() if t.requires_grad}, units=walk.checkpoints)
+        graph.loss = self._finish(i, result)
+        return graph, walk.made
 
     def _going(
         self, crossings: Sequence[Crossing], made: Mapping[Name, Tensor], arriving: Mapping[Crossing, Tensor]
@@ -234,13 +238,13 @@ class ModelStage(TransferringStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run the backward of a micro-batch."""
+        """Run the backward of a micro-batch, or only the part that the partition before waits for."""
         if not self.has_backward:
             return
         i, plan = bwd_chunk_id, self._plan(bwd_chunk_id)
         graph = self._graphs.pop(i)
-        if graph.checkpoint is not None:
-            self._recompute(i, graph, graph.checkpoint)
+        if graph.units:
+            self._recompute(i, graph, keep=not full_backward)
         came: Sequence[Tensor | None] = [] if self.is_last else self._gradients_received.pop(i)
         gradients = dict(zip((crossing.name for crossing in plan.cuts[self.j + 1].tensors), came, strict=True))
         self._start("backward", i, marks=graph.marks)
@@ -248,9 +252,13 @@ class ModelStage(TransferringStage):
             pairs = [(graph.ends[name], g) for name, g in gradients.items() if name in graph.ends and g is not None]
             if graph.loss is not None and graph.loss.requires_grad:
                 pairs.append((graph.loss, torch.ones_like(graph.loss)))
+            ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
             with self._running_backward(i):
-                if pairs:
-                    torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
+                if full_backward or self._recomputing_layers.in_graph(ends):
+                    run_backward(ends, given)
+                else:
+                    with self._recomputing_layers.noticed(self.j):
+                        graph.rest = run_input_backward(ends, given, list(graph.leaves.values()))
             self.batch.where.end_layer()  # the rest belongs to no layer
         except BaseException as error:
             self._fail(error)
@@ -262,23 +270,34 @@ class ModelStage(TransferringStage):
             own = None if leaf is None else leaf.grad
             sent.append(passed if own is None else own if passed is None else own + passed)
         self._gradients_sent[i] = sent
+        if not full_backward:
+            graph.ends, graph.loss = {}, None
+            self._graphs[i] = graph
 
-    def _recompute(self, i: int, graph: _Graph, checkpoint: Checkpoint) -> None:
-        self._start("recompute", i)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the rest of a backward: the gradients of the weights."""
+        if not self.has_backward:
+            return
+        graph = self._graphs.pop(bwd_chunk_id)
+        self._start("weight", bwd_chunk_id, marks=graph.marks)
         try:
-            made, result = self._checkpointer.recompute(
-                lambda checkpoint: self._call(i, graph.leaves, checkpoint), checkpoint
-            )
+            self._run_rest(bwd_chunk_id, graph.rest)
         except BaseException as error:
             self._fail(error)
             raise
         self._end()
-        graph.ends = {name: t for name, t in made.items() if t.requires_grad}
-        graph.loss = self._finish(i, result)
-        graph.marks, graph.checkpoint = self.batch.where.marks, None
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Do nothing: backwards are not split."""
+    def _recompute(self, i: int, graph: _Graph, *, keep: bool) -> None:
+        """Run the checkpointed units again; ``keep`` what they save, where a split backward goes through them twice."""
+        self._start("recompute", i)
+        try:
+            for unit in graph.units:
+                unit.recompute(keep=keep)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._end()
+        graph.units = []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: stages of a rank may share parameters, whose gradients are reduced when all have ended."""
@@ -290,6 +309,12 @@ def _check_count(mean: tuple[float, int] | None, count: float) -> None:
             f"the loss of a micro-batch is a mean over {mean[0]:g} targets, but was weighed as one over {count:g}; say "
             "what it is a mean over: DistributedPipeline(..., loss_weight=lambda *args, **kwargs: ...)"
         )
+
+
+def _copied(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    flat = flatten(call)
+    copies: tuple[tuple[Any, ...], dict[str, Any]] = flat.rebuild([tensor.clone() for tensor in flat.tensors])
+    return copies
 
 
 def _entered(tensor: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,20 +26,7 @@ from pipesight.pipeline.loss_merging import LossMerging, weights_of
 from pipesight.pipeline.outputs import Merge, flatten_output
 from pipesight.pipeline.randomness import PassRandomness, draw_seed, next_seed, seed_of
 
-__all__ = ["ModelStepRunner", "take_loss"]
-
-
-def take_loss(output: Any) -> Any:
-    """Return the loss that a model computes: its output, if that is one number, or what the output calls ``loss``."""
-    if isinstance(output, Tensor) and output.numel() == 1:
-        return output
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None:
-        raise TypeError(
-            f"the model returns {type(output).__name__}, which has no loss; give the model what it computes the loss "
-            "from, such as labels=, or say what the loss is: DistributedPipeline(..., loss=lambda output: ...)"
-        )
-    return loss
+__all__ = ["ModelStepRunner"]
 
 
 def _whole(output: Any) -> Any:
@@ -228,6 +216,8 @@ class ModelStepRunner(CallRunner):
         try:
             random = self._randomness(seed)
             plans = [self._plan(split, i, finish, surroundings, random) for i in range(len(split.calls))]
+            for i, plan in enumerate(plans):
+                split.refuse_changes(i, plan.changes)
             self._place(plans)
             sums, weights = self._weigh(split, plans, finish, surroundings, random)
         except Exception as found:
@@ -339,15 +329,18 @@ def _described(flat: Flat, dims: BatchDims) -> str:
 
 
 def _checksum(flat: Flat) -> int:
-    """Return a number that differs between batches: a sum of all bytes, in small tensors weighed by their place."""
-    total = torch.zeros((), dtype=torch.int64)
+    """Return a number that differs between batches: on a GPU a sum of all bytes, in small tensors weighed by place."""
+    total = 0
     for k, tensor in enumerate(flat.tensors):
         if tensor.numel():
             content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            if content.is_cpu:
+                total = zlib.crc32(content.numpy().data, total + k & 0xFFFFFFFF)
+                continue
             if content.numel() <= _WEIGHED:
                 content = content * (torch.arange(content.numel(), device=content.device) % 997 + 1)
-            total = total * 31 + k + content.sum(dtype=torch.int64).cpu()
-    return int(total)
+            total = (total * 31 + k + int(content.sum(dtype=torch.int64))) & (1 << 62) - 1
+    return total
 
 
 _WEIGHED = 2**20  # bytes

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipesight._nested import tensors_in
+from pipesight._nested import map_tensors, tensors_in
 from pipesight._torch.function_modes import innermost_mode
 from pipesight._torch.module_internals import intercept_calls
 from pipesight._torch.tensors import storage_id, without_function_overrides
 from pipesight.distributed import stand_ins
-from pipesight.distributed.stand_ins import META, map_tensors
+from pipesight.distributed.stand_ins import META
 from pipesight.pipeline.randomness import PassRandomness, begin_task, end_task
 
 __all__ = ["Call", "Doors", "Name", "UnitResult", "Walk", "signature"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesight import context
-from pipesight._nested import tensors_in
+from pipesight._nested import map_tensors, tensors_in
 from pipesight._torch.autograd import around_functions, next_sequence_number
 from pipesight._torch.function_modes import innermost_mode, without_innermost_mode
 from pipesight._torch.tensors import with_function_overrides
@@ -24,10 +24,12 @@ from pipesight.distributed import stand_ins
 from pipesight.distributed.dry_run import Plan
 from pipesight.distributed.loss_weights import mean_of
 from pipesight.distributed.model_walk import Call, Doors, Name, Walk
-from pipesight.distributed.stand_ins import map_tensors
+from pipesight.pipeline.checkpoint import Buffers
+from pipesight.pipeline.entering import EnteredArguments
 from pipesight.pipeline.flattening import flatten
 from pipesight.pipeline.partition import watch_backward
-from pipesight.pipeline.randomness import PassRandomness
+from pipesight.pipeline.randomness import PassRandomness, SavedGenerators, end_task
+from pipesight.pipeline.unit_checkpoint import UnitCheckpoint
 
 __all__ = ["PartWalk", "run_part"]
 
@@ -48,6 +50,7 @@ class PartWalk(Walk):
         received: What comes from earlier ones.
         parameters: The stand-ins of all parameters, by the ids of these.
         outlines: The units without values, by name.
+        repeated: The units that are to be run again in backward, with their buffers, by name.
         cuts: The modules that begin partitions 1, 2 and so on.
         device: That of the rank.
         i: The micro-batch.
@@ -61,6 +64,7 @@ class PartWalk(Walk):
         received: Mapping[Name, Tensor],
         parameters: Mapping[int, Tensor],
         outlines: Mapping[str, nn.Module],
+        repeated: Mapping[str, tuple[nn.Module, Buffers]],
         *,
         cuts: Sequence[str],
         device: torch.device,
@@ -69,10 +73,12 @@ class PartWalk(Walk):
     ) -> None:
         super().__init__(cuts, device, i, randomness)
         self._plan, self._own, self._received = plan, own, received
-        self._parameters, self._outlines = parameters, outlines
+        self._parameters, self._outlines, self._repeated = parameters, outlines, repeated
         self._wanted = {crossing.name for crossing in plan.cuts[own + 1].tensors if crossing.name[0] == own}
         self.made: dict[Name, Tensor] = {}
         """What goes to later partitions."""
+        self.checkpoints: list[UnitCheckpoint] = []
+        """The units to run again."""
         self.means: dict[int, tuple[float, int]] | None = None
         """What losses are means over, by their ids, if that is to be noted."""
 
@@ -160,8 +166,9 @@ class PartWalk(Walk):
         self.n += 1
         n = self.n
         if self.j == self._own:
-            args, kwargs = map_tensors(self.receive, args), map_tensors(self.receive, kwargs)
-            output = self._call_observed(unit, call, args, kwargs)
+            entered = EnteredArguments(self.receive)
+            output = self._call_observed(unit, call, entered.enter(args), entered.enter(kwargs))
+            entered.leave()
             for k, tensor in enumerate(tensors_in(output)):
                 self._keep((self.j, n, 0, k), tensor)
             return output
@@ -185,12 +192,30 @@ class PartWalk(Walk):
     def _call(self, unit: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (self.j, self.n) in self._plan.watched or innermost_mode() is not self:
             return self._inside(unit, call, args, kwargs)
+        checkpoint = self._checkpoint(unit, args, kwargs) if unit in self._repeated else None
+        generators: SavedGenerators | None = None
         self.unit = unit
         try:
             with with_function_overrides(), without_innermost_mode():
-                return call(*args, **kwargs)
+                output = call(*args, **kwargs)
+            if checkpoint is not None:
+                generators = end_task()
+                self.checkpoints.append(checkpoint)
+            return output
         finally:
             self.unit = None
+            if checkpoint is not None:
+                checkpoint.end(generators)
+
+    def _checkpoint(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitCheckpoint | None:
+        """Begin to drop what a unit saves for backward."""
+        if not torch.is_grad_enabled():
+            return None
+        module, buffers = self._repeated[unit]
+        task = (self._i, self.j, f"forward {self.n}")
+        checkpoint = UnitCheckpoint(unit, module, buffers, args, kwargs, self._randomness, task)
+        checkpoint.begin()
+        return checkpoint
 
     def _call_observed(self, unit: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where = context.current()

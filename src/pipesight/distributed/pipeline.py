@@ -26,13 +26,15 @@ from pipesight.distributed.layer_pipeline import LayerPipeline
 from pipesight.distributed.loss_weights import LossFunction
 from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.model_pipeline import ModelPipeline
-from pipesight.distributed.model_steps import take_loss
 from pipesight.distributed.replicas import KINDS
 from pipesight.distributed.transfers import TransferringStage
 from pipesight.pipeline.batch_dims import BatchDim
 from pipesight.pipeline.loss_merging import LossWeight
 from pipesight.pipeline.partition import Partition
+from pipesight.pipeline.step_losses import take_loss
 from pipesight.schedule.argument_checks import CheckpointMode, check_checkpoint, check_chunks
+from pipesight.schedule.supported_schedules import RankSchedule
+from pipesight.schedule.task_orders import Schedule
 
 __all__ = ["DistributedPipeline"]
 
@@ -70,7 +72,8 @@ class DistributedPipeline:
         balance: How many layers of an ``nn.Sequential`` each partition takes.
         cuts: Instead of ``balance``, the names of the modules whose first call begins partitions 1, 2 and so on.
         chunks: Number of micro-batches per mini-batch.
-        schedule: One of ``pipesight.distributed.schedule_names()``.
+        schedule: One of ``pipesight.distributed.schedule_names()``, or an order of tasks: a ``.csv`` file, as
+            ``pipesight plan --out`` writes it, or a ``pipesight.plan.Schedule``.
         loss: With ``cuts``, takes the output of the model, returns its loss: by default ``output.loss``.
         loss_fn: With ``balance``, takes output and target of a micro-batch, returns their loss. The losses of
             micro-batches are averaged so that the loss is that of the whole batch, or summed if ``loss_fn.reduction``
@@ -101,7 +104,7 @@ class DistributedPipeline:
         *,
         cuts: Sequence[str] | None = None,
         chunks: int,
-        schedule: str = "1f1b",
+        schedule: str | PathLike[str] | Schedule = "1f1b",
         loss: Callable[[Any], Any] | None = None,
         loss_fn: LossFunction | None = None,
         loss_weight: LossWeight | Callable[..., Any] | None = None,
@@ -117,11 +120,16 @@ class DistributedPipeline:
         _check_way(balance, cuts, loss, loss_fn, sample, batch_dim)
         if data_parallel not in KINDS:
             raise ValueError(f"data_parallel is not one of 'ddp' or 'fsdp' (data_parallel: {data_parallel!r})")
-        self._kind = schedules.choose(schedule)
         self._chunks = check_chunks(chunks)
         self._checkpoint = check_checkpoint(checkpoint)
         self._data_parallel = data_parallel
         self._mesh = PipelineMesh(mesh, timeout)
+        self._where = Where()
+        self._monitor = RankMonitor(
+            [self._mesh.control_group, self._mesh.pipeline_group, self._mesh.replica_group], self._where, timeout
+        )
+        self._agreement = Agreement(self._mesh.control_group, self._monitor)
+        self._kind = self._choose(schedule)
         self._part: LayerPipeline | ModelPipeline
         if cuts is None:
             assert balance is not None
@@ -150,14 +158,9 @@ class DistributedPipeline:
                 data_parallel=data_parallel,
             )
         self._kind.check(self._chunks, self._mesh.length, len(self._part.balance))
-        self._where = Where()
-        self._monitor = RankMonitor(
-            [self._mesh.control_group, self._mesh.pipeline_group, self._mesh.replica_group], self._where, timeout
-        )
         self._part.start(self._monitor)
-        self._agreement = Agreement(self._mesh.control_group, self._monitor)
         self._runner = self._part.runner(self._chunks, self._agreement, self._monitor, self._where, self._checkpoint)
-        arguments: Message = {"chunks": self._chunks, "schedule": self._kind.name, "checkpoint": checkpoint}
+        arguments: Message = {"chunks": self._chunks, "schedule": self._kind.identity, "checkpoint": checkpoint}
         arguments["loss_weight"] = "a function" if callable(loss_weight) else loss_weight
         arguments |= {"data_parallel": data_parallel, **self._part.arguments()}
         message: Message = {"call": type(self).__name__, "arguments": arguments, "device": str(self._mesh.device)}
@@ -165,6 +168,18 @@ class DistributedPipeline:
         self._devices = {rank: str(answer["device"]) for rank, answer in messages.items()}
         refuse_plain_scalers(self.parameters())
         self._where.pipe = messages[self._mesh.members[0]]["pipe"]
+
+    def _choose(self, schedule: str | PathLike[str] | Schedule) -> RankSchedule:
+        """Return the schedule. Its file may be missing on one machine: then all ranks raise."""
+        kind: RankSchedule | None = None
+        error: Exception | None = None
+        try:
+            kind = schedules.choose(schedule)
+        except (OSError, ValueError) as found:
+            error = found
+        self._agreement.settle({"call": type(self).__name__}, error)
+        assert kind is not None
+        return kind
 
     @property
     def module(self) -> nn.Module:

@@ -13,7 +13,7 @@ the context is set, and errors name partition, layer and micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -21,9 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from pipesight._torch.pipelining import stage_backward_input, stage_backward_weight
-from pipesight._torch.tensors import is_view
-from pipesight.context import Observers
 from pipesight.distributed.minibatch import LocalGraph
 from pipesight.distributed.recomputing_layers import RecomputingLayers
 from pipesight.distributed.skip_forwarding import SkipForwarding
@@ -34,6 +31,7 @@ from pipesight.pipeline.microbatch import Form, as_tuple, form_of
 from pipesight.pipeline.partition import Partition, SkipRoutes
 from pipesight.pipeline.randomness import begin_task, end_task
 from pipesight.pipeline.skip import SkipKey, SkipTracker, skip_keys
+from pipesight.pipeline.split_backward import run_backward, run_input_backward
 
 __all__ = ["Stage"]
 
@@ -187,18 +185,11 @@ class Stage(TransferringStage):
             ends, gradients, passed = self._gradients(i, graph)
             self._prepare_sharded()
             with self._running_backward(i):
-                whole = full_backward or self._recomputing_layers.in_graph(ends)
-                if whole or not any(leaf.requires_grad for leaf in graph.leaves):
-                    if whole:
-                        _backward(ends, gradients)
-                    else:  # all of it is about weights
-                        graph.outputs, graph.gradients = ends, gradients
-                elif ends:
-                    # It detaches its arguments in place, which views do not let it.
-                    ends = [t.clone() if is_view(t) else t for t in ends]
-                    parameters = self.submod.parameters()
+                if full_backward or self._recomputing_layers.in_graph(ends):
+                    run_backward(ends, gradients)
+                else:
                     with self._recomputing_layers.noticed(self.j):
-                        _, graph.groups = _call_torch(stage_backward_input, ends, gradients, graph.leaves, parameters)
+                        graph.rest = run_input_backward(ends, gradients, graph.leaves)
             self.batch.where.end_layer()  # the rest belongs to no layer
             own = [leaf.grad for leaf in graph.leaves]
             for leaf in graph.leaves:
@@ -215,23 +206,14 @@ class Stage(TransferringStage):
         """Run the rest of a backward: the gradients of the weights."""
         if not self.has_backward:
             return
-        graph, where = self._graphs.pop(bwd_chunk_id), self.batch.where
+        graph = self._graphs.pop(bwd_chunk_id)
         self._start("weight", bwd_chunk_id, marks=graph.marks)
         try:
             self._prepare_sharded()
-            with self._running_backward(bwd_chunk_id, "backward" if graph.groups is None else "weight"):
-                if graph.groups is not None:
-                    # Weights come one after the other, in no order of layers.
-                    where.observers = Observers(())
-                    _call_torch(stage_backward_weight, self.submod.parameters(), graph.groups)
-                elif graph.gradients:
-                    _backward(graph.outputs, graph.gradients)
-                    self.batch.where.end_layer()
+            self._run_rest(bwd_chunk_id, graph.rest)
         except BaseException as error:
             self._fail(error)
             raise
-        finally:
-            where.observers = self.batch.observers
         self._end()
 
     def _recompute(self, i: int, graph: LocalGraph, checkpoint: Checkpoint) -> None:
@@ -294,18 +276,3 @@ class Stage(TransferringStage):
 def _made_leaves(tensors: list[Tensor]) -> list[Tensor]:
     """Make the tensors that can have a gradient require one, in place."""
     return [t.requires_grad_() if t.is_floating_point() or t.is_complex() else t for t in tensors]
-
-
-def _backward(ends: list[Tensor], gradients: list[Tensor]) -> None:
-    if ends:
-        torch.autograd.backward(ends, gradients)
-
-
-def _call_torch(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of torch's that wraps errors of layers in its own; raise the layer's error."""
-    try:
-        return function(*args)
-    except RuntimeError as error:
-        if isinstance(error.__cause__, Exception):
-            raise error.__cause__ from None
-        raise

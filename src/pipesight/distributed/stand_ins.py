@@ -8,17 +8,16 @@ One that needs a value cannot: whoever asks for it is named.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipesight._nested import tensors_in
+from pipesight._nested import map_tensors, tensors_in
 from pipesight._torch.operators import FakeTensorMode
 
-__all__ = ["META", "ValueNeededError", "answers_of", "call", "changed_by", "map_tensors", "needs_values", "place"]
+__all__ = ["META", "ValueNeededError", "answers_of", "call", "changed_by", "needs_values", "place"]
 
 META = torch.device("meta")
 
@@ -37,22 +36,6 @@ def answers_of(device: torch.device) -> dict[Any, Any]:
     }
 
 
-def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return ``value`` with the tensors in its lists, tuples and dicts replaced; itself if none is."""
-    if isinstance(value, Tensor):
-        return change(value)
-    kind = type(value)
-    if kind is tuple or kind is list:
-        items = [map_tensors(change, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return tuple(items) if kind is tuple else items
-    if kind is dict:
-        found = {key: map_tensors(change, item) for key, item in value.items()}
-        return value if all(found[key] is item for key, item in value.items()) else found
-    return value
-
-
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
     """Call a torch function that has a stand-in among its arguments.
 
@@ -69,6 +52,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch
         return args[0]
     if func is Tensor.to:
         args = (args[0], *[META if _is_place(value) else value for value in args[1:]])
+    given = args, kwargs
     args, kwargs = map_tensors(_on_meta, args), map_tensors(_on_meta, kwargs)
     args = tuple(META if isinstance(value, torch.device) else value for value in args)
     kwargs = {key: META if key == "device" and _is_place(value) else value for key, value in kwargs.items()}
@@ -78,7 +62,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch
         return func(*args, **kwargs)
     except (NotImplementedError, RuntimeError) as error:
         if not _is_about_values(func, error):
-            return _call_with_zeros(func, args, kwargs, error)
+            return _call_with_zeros(func, *given, error)
         what = getattr(func, "__name__", str(func))
         raise ValueNeededError(
             f"{place()} asks for the values of a tensor that another rank computes ({what}), which are not there; "
@@ -150,12 +134,15 @@ def _call_as_if_on(device: torch.device, func: Any, args: tuple[Any, ...], kwarg
 
 
 def _call_with_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """Call a function that cannot do without values on zeros, for the shapes; raise ``error`` if that fails, too."""
+    """Call a function that cannot do without values on zeros, for the shapes; raise ``error`` if that fails, too.
+
+    Numbers that are known, such as lengths, stay.
+    """
     given: dict[int, Tensor] = {}
     kept: list[Tensor] = []
 
     def zeros(tensor: Tensor) -> Tensor:
-        made = torch.zeros_like(tensor, device="cpu")
+        made = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu()
         given[id(made)] = tensor
         kept.append(made)
         return made

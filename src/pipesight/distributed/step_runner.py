@@ -260,7 +260,7 @@ class ScheduleRunner:
         """Return torch's schedule for this number of micro-batches, and the arguments for its calls."""
         if m not in self._schedules:
             kind = self._kind
-            if not kind.fits(m, self._ranks, self._stages[0].num_stages):
+            if kind.order is None and not kind.fits(m, self._ranks, self._stages[0].num_stages):
                 kind = schedules.choose(kind.stand_in)
             schedule = schedules.make(kind, self._stages, m, _no_loss)
             takes = inspect.signature(schedule.step).parameters

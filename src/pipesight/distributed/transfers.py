@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from pipesight._torch.pipelining import PipelineStageBase
-from pipesight.context import Phase
+from pipesight.context import Observers, Phase
 from pipesight.distributed.minibatch import MiniBatch
 from pipesight.distributed.replicas import Averaging
 from pipesight.pipeline.partition import Partition
 from pipesight.pipeline.randomness import begin_task, end_task
+from pipesight.pipeline.split_backward import RestOfBackward
 from pipesight.pipeline.workers import annotate
 
 __all__ = ["TransferringStage"]
@@ -43,6 +44,9 @@ class TransferringStage(PipelineStageBase):
         device: Where it runs.
         group: The ranks of this pipeline.
     """
+
+    sets_context = True
+    """Tells recording, which sets the context for other stages of torch's schedules."""
 
     batch: MiniBatch
 
@@ -181,6 +185,22 @@ class TransferringStage(PipelineStageBase):
                 yield
         finally:
             end_task()
+
+    def _run_rest(self, i: int, rest: RestOfBackward | None) -> None:
+        """Run what a split backward has left for later."""
+        if rest is None:
+            return
+        where = self.batch.where
+        with self._running_backward(i, "backward" if rest.is_whole else "weight"):
+            whole = rest.is_whole
+            if not whole:
+                where.observers = Observers(())  # weights come one after the other, in no order of layers
+            try:
+                rest.run()
+            finally:
+                where.observers = self.batch.observers
+            if whole:
+                where.end_layer()
 
 
 def _ops(

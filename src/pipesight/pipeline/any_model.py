@@ -7,10 +7,12 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from pipesight import context
 from pipesight._torch.module_internals import not_compiled, target_device
@@ -21,16 +23,25 @@ from pipesight.pipeline.caller_state import CallerState
 from pipesight.pipeline.calls import split_call
 from pipesight.pipeline.choosing_cuts import CallSample, cuts_by_time
 from pipesight.pipeline.devices import choose_devices
+from pipesight.pipeline.generating import through_pipeline
 from pipesight.pipeline.loss_merging import LossMerging, LossWeight
 from pipesight.pipeline.minibatch import MiniBatch
 from pipesight.pipeline.outputs import Merge
 from pipesight.pipeline.partition import Partition
 from pipesight.pipeline.placed_units import Placement
+from pipesight.pipeline.stepping import Stepper, scale_of
 from pipesight.pipeline.trip import hook
 from pipesight.pipeline.trips import TripEngine, Trips, TripTape
 from pipesight.pipeline.units import check_cuts
-from pipesight.pipeline.verification import verify_call
-from pipesight.schedule.argument_checks import CheckpointMode, check_checkpoint, check_chunks, checkpoint_stop
+from pipesight.pipeline.verification import verify_call, verify_step
+from pipesight.schedule.argument_checks import (
+    CheckpointMode,
+    check_balance,
+    check_checkpoint,
+    check_chunks,
+    checkpoint_stop,
+)
+from pipesight.schedule.worker_orders import ScheduleChoice, name_of
 
 __all__ = ["Pipeline"]
 
@@ -58,9 +69,16 @@ class Pipeline(nn.Module):
     It is called as the model is, and returns what the model returns. ``state_dict()`` and ``named_parameters()`` have
     the model's own names; its other attributes, such as ``config``, can be reached through the pipeline.
 
+    :meth:`step` runs forward and backward together, with the loss of each micro-batch inside, in the order of any
+    schedule. That needs less memory: no more micro-batches are alive at once than the schedule asks for. ::
+
+        pipe = Pipeline(model, cuts=["transformer.h.4", "transformer.h.8"], chunks=8, schedule="1f1b")
+        loss = pipe.step(input_ids=ids, labels=labels)
+
     Args:
-        module: The model.
+        module: The model, or a function without arguments that builds it.
         cuts: The modules, by name, whose first call begins the next partition.
+        balance: Instead of cuts, for an ``nn.Sequential``: how many layers each partition takes.
         partitions: Instead of cuts: how many partitions, of about the same time; see `pipesight.balance.cuts_by_time`.
         sample: A call to measure for that, ``(args, kwargs)`` or ``kwargs`` alone.
         devices: One per partition. By default the CUDA devices in order, or the CPU for every partition if there is no
@@ -72,27 +90,44 @@ class Pipeline(nn.Module):
         batch_dim: Which dimension of an argument or output is the batch, if not the first: one for all, or by name.
         loss_weight: How losses that the model returns are weighed. By default by what they are means over, which is
             read off their graphs. ``"samples"`` averages them by samples, ``"sum"`` adds them; a function that is
-            called as the model is, with the arguments of a micro-batch, returns what its loss is a mean over.
+            called as the model is, with the arguments of a micro-batch, returns what its loss is a mean over. With
+            ``loss_fn``, the function gets output, whose shape alone is known, and target.
+        schedule: The order in which :meth:`step` runs its tasks: ``"1f1b"``, ``"gpipe"``, ``"zero-bubble"``,
+            ``"interleaved-1f1b"``, ``"looped-bfs"``, ``"interleaved-zero-bubble"``, ``"zbv-zero-bubble"``,
+            ``"dualpipev"``, ``"v-half"``, ``"v-min"``, the path of a ``.csv`` file, or a ``pipesight.plan.Schedule``.
+            Calls of the pipeline itself run forwards only, and their ``backward()`` in the order of GPipe.
+        loss: For :meth:`step`: takes the output of the model, returns its loss; by default ``output.loss``.
+        loss_fn: For :meth:`step`, instead: takes output and target of a micro-batch, returns their loss.
         verify: Compare the first call in training mode with the plain model, outputs and gradients, and raise if they
             differ. It takes copies of the model and a few times as long as a step.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Callable[[], nn.Module],
         cuts: Sequence[str] | None = None,
         *,
+        balance: Iterable[int] | None = None,
         partitions: int | None = None,
         sample: CallSample | None = None,
         devices: Iterable[torch.device | str | int] | None = None,
         chunks: int = 1,
         checkpoint: CheckpointMode = "except_last",
         batch_dim: BatchDim = None,
+        schedule: ScheduleChoice | PathLike[str] = "1f1b",
+        loss: Callable[[Any], Any] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
         loss_weight: LossWeight | None = None,
         verify: bool = False,
     ) -> None:
         super().__init__()
         self._chunks = check_chunks(chunks)
+        if not isinstance(module, nn.Module):
+            module = _built(module)
+        if balance is not None:
+            if cuts is not None or partitions is not None:
+                raise TypeError("balance says where the model is cut, so it must be given without cuts and partitions")
+            cuts = _cuts_of(module, balance)
         if cuts is None and partitions is not None and sample is not None:
             cuts = cuts_by_time(module, sample, partitions, chunks=chunks, batch_dim=batch_dim)
         elif partitions is not None or sample is not None:
@@ -101,15 +136,18 @@ class Pipeline(nn.Module):
         self._checkpoint = check_checkpoint(checkpoint)
         self._placement = Placement(module, names, choose_devices(devices, 1 + len(names)))
         self._signature = inspect.signature(module.forward)
-        self._dims = BatchDims(batch_dim, self._signature)
-        self._losses = LossMerging(loss_weight)
+        self._dims = BatchDims(batch_dim, self._signature, () if loss_fn is None else ("target",))
+        self._losses = LossMerging(loss_weight if loss_fn is None else None)
+        self._stepper = Stepper(schedule, loss, loss_fn, loss_weight)
         self._steps = 0
+        self._ran: dict[str, Any] = {"schedule": "gpipe"}
         self._to_verify, self._warned_idle = verify, False
         # The same tables as the model's, so that both have the same names for everything.
         self.__dict__.update(
             _modules=module._modules, _parameters=module._parameters, _buffers=module._buffers, training=module.training
         )
         hook({*self._placement.units, *self._placement.cuts})
+        self._stepper.orders(self, self._chunks, 0)  # raises if the schedule does not fit
 
     @property
     def module(self) -> nn.Module:
@@ -154,6 +192,52 @@ class Pipeline(nn.Module):
     def checkpoint(self, checkpoint: CheckpointMode) -> None:
         self._checkpoint = check_checkpoint(checkpoint)
 
+    @property
+    def ran(self) -> dict[str, Any]:
+        """What ran last: the ``schedule``, and if it was that of a step, the ``workers`` of the partitions."""
+        return dict(self._ran)
+
+    @property
+    def schedule(self) -> str:
+        """The name of the order in which :meth:`step` runs its tasks."""
+        return name_of(self._stepper.schedule)
+
+    @not_compiled  # which also imports the compiler here: several threads must not
+    def step(self, *args: Any, broadcast_loss: bool = False, scaler: GradScaler | None = None, **kwargs: Any) -> Tensor:
+        """Run forward and backward of one mini-batch; gradients are added to ``.grad``, as ``backward`` does.
+
+        Args:
+            *args: The arguments of the model; with ``loss_fn``, then the target, or ``target=``.
+            broadcast_loss: Changes nothing here: a `DistributedPipeline` then returns the loss on every rank.
+            scaler: A ``torch.amp.GradScaler``, to scale gradients against underflow.
+            **kwargs: As ``args``.
+
+        Returns:
+            The loss of the whole mini-batch, which is not scaled and has no graph.
+        """
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("step() needs gradients, which torch.inference_mode() forbids; use eval_step()")
+        if self._to_verify and self.training:
+            self._to_verify = False
+            verify_step(self, args, kwargs)
+        with torch.enable_grad():
+            loss = self._stepper.step(self, args, kwargs, scale_of(scaler, self.devices[-1]))
+        return loss
+
+    def eval_step(self, *args: Any, broadcast_loss: bool = False, **kwargs: Any) -> Tensor:
+        """Return the loss of one mini-batch, as :meth:`step` does, without a backward."""
+        with torch.no_grad():
+            return self._stepper.evaluate(self, args, kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the model for one mini-batch, without gradients."""
+        with torch.no_grad():
+            return self(*args, **kwargs)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of all parameters so that their norm is at most ``max_norm``; return the norm."""
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
     forward = _ModelForward()
 
     @not_compiled  # torch.compile around it compiles nothing: it cannot follow into the threads
@@ -182,8 +266,9 @@ class Pipeline(nn.Module):
                 piece.requires_grad_()
         tape = TripTape(minibatch, call)
         watches = [] if minibatch.grad else self._losses.watches(call)
-        trips = Trips(tape, self._placement)
-        results = trips.run(engine.threads(), call, watches)
+        trips = Trips(tape, self._placement, engine.workers.threads, engine.workers.shares)
+        with call.watched():
+            results = trips.run(engine.threads(), call, watches)
         if self.training:
             self._note_idle(trips.called)
         flats = [flat for flat, _ in results]
@@ -278,4 +363,27 @@ class Pipeline(nn.Module):
         except AttributeError:
             if "_placement" not in self.__dict__:
                 raise
-            return getattr(self.module, name)
+            found = getattr(self.module, name)
+            if name == "generate" and not self._placement.on_one_device:
+                return through_pipeline(self, found)
+            return found
+
+
+def _built(function: Any) -> nn.Module:
+    """Return the model that a function makes, as it does for a `DistributedPipeline`."""
+    model = function() if inspect.isroutine(function) or isinstance(function, type | functools.partial) else function
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be an nn.Module, or a function that makes one, but got {type(model).__name__}")
+    return model
+
+
+def _cuts_of(module: Any, balance: Iterable[int]) -> list[str]:
+    """Return the layers of a sequential that begin partitions 1, 2 and so on."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"balance counts the layers of an nn.Sequential, but the model is {type(module).__name__}; use cuts=[...], "
+            "the names of the modules that begin partitions"
+        )
+    sizes = check_balance(balance, len(module))
+    names = [name for name, _ in module.named_children()]
+    return [names[stop] for stop in itertools.accumulate(sizes[:-1])]

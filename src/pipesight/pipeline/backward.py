@@ -80,6 +80,10 @@ class BackwardPass(Pass):
             partition.new = False
         self.tape.note_versions(self.partitions)  # a layer may have changed its own weights when it was recomputed
         self.tape.spent = not self._keep
+        return self.total()
+
+    def total(self) -> GradientSum:
+        """Return the gradients of all partitions, which may share parameters."""
         total, *others = self._sums
         for other in others:
             total.merge(other)
@@ -170,16 +174,22 @@ class BackwardPass(Pass):
     ) -> None:
         """Run the local graph; send the gradients of its inputs back, and sum those of its parameters."""
         j, first = partition.j, graph.first
-        # A graph that is built again need not be retained. All micro-batches share what outside leaves come from.
-        retain = (self._keep and graph.checkpoint is None) or partition.uses_outside_leaves
         caught.watch(self.partitions[first : j + 1])
-        of_ins, of_skips, of_parameters = graph.backward(gradients, retain=retain)
+        of_ins, of_skips, of_parameters = self.differentiate(partition, i, graph, gradients)
         of_reentrant = caught.take()
         where.end_layer()  # the rest, mainly summing gradients, belongs to no layer
         self.send_gradients(i, j, graph, of_ins, of_skips)
         self._sums[j].add(graph.parameters, of_parameters)
         if of_reentrant is not None:
             self._sums[j].add(*of_reentrant)
+
+    def differentiate(
+        self, partition: PlacedPartition, i: int, graph: LocalGraph, gradients: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
+        """Return the gradients of the inputs of a task, of the skips that arrived, and of the parameters."""
+        # A graph that is built again need not be retained. All micro-batches share what outside leaves come from.
+        retain = (self._keep and graph.checkpoint is None) or partition.uses_outside_leaves
+        return graph.backward(gradients, retain=retain)
 
     def send_gradients(
         self,

@@ -6,6 +6,7 @@ what the model returns. The longest one that fits counts.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
@@ -28,14 +29,19 @@ class BatchDims:
     Args:
         given: The user's ``batch_dim``: a dimension for all, or one by name or position of an argument, or nothing.
         signature: That of the model's ``forward``, if known: names of positional arguments come from it.
+        more: Names of arguments beside those, which are samples unless the user says otherwise: a target.
     """
 
-    def __init__(self, given: BatchDim = None, signature: inspect.Signature | None = None) -> None:
+    def __init__(
+        self, given: BatchDim = None, signature: inspect.Signature | None = None, more: Iterable[str] = ()
+    ) -> None:
         parameters = list(signature.parameters.values()) if signature is not None else []
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._positional = [p.name for p in parameters if p.kind in kinds]
         self._known = {p.name for p in parameters if p.kind in (*kinds, inspect.Parameter.KEYWORD_ONLY)}
         self._closed = bool(parameters) and len(self._known) == len(parameters)  # no *args, no **kwargs
+        self._beside = {*more}
+        self._known |= self._beside
         self.default = 0 if given is None or isinstance(given, Mapping) else _checked(given, "batch_dim")
         self._rules: dict[str, Rule] = {}
         if isinstance(given, Mapping):
@@ -47,6 +53,8 @@ class BatchDims:
                     raise ValueError(f"batch_dim[{key!r}] must not be {rule!r}, since it is an argument, not an output")
         self._seen: dict[str, tuple[bool, int, tuple[int, ...]]] = {}
         self._warned: set[str] = set()
+        self.has_contrasts = False
+        """Whether samples were seen to be scored against each other."""
 
     def name_of(self, position: int) -> str:
         """Return the name of a positional argument, or its position where the name is not known."""
@@ -58,6 +66,20 @@ class BatchDims:
         names = (".".join(parts[:stop]) for stop in range(len(parts), 0, -1))
         found = next((known for known in names if known in self._rules), None)
         return (self.default, False) if found is None else (self._rules[found], found == name)
+
+    def says(self, name: str) -> bool:
+        """Return whether this is no guess: the user has said it, of this or of what it is in, or it is a target."""
+        parts = name.split(".")
+        return parts[0] in self._beside or any(
+            ".".join(parts[:stop]) in self._rules for stop in range(len(parts), 0, -1)
+        )
+
+    def with_rule(self, name: str, rule: Rule) -> BatchDims:
+        """Return the same, with what one is."""
+        other = copy.copy(self)
+        other._rules = {**self._rules, name: rule}
+        other._seen, other._warned = dict(self._seen), set(self._warned)
+        return other
 
     def listed(self, rule: Rule) -> set[str]:
         """Return the names with this rule."""
@@ -104,8 +126,18 @@ class BatchDims:
             f"cut into micro-batches, batch_dim={{{name!r}: None}} if each gets all of it",
         )
 
+    def warn_of_doubt(self, name: str, why: str, dim: Any) -> None:
+        """Warn of a guess that may be wrong."""
+        if name not in self._warned:
+            self._warn(
+                name,
+                f"{name!r} {why}; say which it is: batch_dim={{{name!r}: {dim}}} if it is cut into micro-batches, "
+                f"batch_dim={{{name!r}: None}} if each gets all of it",
+            )
+
     def warn_of_contrasts(self, one: str, other: str) -> None:
         """Warn that samples are scored against each other."""
+        self.has_contrasts = True
         if one not in self._warned:
             self._warn(
                 one,

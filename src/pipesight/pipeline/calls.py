@@ -7,9 +7,11 @@ micro-batches do not see what others put into a cache. Where this is wrong, ``ba
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,10 @@ import torch
 from torch import Tensor
 
 from pipesight._nested import tensors_in
-from pipesight.pipeline.batch_dims import BatchDim, BatchDims
+from pipesight.pipeline.batch_dims import BatchDim, BatchDims, Rule
+from pipesight.pipeline.checkpoint import versions_of
 from pipesight.pipeline.flattening import Flat, equal, flatten, items_of
+from pipesight.pipeline.guesses import Share, doubt, handed_out
 from pipesight.pipeline.microbatch import chunk_sizes
 
 __all__ = ["SplitCall", "is_batch_size", "split_call"]
@@ -46,6 +50,12 @@ class SplitCall:
     _originals: dict[int, tuple[Any, Any]]
     _containers: dict[str, Any]
     """The lists, mappings and objects that the first micro-batch got, by name."""
+    _shares: list[Share]
+    """What micro-batches got of tensors, and of lists with as many items as the batch has samples."""
+    _source: str
+    """The argument from which the size of the batch is known."""
+    _whole: dict[str, list[Tensor]]
+    """What micro-batches got of tensors of which each got all, if it is no copy."""
 
     def original(self, value: Any) -> Any:
         """Return the caller's tensor, list, mapping or object for which a micro-batch got ``value``, if it did."""
@@ -69,9 +79,50 @@ class SplitCall:
             return True
         return not (equal(old, new) or is_batch_size(name, old, sum(self.sizes)))
 
+    def guesses(self) -> list[tuple[str, Rule]]:
+        """Return the arguments of which it was guessed what each micro-batch gets, and what else may be right."""
+        guessed = [share for share in self._shares if share.guessed and share.name != self._source]
+        return [(share.name, other) for share in guessed for other in share.others(sum(self.sizes))]
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Run the micro-batches in this: errors of the model tell what each got, and what it may not change is noticed.
+
+        Raises:
+            RuntimeError: Micro-batches have changed a tensor in place that each got all of.
+        """
+        try:
+            yield
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            told = handed_out(self._shares, self._source, self.sizes) if len(self.sizes) > 1 else ""
+            if told and not isinstance(error, torch.OutOfMemoryError) and _is_of_the_model(error):
+                error.add_note(told)
+            raise
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Raise if micro-batches have changed a tensor in place that each got all of."""
+        for name, pieces in self._whole.items():
+            if any(versions_of(pieces)):
+                raise _changed_by_each(name)
+
+    def refuse_changes(self, i: int, places: Set[int]) -> None:
+        """Raise if a tensor that each micro-batch gets all of is among those that a model is known to change in place.
+
+        Args:
+            i: The micro-batch.
+            places: Which tensors of its arguments the model changes.
+        """
+        given = flatten(self.calls[i]).tensors if places and self._whole else []
+        changed = {id(tensor) for k, tensor in enumerate(given) if k in places}
+        for name, pieces in self._whole.items():
+            if id(pieces[i]) in changed:
+                raise _changed_by_each(name)
+
     def forget_arguments(self) -> None:
         """Let go of the arguments; pieces of tensors that want a gradient are kept."""
         self.calls, self.arguments = [], []
+        self._shares, self._whole = [], {}
         self._originals.clear()
         self._containers.clear()
 
@@ -90,7 +141,7 @@ class SplitCall:
             return functools.reduce(torch.add, [part.to(home) for part in known])
         shape = list(self.inputs[k].shape)
         filled = []
-        for part, size in zip(parts, self.sizes, strict=True):
+        for part, size in zip(parts, _rows(self.inputs[k], dim, self.sizes), strict=True):
             shape[dim] = size
             filled.append(known[0].new_zeros(shape, device=home) if part is None else part.to(home))
         return filled[0] if len(filled) == 1 else torch.cat(filled, dim)
@@ -120,6 +171,12 @@ def split_call(
     cuts = [batch.dimension(*known) for known in zip(flat.tensors, flat.names, strict=True)]
     pieces = [batch.pieces(*known) for known in zip(flat.tensors, cuts, flat.held, strict=True)]
     values = [batch.values(*known) for known in zip(flat.values, flat.value_names, strict=True)]
+    shares = batch.shares(flat, cuts)
+    if len(sizes) > 1 and size is not None:
+        first = next((share for share in shares if share.name == source and isinstance(share.value, Tensor)), None)
+        for share in shares:
+            if why := doubt(share, first, size):
+                dims.warn_of_doubt(share.name, why, "'items'" if share.dim is None else share.dim)
     originals: dict[int, tuple[Any, Any]] = {}  # by id; what was handed out is kept, so that ids stay its own
     arguments = []
     containers: dict[str, Any] = {}
@@ -143,7 +200,37 @@ def split_call(
         cuts=[cuts[k] for k in learn],
         _originals=originals,
         _containers=containers,
+        _shares=shares,
+        _source=source,
+        _whole={
+            names[0]: mine
+            for names, mine, cut, held in zip(flat.names, pieces, cuts, flat.held, strict=True)
+            if cut is None and not held and len(sizes) > 1
+        },
     )
+
+
+def _rows(tensor: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:
+    """Return how many rows of a tensor each micro-batch gets: as many for each sample."""
+    each = tensor.size(dim) // max(sum(sizes), 1)
+    return [each * size for size in sizes]
+
+
+def _changed_by_each(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"the model changes its argument {name!r} in place, of which each micro-batch gets all, so that it is changed "
+        f"as often as there are micro-batches and not once; change a copy in the model, {name.rpartition('.')[2]}."
+        "clone(), or return the new value; or use chunks=1"
+    )
+
+
+def _is_of_the_model(error: BaseException) -> bool:
+    """Whether an error was raised by the model, or by torch when the model called it, and not here."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return False
+    home = str(frames[-1].f_globals.get("__name__", "")).partition(".")[0]
+    return home != "pipesight" or frames[-1].f_code.co_name == "__torch_function__"
 
 
 def _as_call(arguments: Mapping[str, Any], positional: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -199,6 +286,8 @@ class _Batch:
         if not isinstance(rule, int):
             raise ValueError(f"{name!r} is a tensor, so its batch_dim must be a dimension or None (got: {rule!r})")
         guessed = not exact and len(self.sizes) > 1
+        if exact and self.size and tensor.dim() > rule and tensor.size(rule) and tensor.size(rule) % self.size == 0:
+            return rule  # so many rows for each sample
         if tensor.dim() > rule and tensor.size(rule) == self.size:
             whole = guessed and dims.seen_whole(name)
             if guessed:
@@ -206,7 +295,8 @@ class _Batch:
             return None if whole else rule
         if exact:
             raise ValueError(
-                f"{name!r} must have {self.size} samples in dimension {rule} (shape: {list(tensor.shape)}, "
+                f"{name!r} must have {self.size} samples in dimension {rule}, or so many rows for each (shape: "
+                f"{list(tensor.shape)}, "
                 f"{self._batch_size}); if each micro-batch needs all of it, use batch_dim={{{name!r}: None}}"
             )
         if guessed and tensor.dim() > rule and tensor.size(rule) != 1:  # of size 1: broadcast
@@ -217,9 +307,26 @@ class _Batch:
         """Return what each micro-batch gets of a tensor: a copy if it gets all of what an object may change."""
         with torch.no_grad():
             if dim is not None:
-                return [part.data for part in tensor.split(self.sizes, dim)]
+                return [part.data for part in tensor.split(_rows(tensor, dim, self.sizes), dim)]
             copies = held and len(self.sizes) > 1
             return [tensor.detach().clone() if copies else tensor.data for _ in self.sizes]
+
+    def shares(self, flat: Flat, cuts: Sequence[int | None]) -> list[Share]:
+        """Return what each micro-batch gets of tensors that are not broadcast, and of lists of the batch's length."""
+        dims, found = self.dims, []
+        for tensor, names, cut in zip(flat.tensors, flat.names, cuts, strict=True):
+            dim = dims.rule(names[0])[0]
+            if isinstance(dim, int) and tensor.dim() > dim and tensor.size(dim) > 1:
+                found.append(Share(names[0], tensor, cut, not dims.says(names[0])))
+        roots = {names[0] for names, cut in zip(flat.names, cuts, strict=True) if cut is not None}
+        lists = [*zip(flat.containers, flat.container_names, strict=True)]
+        lists += zip(flat.values, flat.value_names, strict=True)
+        for value, name in lists:
+            if (isinstance(value, list) or type(value).__module__ == "numpy") and not dims.says(name):
+                size = len(value) if getattr(value, "shape", (1,)) else 0
+                if size == self.size and not any(root.startswith(f"{name}.") for root in roots):
+                    found.append(Share(name, value, None, guessed=True))
+        return found
 
     def values(self, value: Any, name: str) -> list[Any]:
         """Return what each micro-batch gets of what is not a tensor."""

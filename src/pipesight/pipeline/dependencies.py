@@ -30,6 +30,9 @@ Place: TypeAlias = Hashable
 Notes: TypeAlias = list[tuple[Place, set[Place], set[int]]]
 """For each output of a task that wants a gradient, what it leads to: tensors that came in, and the ids of leaves."""
 
+Shape: TypeAlias = tuple[tuple[Place, int], ...] | None
+"""Where each output of a task goes, and when in the task it was made: tasks that differ in it took different ways."""
+
 _NOTHING: Notes = []
 
 
@@ -43,7 +46,7 @@ class Dependencies:
     def __init__(self, inputs: int) -> None:
         self._inputs = inputs
         self._notes: dict[tuple[int, int], Notes] = {}
-        self._known: dict[int, int] = {}  # for a partition, a micro-batch in which every output led to everything
+        self._known: dict[int, tuple[Shape, Notes]] = {}  # for a partition, of a micro-batch that led to everything
 
     def note(
         self,
@@ -55,8 +58,8 @@ class Dependencies:
     ) -> list[Tensor]:
         """Note what the outputs of a task lead to; return leaves that are new to its partition.
 
-        Graphs look alike: once a mini-batch has shown that every output leads to everything there is, the rest of it is
-        not looked at. A partition that is new may still have something to show.
+        Graphs look alike: once a micro-batch has shown that everything there is leads to its outputs, those of the same
+        shape are not looked at. A partition that is new may still have something to show.
 
         Args:
             i: The micro-batch.
@@ -65,12 +68,14 @@ class Dependencies:
             places: Where each of the outputs goes; by default to the next partition, and skips to theirs.
             floor: The autograd number at which the task began: its graph must not reach an older node.
         """
+        shape: Shape = None
+        if places is not None:
+            numbers = [0 if out is None else sequence_number(out.node) - floor for out in graph.outs]
+            shape = tuple(zip(places, numbers, strict=True))
         known = self._known.get(partition.j)
-        if known is not None and not partition.new:
-            notes = self._notes[known, partition.j]
-            if places is None or [place for place, _, _ in notes] == list(places):
-                self._notes[i, partition.j] = notes
-                return []
+        if known is not None and known[0] == shape and not partition.new:
+            self._notes[i, partition.j] = known[1]
+            return []
         stops: dict[tuple[Any, int], Place] = {}
         for k, edge in enumerate(graph.ins):
             if edge is not None:
@@ -84,18 +89,19 @@ class Dependencies:
         if places is None:
             count = len(graph.outs) - len(partition.leaving)
             places = [*((partition.j + 1, k) for k in range(count)), *partition.leaving]
+        outs = [(place, out) for place, out in zip(places, graph.outs, strict=True) if out is not None]
         notes = []
         leaves: set[Tensor] = set()
-        for place, out in zip(places, graph.outs, strict=True):
-            if out is not None:
-                stopped, found = _follow(out, stops, floor)
-                leaves |= found
-                inner = {key for key in derived if key in stopped}
-                notes.append((place, stopped - inner, inner | {id(leaf) for leaf in found}))
+        for (place, _), (stopped, found) in zip(outs, _follow([out for _, out in outs], stops, floor), strict=True):
+            leaves |= found
+            inner = {key for key in derived if key in stopped}
+            notes.append((place, stopped - inner, inner | {id(leaf) for leaf in found}))
         self._notes[i, partition.j] = notes
-        everything_used = {id(p) for p in graph.parameters}
-        if notes and all(stopped == everything and used >= everything_used for _, stopped, used in notes):
-            self._known.setdefault(partition.j, i)
+        parameters = {id(p) for p in graph.parameters}
+        # Without a shape, each output has to lead to everything; with it, all of them together.
+        groups = [[note] for note in notes] if shape is None else [notes]
+        if notes and all(_lead_to(group, everything, parameters) for group in groups):
+            self._known.setdefault(partition.j, (shape, notes))
         outside = partition.note_leaves(leaves, graph.parameters)
         graph.parameters += outside
         return outside
@@ -119,26 +125,59 @@ class Dependencies:
         return inputs, used
 
 
-def _follow(start: GradientEdge, stops: Mapping[tuple[Any, int], Place], floor: int) -> tuple[set[Place], set[Tensor]]:
-    """Walk a graph as backward would; return the stops and the leaves that it reaches."""
-    ends = {node for node, _ in stops}
-    stopped: set[Place] = set()
-    leaves: set[Tensor] = set()
-    seen: set[Any] = set()
-    stack: list[Any] = [(start.node, start.output_nr)]
-    while stack:
-        edge = stack.pop()
-        node = edge[0]
-        if node in ends:
-            if edge in stops:
-                stopped.add(stops[edge])
-        elif node is not None and node not in seen:
-            seen.add(node)
+def _lead_to(notes: Notes, places: set[Place], leaves: set[int]) -> bool:
+    """Whether outputs, taken together, lead to all of these."""
+    stopped = set[Place]().union(*(note[1] for note in notes))
+    used = set[int]().union(*(note[2] for note in notes))
+    return stopped >= places and used >= leaves
+
+
+def _follow(
+    starts: Sequence[GradientEdge], stops: Mapping[tuple[Any, int], Place], floor: int
+) -> list[tuple[set[Place], set[Tensor]]]:
+    """Walk a graph as backward would; return the stops and the leaves that each start leads to.
+
+    Each node is visited once, however many starts lead to it. What a node leads to is a number, a bit for each end.
+    """
+    places = [*stops.values()]
+    leaves: list[Tensor] = []
+    bits = {edge: 1 << bit for bit, edge in enumerate(stops)}
+    leads_to: dict[Any, int | None] = {node: None for node, _ in stops}  # None: it depends on which of its outputs
+    parents: dict[Any, Sequence[tuple[Any, int]]] = {}
+    stack: list[Any] = [start.node for start in starts]
+    while stack:  # a node stays on it until what it was computed from is known
+        node = stack[-1]
+        if node in leads_to:
+            stack.pop()
+            continue
+        above = parents.get(node)
+        if above is None:
             if floor and sequence_number(node) < floor:
                 raise LeakError(node.name())
-            parents: Sequence[Any] = node.next_functions
-            if parents:
-                stack += parents
-            elif (leaf := getattr(node, "variable", None)) is not None:
-                leaves.add(leaf)
-    return stopped, leaves
+            above = parents[node] = node.next_functions
+            if unknown := [other for other, _ in above if other is not None and other not in leads_to]:
+                stack += unknown
+                continue
+        mask = 0
+        if above:
+            for edge in above:
+                if (of_edge := leads_to.get(edge[0])) is None:
+                    of_edge = bits.get(edge, 0)
+                mask |= of_edge
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            mask = 1 << len(places) + len(leaves)
+            leaves.append(leaf)
+        leads_to[node] = mask
+        stack.pop()
+    ends: dict[int, tuple[set[Place], set[Tensor]]] = {}
+    found = []
+    for start in starts:
+        if (of_start := leads_to[start.node]) is None:
+            of_start = bits.get((start.node, start.output_nr), 0)
+        if of_start not in ends:
+            ends[of_start] = (
+                {place for bit, place in enumerate(places) if of_start >> bit & 1},
+                {leaf for bit, leaf in enumerate(leaves, start=len(places)) if of_start >> bit & 1},
+            )
+        found.append(ends[of_start])
+    return found

@@ -124,6 +124,11 @@ class GPipe(nn.Module):
     def checkpoint(self, checkpoint: CheckpointMode) -> None:
         self._checkpoint = check_checkpoint(checkpoint)
 
+    def extra_repr(self) -> str:
+        """Say how the model is cut and run."""
+        devices = [str(device) for device in self._devices]
+        return f"balance={self._balance}, devices={devices}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
+
     def __len__(self) -> int:
         return sum(self._balance)
 

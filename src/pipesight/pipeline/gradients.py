@@ -76,6 +76,11 @@ class GradientSum:
             total = total.clone()
         return total
 
+    def take_all(self) -> list[tuple[Tensor, Tensor]]:
+        """Remove and return all parameters and their sums."""
+        found = [(parameter, self.take(parameter)) for parameter in [self._parameters[key] for key in self._sums]]
+        return [(parameter, total) for parameter, total in found if total is not None]
+
     def accumulate(self) -> None:
         """Add what has not been taken to the ``.grad`` of its parameters, and call their hooks.
 

@@ -25,7 +25,7 @@ from pipesight.pipeline.calls import SplitCall
 from pipesight.pipeline.loss_watch import LossWatch
 from pipesight.pipeline.outputs import Weigh, Weights, weigh_by_samples
 
-__all__ = ["LossMerging", "LossWeight", "check_loss_weight", "weights_of"]
+__all__ = ["LossMerging", "LossWeight", "check_loss_weight", "plain_numbers", "shares_of", "weights_of"]
 
 LossWeight: TypeAlias = Callable[..., Any] | Literal["samples", "sum"]
 
@@ -42,16 +42,22 @@ class LossMerging:
     Args:
         given: The user's choice, if any: ``samples``, ``sum``, or a function that is called as the model is, with the
             arguments of a micro-batch, and returns what its loss is a mean over.
+        strict: Raise where averaging may not give the loss of the whole batch, instead of a warning.
     """
 
-    def __init__(self, given: LossWeight | None = None) -> None:
+    def __init__(self, given: LossWeight | None = None, *, strict: bool = False) -> None:
         check_loss_weight(given, "the model's arguments")
         self.given = given
+        self._strict = strict
         self._warned: set[str] = set()
         self._ratios: set[str] = set()
         """Losses that were divided by numbers that depend on the micro-batch."""
         self._lossless: set[frozenset[str]] = set()
         """The arguments of calls that returned no loss."""
+
+    def is_doubtful(self, name: str) -> bool:
+        """Tell whether this loss need not be that of the whole batch: the user was warned of it, or has chosen."""
+        return self.given is not None or name in self._warned
 
     def watches(self, call: SplitCall) -> list[LossWatch]:
         """Return what to run the micro-batches of a call without graphs under; nothing if no loss is expected."""
@@ -72,9 +78,25 @@ class LossMerging:
         if self.given == "sum":
             return lambda name, losses, sizes: Weights([1.0] * len(losses))
         if callable(self.given):
-            known = _shares(weights_of(self.given, call))
+            known = self.known_shares(call)
             return lambda name, losses, sizes: Weights(known) if known else weigh_by_samples(name, losses, sizes)
         return lambda name, losses, sizes: self._weigh(name, losses, call, watches)
+
+    def known_shares(self, call: SplitCall) -> list[float]:
+        """Return the weights that the user's function gives; none if all are 0."""
+        assert callable(self.given)
+        return shares_of(weights_of(self.given, call))
+
+    def count_of(self, part: LossPart, call: SplitCall) -> float | None:
+        """Return what a part of a loss, of plain numbers, is probably a mean over: 1 for a sum, None if it is no such.
+
+        `weigh_parts`, which knows all micro-batches, is sure.
+        """
+        if part.kind == "mean":
+            return float(part.count)
+        if part.kind != "sum":
+            return None
+        return 1.0 if part.divisor is None or part.divisor in _scalars(call) else float(part.divisor)
 
     def _weigh(self, name: str, losses: Sequence[Tensor], call: SplitCall, watches: Sequence[LossWatch]) -> Weights:
         """Return the weights that follow from what the losses are made of."""
@@ -111,7 +133,7 @@ class LossMerging:
         if len({tuple((part.what, part.divisor is None) for part in mine) for mine in parts}) > 1:
             self._warn(name, "is computed differently in different micro-batches")
             return by_samples
-        columns: list[Sequence[LossPart]] = list(zip(*_read(parts), strict=True))
+        columns: list[Sequence[LossPart]] = list(zip(*plain_numbers(parts), strict=True))
         if any(part.kind == "sum" and part.divisor != column[0].divisor for column in columns for part in column):
             self._ratios.add(name)
         columns = [self._without_items(name, column, losses) for column in columns]
@@ -126,7 +148,7 @@ class LossMerging:
                 "over or a constant; say which: loss_weight='samples' averages the losses of micro-batches, "
                 "loss_weight='sum' adds them"
             )
-        if any(all(part.contrasts for part in column) for column in columns):
+        if any(_contrasts(column) for column in columns):
             self._warn(name, "compares the samples of a micro-batch with each other, and not with those of others")
         elif any(not _close(shares, means[0]) for shares in means[1:]):
             if (
@@ -151,11 +173,17 @@ class LossMerging:
         if column[0].kind != "sum" or _even(divisors) or 1.0 not in divisors:
             return column
         empty = [part.divisor == 1 and not loss.item() for part, loss in zip(column, losses, strict=True)]
-        if any(empty):
+        if any(empty) and not self._strict:
             self._warn(name, "is 0 and divided by 1 in a micro-batch, which is taken for one that has no items")
         return [replace(part, divisor=0.0) if none else part for part, none in zip(column, empty, strict=True)]
 
     def _warn(self, name: str, why: str) -> None:
+        if self._strict:
+            raise ValueError(
+                f"{name!r} {why}, so that the losses of micro-batches do not give that of the whole batch; pass "
+                "loss_weight='samples' to average them by samples anyway, 'sum' to add them, or lambda output, target: "
+                "... that returns what the loss of a micro-batch is a mean over"
+            )
         if name not in self._warned:
             self._warned.add(name)
             warnings.warn(
@@ -195,16 +223,23 @@ def _meaning(column: Sequence[LossPart], counts: Sequence[Sequence[Any]], call: 
     if kind in ("parameter", "other"):
         return "any" if kind == "parameter" else "odd"
     if kind == "mean":
-        return _shares([part.count for part in column]) if _even(divisors) else "odd"
+        return shares_of([part.count for part in column]) if _even(divisors) else "odd"
     if divisors[0] is None:
         return "add"
     if not _even(divisors) or is_ratio:
-        return _shares(divisors)
+        return shares_of(divisors)
     if divisors[0] in _scalars(call):
         return "add"
     if any(_close(divisors, known) for known in (call.sizes, *counts)) or all(map(_is_over_samples, column)):
-        return _shares(divisors)
+        return shares_of(divisors)
     return "unclear"
+
+
+def _contrasts(column: Sequence[LossPart]) -> bool:
+    """Whether a part tells samples from each other; a micro-batch of one sample does not show it."""
+    return any(part.contrasts for part in column) and all(
+        part.contrasts or math.prod(part.shape) == 1 for part in column
+    )
 
 
 def _is_over_samples(part: LossPart) -> bool:
@@ -214,7 +249,7 @@ def _is_over_samples(part: LossPart) -> bool:
     return any(_near(part.divisor, first * size) for size in sizes)
 
 
-def _read(parts: Sequence[Sequence[LossPart]]) -> list[list[LossPart]]:
+def plain_numbers(parts: Sequence[Sequence[LossPart]]) -> list[list[LossPart]]:
     """Return parts whose numbers are read from their devices, all at once; scales that differ are in the divisors."""
     numbers = [number for mine in parts for part in mine for number in (part.count, part.divisor, part.scale)]
     tensors = [number for number in numbers if isinstance(number, Tensor)]
@@ -264,7 +299,7 @@ def _scalars(call: SplitCall) -> set[float]:
     return found
 
 
-def _shares(numbers: Sequence[Any]) -> list[float]:
+def shares_of(numbers: Sequence[Any]) -> list[float]:
     """Return numbers that add up to 1; none if all are 0."""
     total = math.fsum(numbers)
     return [number / total for number in numbers] if total and math.isfinite(total) else []

@@ -149,7 +149,7 @@ class Pass:
         """Run jobs in threads, under the observers; raise the first exception that any of them passed to `fail`."""
         streams = self.minibatch.streams
         # Partitions on the CPU share the caller's intra-op threads; each thread keeps a count of its own.
-        self._intra_op_threads = max(1, torch.get_num_threads() // max(1, streams.compute.count(None)))
+        self._intra_op_threads = max(1, torch.get_num_threads() // max(1, self.cpu_workers()))
         streams.follow_caller()
         self.observers.pass_started()
         try:
@@ -166,6 +166,10 @@ class Pass:
                 raise failure
             finally:
                 del failure  # it holds this frame
+
+    def cpu_workers(self) -> int:
+        """Return how many threads compute on the CPU at once."""
+        return self.minibatch.streams.compute.count(None)
 
     def _job(self, share: tuple[int, ...], where: Where) -> None:
         """Run the tasks of one worker, in its thread."""

@@ -258,14 +258,28 @@ def _is_certain(op: Any, args: Any, kwargs: Any) -> bool:
 
 def _run_swapped(op: Any, args: Any, kwargs: Any, default: torch.Generator, own: torch.Generator) -> Any:
     """Run an operator that takes no generator with the state of ours in the default one."""
+    take: Callable[[torch.Generator], Any] = torch.Generator.get_state
+    put: Callable[[torch.Generator, Any], object] = torch.Generator.set_state
+    if default.device.type == "cuda":
+        take, put = _cuda_state, _put_cuda_state
     with _swapping:
-        before = default.get_state()
-        default.set_state(own.get_state())
+        before = take(default)
+        put(default, take(own))
         try:
             return op(*args, **kwargs)
         finally:
-            own.set_state(default.get_state())
-            default.set_state(before)
+            put(own, take(default))
+            put(default, before)
+
+
+def _cuda_state(generator: torch.Generator) -> tuple[int, int]:
+    """Return the state of a GPU's generator, which is two numbers: `get_state` makes a tensor of them."""
+    return generator.initial_seed(), generator.get_offset()
+
+
+def _put_cuda_state(generator: torch.Generator, state: tuple[int, int]) -> None:
+    generator.manual_seed(state[0])
+    generator.set_offset(state[1])
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:

@@ -13,7 +13,6 @@ all in a unit's first call. A unit that was seen to use nothing but its argument
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -25,10 +24,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
+from pipesight._nested import map_tensors
 from pipesight._torch.autograd import next_sequence_number, sequence_number
 from pipesight._torch.function_modes import DEVICE_GETTERS, innermost_mode
 from pipesight._torch.module_internals import forward_hook_tables, not_compiled
 from pipesight.pipeline.dependencies import Place
+from pipesight.pipeline.entering import EnteredArguments
 from pipesight.pipeline.local_graph import LocalGraph, edge_of, enter
 from pipesight.pipeline.partition import watch_backward
 from pipesight.pipeline.placed_units import Unit
@@ -38,7 +39,7 @@ from pipesight.pipeline.unit_checkpoint import UnitCheckpoint
 if TYPE_CHECKING:
     from pipesight.pipeline.trips import Trips
 
-__all__ = ["Trip", "TripGraph", "hook"]
+__all__ = ["Trip", "TripGraph", "hook", "is_under_way"]
 
 
 @dataclass(slots=True)
@@ -94,6 +95,7 @@ class Trip(TorchFunctionMode):
         self._roots: list[dict[int, _Root]] = [{} for _ in range(trips.n)]
         self._calls = 0
         self._unit: Unit | None = None
+        self._entered: EnteredArguments | None = None  # its arguments
         self._handled: BaseException | None = None  # the unit is called while it is handled
         self._checkpoint: UnitCheckpoint | None = None
         self._looking = False  # the mode is on the stack
@@ -101,8 +103,14 @@ class Trip(TorchFunctionMode):
 
     # From beginning to end.
 
-    def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model in this thread; return its output."""
+    def run(
+        self,
+        model: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss: Callable[[Any], Tensor] | None = None,
+    ) -> Any:
+        """Call the model in this thread; return its output, or what ``loss`` makes of it in the last partition."""
         _here.trip = self
         self._begin_task(0)
         self._look(self._cuts_graph or self._moves)
@@ -110,6 +118,12 @@ class Trip(TorchFunctionMode):
             output = model(*args, **kwargs)
             while self.j < self._trips.n - 1:  # the model did not call the other cuts
                 self._switch()
+            if loss is not None:
+                where = self._trips.wheres[self.j]
+                where.layer = "loss_fn"
+                begin_task(self._trips.minibatch.randomness, (self.i, self.j, "loss"))
+                output = loss(output)
+                where.layer = None
         except BaseException:
             self._leave_unit()
             end_task()
@@ -192,7 +206,8 @@ class Trip(TorchFunctionMode):
         if unit not in trips.placement.placed[self.j].seen:
             trips.placement.settle(unit, self.j)
         if self._cuts_graph or self._moves:
-            args, kwargs = self._enter_all(args), self._enter_all(kwargs)
+            self._entered = EnteredArguments(self._enter_tensor)
+            args, kwargs = self._entered.enter(args), self._entered.enter(kwargs)
         self._unit, self._handled = unit, sys.exception()
         self._calls += 1
         where.layer = unit.name
@@ -238,6 +253,9 @@ class Trip(TorchFunctionMode):
 
     def _leave_unit(self) -> None:
         checkpoint, self._checkpoint = self._checkpoint, None
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            entered.leave()
         self._unit = None
         generators = end_task()
         if checkpoint is not None:
@@ -260,34 +278,12 @@ class Trip(TorchFunctionMode):
             return func(*args, **kwargs)
         self._busy = True
         try:
-            entered, more = self._enter_all(args), self._enter_all(kwargs) if kwargs else kwargs
+            entered, more = map_tensors(self._enter_tensor, args), map_tensors(self._enter_tensor, kwargs)
         finally:
             self._busy = False
         if self._unit is not None and (entered is not args or more is not kwargs):
             self._unit.closed[self._grad] = False
         return func(*entered, **more)
-
-    def _enter_all(self, value: Any) -> Any:
-        """Return a value with all tensors in it as this partition sees them; the value itself if they are the same."""
-        if isinstance(value, Tensor):
-            return self._enter_tensor(value)
-        if isinstance(value, (tuple, list)):
-            items = [self._enter_all(item) for item in value]
-            if all(new is old for new, old in zip(items, value, strict=True)):
-                return value
-            if hasattr(value, "_make"):
-                return value._make(items)
-            return tuple(items) if type(value) is tuple else items
-        if isinstance(value, dict):
-            pairs = {key: self._enter_all(item) for key, item in value.items()}
-            if all(new is old for new, old in zip(pairs.values(), value.values(), strict=True)):
-                return value
-            return pairs if type(value) is dict else type(value)(pairs)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = [f.name for f in dataclasses.fields(value) if f.init]
-            changed = {name: new for name in names if (new := self._enter_all(old := getattr(value, name))) is not old}
-            return dataclasses.replace(value, **changed) if changed else value
-        return value
 
     def _enter_tensor(self, tensor: Tensor) -> Tensor:
         node = tensor.grad_fn
@@ -363,6 +359,11 @@ class _PerThread(threading.local):
 
 
 _here = _PerThread()
+
+
+def is_under_way() -> bool:
+    """Tell whether this thread calls a model for a micro-batch."""
+    return _here.trip is not None
 
 
 def hook(modules: Iterable[nn.Module]) -> None:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +34,13 @@ from pipesight.pipeline.partition import PlacedPartition, SkipRoutes
 from pipesight.pipeline.placed_units import Placement
 from pipesight.pipeline.randomness import isolated
 from pipesight.pipeline.trip import Trip, TripGraph
-from pipesight.pipeline.workers import Threads, Workers
+from pipesight.pipeline.turns import Turns
+from pipesight.pipeline.workers import Threads, Workers, worker_name
 from pipesight.schedule.gpipe_order import forward_tasks
+from pipesight.schedule.task_orders import F
+from pipesight.schedule.worker_orders import Task
 
-__all__ = ["TripEngine", "TripTape", "Trips"]
+__all__ = ["TripBackward", "TripEngine", "TripTape", "Trips"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +50,37 @@ class TripEngine(Engine):
     placement: Placement
     travellers: list[Threads]
     """One pool of threads, which run the model, where the workers are too few."""
+    steppers: dict[tuple[tuple[int, ...], ...], Threads]
+    """For the partitions of each worker, a pool of threads for steps: the workers, then those that run the model."""
 
     @classmethod
     def of(cls, placement: Placement) -> TripEngine:
         """Return an engine for a model that has been placed."""
-        return cls(list(placement.placed), SkipRoutes([]), Workers(placement.devices), placement, [])
+        return cls(list(placement.placed), SkipRoutes([]), Workers(placement.devices), placement, [], {})
 
     def threads(self) -> Threads:
-        """Return a thread for each partition, kept for the next mini-batches.
+        """Return threads that run the model, kept for the next mini-batches: the workers, where these are enough.
 
         So many micro-batches are on their way at once: with fewer, a partition could be idle though there is work, and
-        with more, threads would only hand over to each other.
+        with more, threads would only hand over to each other, or compete for the GIL to launch kernels on one GPU. A
+        GPU that a micro-batch comes back to, after a partition elsewhere, needs a thread for each partition.
         """
         n = len(self.partitions)
-        if len(self.workers.threads) == n:
+        if all(map(_adjacent, self.workers.shares)):
             return self.workers
         if not self.travellers:
             names = [f"pipesight-trip-{k}" for k in range(n)]
             self.travellers.append(Threads(names, self.placement.devices))
         return self.travellers[0]
+
+    def step_threads(self, shares: tuple[tuple[int, ...], ...], travellers: int) -> Threads:
+        """Return threads for a step, kept for the next ones: first a worker for each share of the partitions."""
+        pool = self.steppers.get(shares)
+        if pool is None or len(pool.threads) < len(shares) + travellers:
+            devices = [self.placement.devices[share[0]] for share in shares]
+            names = [*map(worker_name, shares), *(f"pipesight-trip-{k}" for k in range(travellers))]
+            pool = self.steppers[shares] = Threads(names, [*devices, *[devices[0]] * travellers])
+        return pool
 
 
 class TripTape(Tape):
@@ -94,26 +108,41 @@ class _Abandoned(BaseException):
 
 
 class Trips(Pass):
-    """Runs a mini-batch forward."""
+    """Runs a mini-batch forward.
 
-    def __init__(self, tape: TripTape, placement: Placement) -> None:
+    Args:
+        tape: What passes from forward to backward.
+        placement: That of the model.
+        workers: The threads in which tasks are drawn, one for each share.
+        shares: The partitions of each worker.
+    """
+
+    tape: TripTape
+
+    def __init__(
+        self,
+        tape: TripTape,
+        placement: Placement,
+        workers: Sequence[threading.Thread],
+        shares: Sequence[tuple[int, ...]],
+    ) -> None:
         super().__init__(tape, len(tape.minibatch.sizes), tape.minibatch.engine.workers.forward_pace)
         self.placement = placement
         self.called: set[int] = set()
         """The partitions whose first module was called."""
         self._copies, self._copying = tape.copies, threading.Lock()
         self._watches: Sequence[LossWatch] = ()
-        shares = tape.minibatch.engine.workers.shares
-        orders = [forward_tasks(self.m, share) for share in shares]
-        self._first = [order[0] for order in orders]
-        self._next = {a: b for order in orders for a, b in itertools.pairwise(order)}
-        drawn_in = {
-            j: t.ident for t, share in zip(tape.minibatch.engine.workers.threads, shares, strict=True) for j in share
-        }
+        self._outputs: dict[int, tuple[Flat, list[bool]]] = {}
+        drawn_in = {j: thread.ident for thread, share in zip(workers, shares, strict=False) for j in share}
         self.wheres = [Where() for _ in range(self.n)]
         for j, where in enumerate(self.wheres):
             self.describe(where, self.minibatch.streams.compute[j])
             where.partition, where.thread = j, drawn_in[j] or 0
+        self._turns = self.make_turns()
+
+    def make_turns(self) -> Turns:
+        """Return the turns of this pass."""
+        return Turns([_turns(self.m, share) for share in self.minibatch.engine.workers.shares], self.mailboxes)
 
     def run(
         self, threads: Threads, call: SplitCall, watches: Sequence[LossWatch] = ()
@@ -129,23 +158,17 @@ class Trips(Pass):
         if self.minibatch.grad:
             for partition in self.partitions:
                 self.tape.parameters[partition.j] = partition.trainable()
-        for task in self._first:
-            self._pass_turn(task)
-        outputs: list[tuple[Flat, list[bool]] | None] = [None] * self.m
         coming = iter(range(self.m))
-        jobs = [functools.partial(self._travel_on, coming, call, outputs) for _ in threads.threads[: self.m]]
-        self.run_jobs(threads, jobs)
+        self.run_jobs(threads, [functools.partial(self.travel_on, coming, call) for _ in threads.threads[: self.m]])
         self.tape.note_versions(self.partitions)
-        return [output for output in outputs if output is not None]
+        return [self._outputs[i] for i in range(self.m)]
 
-    def _travel_on(
-        self, coming: Iterator[int], call: SplitCall, outputs: list[tuple[Flat, list[bool]] | None], own: Where
-    ) -> None:
+    def travel_on(self, coming: Iterator[int], call: SplitCall, own: Where) -> None:
         """Run the model with one micro-batch after the other, in a thread."""
         for i in coming:
-            self._travel(i, call, outputs, own)
+            self.travel(i, call, own)
 
-    def _travel(self, i: int, call: SplitCall, outputs: list[tuple[Flat, list[bool]] | None], own: Where) -> None:
+    def travel(self, i: int, call: SplitCall, own: Where) -> None:
         """Run the model with one micro-batch."""
         trip = Trip(self, i, [piece for piece in call.pieces[i] if piece.requires_grad])
         args, kwargs = call.calls[i]
@@ -157,8 +180,10 @@ class Trips(Pass):
                     torch.cuda.set_stream(stream)
             with isolated(), torch.set_grad_enabled(self.minibatch.grad):
                 with self._watches[i] if self._watches else contextlib.nullcontext():
-                    output = self.minibatch.caller.run(trip.run, self.placement.model, args, kwargs)
-                outputs[i] = self._keep(trip, flatten_output(output, call.dims))
+                    run = functools.partial(trip.run, loss=self.loss_of(i))
+                    output = self.minibatch.caller.run(run, self.placement.model, args, kwargs)
+                self.keep(trip, output)
+                del output
                 trip.finish()
         except _Abandoned:
             pass
@@ -170,9 +195,18 @@ class Trips(Pass):
         finally:
             enter_thread(own)
 
-    def _keep(self, trip: Trip, flat: Flat) -> tuple[Flat, list[bool]]:
-        """Put the graphs of a micro-batch onto the tape; return its outputs, and which of them want a gradient."""
-        wanted = [trip.export_output(k, tensor) for k, tensor in enumerate(flat.tensors)]
+    def loss_of(self, i: int) -> Callable[[Any], Tensor] | None:
+        """Return what makes a loss of the output of a micro-batch, if the pass does."""
+        return None
+
+    def keep(self, trip: Trip, output: Any) -> None:
+        """Keep the output of a micro-batch, and put its graphs onto the tape."""
+        flat = flatten_output(output, self.tape.call.dims)
+        self._outputs[trip.i] = flat, self.keep_graphs(trip, flat.tensors)
+
+    def keep_graphs(self, trip: Trip, outputs: Sequence[Tensor]) -> list[bool]:
+        """Put the graphs of a micro-batch onto the tape; return which of its outputs want a gradient."""
+        wanted = [trip.export_output(k, tensor) for k, tensor in enumerate(outputs)]
         for graph in trip.graphs:
             partition = self.partitions[graph.first]
             try:
@@ -187,24 +221,20 @@ class Trips(Pass):
             known = {id(parameter) for parameter in self.tape.parameters[partition.j]}
             self.tape.parameters[partition.j] += [leaf for leaf in found if id(leaf) not in known]
             self.tape.graphs[trip.i, partition.j] = graph
-        return flat, wanted
+        return wanted
 
     # For the trips.
 
     def take_turn(self, i: int, j: int) -> None:
         """Wait until partition j is free for micro-batch i."""
         try:
-            self.mailboxes.get((i, j), j)
+            self._turns.take((F, i, j))
         except AbortedError:
             raise _Abandoned from None
 
     def give_turn(self, i: int, j: int) -> None:
         """Let the next task of partition j, or of the others on its GPU, begin."""
-        if (following := self._next.get((i, j))) is not None:
-            self._pass_turn(following)
-
-    def _pass_turn(self, task: tuple[int, int]) -> None:
-        self.mailboxes.put(task, Packet([], self.partitions[task[1]].device), task[1])
+        self._turns.give((F, i, j))
 
     def enter(self, j: int) -> Where:
         """Let the calling thread work in partition j."""
@@ -237,6 +267,25 @@ class Trips(Pass):
         return known[1]
 
 
+def _adjacent(partitions: Sequence[int]) -> bool:
+    """Whether a micro-batch goes from each of these partitions to the next without leaving their device."""
+    return partitions[-1] - partitions[0] == len(partitions) - 1
+
+
+@functools.lru_cache
+def _turns(m: int, partitions: tuple[int, ...]) -> tuple[Task, ...]:
+    """Return the forward tasks of a worker's partitions, in the order in which trips take them.
+
+    >>> _turns(2, (0, 1))
+    ((0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1))
+    >>> _turns(2, (0, 2))
+    ((0, 0, 0), (0, 1, 0), (0, 0, 2), (0, 1, 2))
+    """
+    if _adjacent(partitions):  # a thread stays with its micro-batch
+        return tuple((F, i, j) for i in range(m) for j in partitions)
+    return tuple((F, i, j) for i, j in forward_tasks(m, partitions))
+
+
 class TripBackward(BackwardPass):
     """Runs a mini-batch backward."""
 
@@ -248,9 +297,9 @@ class TripBackward(BackwardPass):
         self.mailboxes.add(routes)
         self._total = GradientSum()
 
-    def run(self, outputs: OutputGradients) -> GradientSum:
-        """Take the gradients of the merged outputs, and empty the list; return those of the parameters."""
-        self._total = super().run(outputs)
+    def total(self) -> GradientSum:
+        """Return the gradients of all partitions; those of copies of a parameter are its own."""
+        self._total = super().total()
         for parameter, copy in self.tape.copies.values():
             gradient = self._total.take(copy)
             self._total.add([parameter], [None if gradient is None else gradient.to(parameter.device)])
@@ -280,11 +329,15 @@ class TripBackward(BackwardPass):
         try:
             self.check_weights(partition)
             for unit in units:
-                self.minibatch.caller.run(functools.partial(unit.recompute, keep=self._keep))
+                self.minibatch.caller.run(functools.partial(unit.recompute, keep=self.runs_twice(i, partition.j)))
         finally:
             self.end(where)
         if not self._keep:
             _trip(graph).units = []
+
+    def runs_twice(self, i: int, j: int) -> bool:
+        """Whether the graph of a task is run again after its backward."""
+        return self._keep
 
     def receive_gradients(
         self, partition: PlacedPartition, i: int, graph: LocalGraph, where: Where

@@ -3,11 +3,16 @@
 Both are copies, so that nothing is left behind. The plain one is called with each micro-batch in turn. A model that
 draws random numbers, such as one with dropout, is compared in eval mode: in a pipeline, each task has a stream of its
 own.
+
+That finds what the pipeline does wrong, but not arguments that were cut and should not be. So the plain model is also
+called with the whole batch, in eval mode. Where it gives something else for it than for micro-batches, other ways to
+cut single arguments are tried: if one of them gives the same, it is what is meant.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from pipesight._logger import own_logger
+from pipesight.pipeline.batch_dims import BatchDims
 from pipesight.pipeline.calls import SplitCall, split_call
-from pipesight.pipeline.flattening import Flat
+from pipesight.pipeline.flattening import Flat, flatten
 from pipesight.pipeline.outputs import Merge, flatten_output
+from pipesight.pipeline.step_losses import StepLosses
 
 if TYPE_CHECKING:
     from pipesight.pipeline.any_model import Pipeline
 
-__all__ = ["verify_call"]
+__all__ = ["verify_call", "verify_step"]
 
 logger = own_logger(__name__)
 
@@ -44,7 +51,11 @@ def verify_call(
         kwargs: Of the call.
         merge: Puts the outputs of micro-batches together.
     """
+    flat = flatten((args, dict(kwargs)))
+    args, kwargs = flat.rebuild([tensor.detach().clone() for tensor in flat.tensors])  # which a model may change
     with torch.random.fork_rng():
+        if pipe.chunks > 1:
+            _check_cutting(pipe, args, kwargs, merge)
         mode = "training"
         outputs, plain = _run_plain(pipe, args, kwargs, merge, trains=True)
         if outputs is None:  # it drew random numbers
@@ -53,12 +64,48 @@ def verify_call(
         assert outputs is not None
         twin = copy.deepcopy(pipe).train(mode == "training")
         twin.zero_grad()
-        some, more = split_call(args, kwargs, 1, pipe._dims).calls[0]  # its own: a call may fill a cache among them
+        some, more = split_call(args, kwargs, 1, pipe._dims).calls[0]  # its own lists: a call may fill a cache
         found = flatten_output(twin(*some, **more), pipe._dims)
     for names, truth, tensor in zip(found.names, outputs, found.tensors, strict=True):
         _compare(names[0], truth, tensor)
     _differentiate(outputs)
     _differentiate(found.tensors)
+    _compare_gradients(plain, twin)
+    logger.info("compared with the plain model in %s mode: same outputs, same gradients", mode)
+
+
+def verify_step(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise if a step of a pipeline gives another loss, or other gradients, than its model."""
+    stepper = pipe._stepper
+    with torch.random.fork_rng():
+        for mode in ("training", "eval"):
+            plain = copy.deepcopy(pipe.module).train(mode == "training")
+            if len({*pipe.devices}) > 1:
+                plain.to(pipe.devices[0])
+            plain.zero_grad()
+            call, targets = stepper.split(pipe, args, kwargs)
+            losses = StepLosses(stepper.loss_of, stepper.merging, call, targets)
+            before = torch.get_rng_state()
+            for i, (some, more) in enumerate(call.calls):
+                loss = losses.compute(i, plain(*some, **more))
+                start = losses.start(i, loss)
+                if start is not None:
+                    loss.backward(start)
+            if mode == "eval" or torch.equal(before, torch.get_rng_state()):
+                break  # else it drew random numbers
+        truth, factor = losses.finish()
+        for parameter in plain.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= factor
+        twin = copy.deepcopy(pipe).train(mode == "training")
+        twin.zero_grad()
+        some, more = split_call(args, kwargs, 1, pipe._dims).calls[0]  # its own: a call may fill a cache among them
+        _compare("loss", truth, twin.step(*some, **more))
+    _compare_gradients(plain, twin)
+    logger.info("compared with the plain model in %s mode: same loss, same gradients", mode)
+
+
+def _compare_gradients(plain: nn.Module, twin: nn.Module) -> None:
     # Some gradients are what is left where others cancel, such as those of the biases of keys in attention.
     scale = max(
         (float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None and p.numel()), default=0.0
@@ -69,7 +116,75 @@ def verify_call(
             raise RuntimeError(f"the {who} has no gradient of {name!r}, though the other has one; {_ADVICE}")
         if truth.grad is not None and parameter.grad is not None:
             _compare(f"{name}.grad", truth.grad, parameter.grad, scale / 100)
-    logger.info("compared with the plain model in %s mode: same outputs, same gradients", mode)
+
+
+def _check_cutting(
+    pipe: Pipeline,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    merge: Callable[[Sequence[Flat], SplitCall], Merge],
+) -> None:
+    """Raise if the plain model gives something else for micro-batches than for the batch, and an argument is why.
+
+    Where none is, it only warns: the samples of some models see each other.
+    """
+    dims = pipe._dims
+    guesses = split_call(args, kwargs, pipe.chunks, dims).guesses()
+    plain = copy.deepcopy(pipe.module).eval()
+    if len({*pipe.devices}) > 1:
+        plain.to(pipe.devices[0])
+
+    def together(chunks: int, dims: BatchDims) -> dict[str, Any]:
+        call = split_call(args, kwargs, chunks, dims)
+        flats = [flatten_output(plain(*some, **more), dims) for some, more in call.calls]
+        merged = merge(flats, call)
+        return {
+            flats[0].names[k][0]: merged.join(k, [flat.tensors[k].detach() for flat in flats])
+            for k in range(merged.count)
+        }
+
+    truth = together(1, dims)
+    if _first_unlike(truth, together(1, dims)):
+        logger.info("not compared with the whole batch: the model is random, or keeps something from call to call")
+        return
+    failure: Exception | None = None
+    found: dict[str, Any] = {}
+    try:
+        found = together(pipe.chunks, dims)
+    except Exception as error:
+        failure = error
+    for name in [name for name, tensor in truth.items() if tensor.dim() == 0 and pipe._losses.is_doubtful(name)]:
+        del truth[name]
+    unlike = "it fails" if failure is not None else _first_unlike(truth, found)
+    if not unlike:
+        return
+    for name, dim in guesses:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                other = together(pipe.chunks, dims.with_rule(name, dim))
+            except Exception:
+                continue
+        if not _first_unlike(truth, other):
+            raise ValueError(
+                f"the plain model gives something else for micro-batches than for the batch ({unlike}), and the same "
+                f"if {name!r} is {'given whole to each of them' if dim is None else 'cut'}: use "
+                f"batch_dim={{{name!r}: {dim!r}}}"
+            ) from failure
+    if failure is None and not (pipe._losses.given is not None or dims.has_contrasts):
+        warnings.warn(
+            f"the plain model gives something else for micro-batches than for the batch, even in eval mode ({unlike}): "
+            "its samples see each other, or an argument is cut that should not be, or the other way round",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _first_unlike(truth: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """Return which output differs, and how; nothing if all are the same."""
+    if missing := [name for name in truth if name not in found]:
+        return f"no {missing[0]!r}"
+    return next((text for name in truth if (text := _unlike(name, truth[name], found[name]))), "")
 
 
 _ADVICE = "do not train with these cuts, and report the model to pipesight"
@@ -100,11 +215,17 @@ def _differentiate(tensors: Sequence[Tensor]) -> None:
 
 
 def _compare(name: str, truth: Tensor, tensor: Tensor, least: float = 1e-3) -> None:
+    if unlike := _unlike(name, truth, tensor, least):
+        raise RuntimeError(f"{unlike}; {_ADVICE}")
+
+
+def _unlike(name: str, truth: Tensor, tensor: Tensor, least: float = 1e-3) -> str:
+    """Return how a tensor differs from that of the plain model; nothing if it does not."""
     truth, tensor = truth.detach(), tensor.detach().to(truth.device)
     if truth.shape != tensor.shape or truth.dtype != tensor.dtype:
-        raise RuntimeError(
+        return (
             f"{name!r} has shape {tuple(tensor.shape)} and type {tensor.dtype} in the pipeline, but "
-            f"{tuple(truth.shape)} and {truth.dtype} in the plain model; {_ADVICE}"
+            f"{tuple(truth.shape)} and {truth.dtype} in the plain model"
         )
     if not truth.is_floating_point():
         difference, limit = float((truth != tensor).sum()), 0.0
@@ -114,7 +235,6 @@ def _compare(name: str, truth: Tensor, tensor: Tensor, least: float = 1e-3) -> N
         difference = float((wide - other).abs().masked_fill(same, 0).nan_to_num(torch.inf).max()) if wide.numel() else 0
         largest = float(wide.abs().nan_to_num(0, 0, 0).max()) if wide.numel() else 0.0
         limit = _TOLERANCE.get(truth.dtype, _USUAL_TOLERANCE) * max(largest, least)
-    if difference > limit:
-        raise RuntimeError(
-            f"{name!r} differs from the plain model's by up to {difference:.3g} (allowed: {limit:.3g}); {_ADVICE}"
-        )
+    if difference <= limit:
+        return ""
+    return f"{name!r} differs from the plain model's by up to {difference:.3g} (allowed: {limit:.3g})"

@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from pipesight._torch.autograd import sequence_number
 from pipesight.context import Where, enter_thread
 
-__all__ = ["Job", "Pace", "Threads", "Workers", "annotate", "place_of"]
+__all__ = ["Job", "Pace", "Threads", "Workers", "annotate", "place_of", "worker_name"]
 
 Job: TypeAlias = Callable[[Where], None]
 """What one worker does in one pass. It must not raise."""
@@ -116,7 +116,7 @@ class Workers(Threads):
         self.shares = _share(devices)
         """The partitions of each worker."""
         self.forward_pace, self.backward_pace = Pace(), Pace()
-        super().__init__([_name(share) for share in self.shares], [devices[share[0]] for share in self.shares])
+        super().__init__([worker_name(share) for share in self.shares], [devices[share[0]] for share in self.shares])
 
 
 class _Countdown:
@@ -152,7 +152,8 @@ def _share(devices: Sequence[torch.device]) -> list[tuple[int, ...]]:
     return [tuple(share) for share in shares.values()]
 
 
-def _name(share: Sequence[int]) -> str:
+def worker_name(share: Sequence[int]) -> str:
+    """Return the name of the worker of some partitions."""
     return "pipesight-partition-" + "-".join(map(str, share))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesight.schedule.balancing import balance_cost, check_partitions
-from pipesight.schedule.lower_bounds import ChainBound, GPipeBound, bounds
+from pipesight.schedule.lower_bounds import ChainBound, GPipeBound, bounds, is_chain
 from pipesight.schedule.simulation import Times
 from pipesight.schedule.stage_costs import Cuts, StageCosts
 
@@ -64,7 +64,7 @@ def find_balance(blocks: StageCosts, *, limit: float = math.inf) -> FoundBalance
     if math.comb(blocks.layers - 1, blocks.setting.stages - 1) <= few:
         cuts = _all_cuts(blocks.layers, blocks.setting.stages)
         return search.result(search.simulate_best(cuts, bounds(blocks, cuts)))
-    if blocks.setting.rounds > 1 or blocks.crowded:
+    if not (is_chain(blocks) or blocks.setting.schedule == "gpipe") or blocks.crowded:
         search.improve()
         return search.result(min(search.seconds, float(blocks.busy()[0, -1]) / blocks.setting.partitions))
     return _branch_and_bound(blocks, search, limit)

@@ -12,11 +12,13 @@ import numpy as np
 
 from pipesight._formatting import size
 from pipesight.plan.balance_search import find_balance
+from pipesight.schedule.argument_checks import SCHEDULES
 from pipesight.schedule.costs import Costs
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Simulation
 from pipesight.schedule.stage_costs import StageCosts
 from pipesight.schedule.supported_schedules import by_name
+from pipesight.schedule.task_orders import Schedule
 
 __all__ = [
     "DISTRIBUTED_NAMES",
@@ -37,7 +39,8 @@ DISTRIBUTED_NAMES = {
     "gpipe": "gpipe",
     "1f1b": "1f1b",
     "interleaved": "interleaved-1f1b",
-    "zero-bubble": "interleaved-zero-bubble",
+    "zero-bubble": "interleaved-zero-bubble",  # with one stage per rank, too
+    **{name: name for name in SCHEDULES if name not in ("gpipe", "1f1b", "interleaved", "zero-bubble")},
 }
 """The names of the plans' schedules in `DistributedPipeline`. Every torch that pipesight supports has these."""
 
@@ -64,24 +67,60 @@ class Plan:
     """The peak of each device: parameters and activations."""
     bound_seconds: float
     """No balance gives a shorter step than this; equal to ``step_seconds`` if that is proven to be the best."""
+    order: Schedule | None = None
+    """The order of tasks that a search found; by default that of the schedule."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of tasks."""
+        return self.setting.build() if self.order is None else self.order
+
+    @property
+    def schedule_name(self) -> str:
+        """The name of the order: `searched`, or one of `SCHEDULES`."""
+        return self.setting.schedule if self.order is None else self.order.name
 
     @property
     def proven(self) -> bool:
         """Whether no other balance can be faster."""
         return self.bound_seconds >= self.step_seconds
 
-    def call(self, devices: Sequence[str] | None = None, units: Sequence[str] | None = None) -> str | None:
+    def call(
+        self,
+        devices: Sequence[str] | None = None,
+        units: Sequence[str] | None = None,
+        *,
+        in_steps: bool = False,
+        file: str = "schedule.csv",
+    ) -> str | None:
         """Return the code that runs it in one process; ``None`` if that has no such schedule.
 
         Args:
-            devices: Of the partitions.
+            devices: Of the plan, in order.
             units: The layers, by name, of a model that `pipesight.Pipeline` runs; by default it is for `GPipe`.
+            in_steps: Whether it is for the steps of a `pipesight.Pipeline`, which have schedules.
+            file: Where an order that a search found is written.
         """
-        if self.setting.schedule != "gpipe":
+        name = self._name_in_steps(file, on_cpu=devices is None or "cpu" in devices) if in_steps else None
+        if name is None and (in_steps or self.schedule_name != "gpipe"):
             return None
-        where = "devices" if devices is None else json.dumps(list(devices))
+        homes = self.schedule.device_of_stage
+        where = "devices" if devices is None else json.dumps([devices[home] for home in homes])
         rest = f'devices={where}, chunks={self.setting.chunks}, checkpoint="{self.setting.checkpoint}"'
-        return f"{'GPipe' if units is None else 'Pipeline'}(model, {division(self.balance, units)}, {rest})"
+        if name is not None:
+            rest += f', schedule="{name}"'
+        engine = "GPipe" if units is None and not in_steps else "Pipeline"
+        return f"{engine}(model, {division(self.balance, units)}, {rest})"
+
+    def _name_in_steps(self, file: str, *, on_cpu: bool) -> str | None:
+        """Return what ``Pipeline(schedule=...)`` takes; workers of the CPU have two partitions each, if several."""
+        setting = self.setting
+        if self.order is not None:
+            return file
+        if setting.rounds == 1 and setting.schedule in ("gpipe", "1f1b", "zero-bubble"):
+            return setting.schedule
+        fits = setting.partitions > 1 and (setting.rounds == 2 or (setting.rounds > 2 and not on_cpu))
+        return DISTRIBUTED_NAMES[setting.schedule] if fits else None
 
 
 def division(balance: Sequence[int], units: Sequence[str] | None = None) -> str:
@@ -92,18 +131,35 @@ def division(balance: Sequence[int], units: Sequence[str] | None = None) -> str:
     return f"cuts={json.dumps([units[start] for start in starts])}"
 
 
-def distributed_call(plan: Plan, units: Sequence[str] | None = None) -> str | None:
-    """Return the code that runs a plan with one rank per partition; ``None`` if no schedule can."""
-    setting, name = plan.setting, DISTRIBUTED_NAMES[plan.setting.schedule]
-    schedule = by_name(name)
-    if schedule is None or not schedule.fits(setting.chunks, setting.partitions, setting.stages):
-        return None
+def distributed_call(
+    plan: Plan, units: Sequence[str] | None = None, *, file: str = "schedule.csv", by_file: bool = False
+) -> str | None:
+    """Return the code that runs a plan with one rank per partition; ``None`` if no schedule can.
+
+    Args:
+        plan: What to run.
+        units: The layers, by name, of a model that is cut at modules.
+        file: Where an order that a search found is written.
+        by_file: Whether any order is in the file.
+    """
+    setting, name = plan.setting, file
+    if plan.order is None and not by_file:
+        name = DISTRIBUTED_NAMES[setting.schedule]
+        schedule = by_name(name)
+        if schedule is None or not schedule.fits(setting.chunks, setting.partitions, setting.stages):
+            return None
     rest = f'chunks={setting.chunks}, schedule="{name}", checkpoint="{setting.checkpoint}"'
     return f"DistributedPipeline(..., {division(plan.balance, units)}, {rest})"
 
 
 def predict(
-    costs: Costs, setting: Setting, balance: Sequence[int], *, parameter_scale: float = 2.0, bound: float | None = None
+    costs: Costs,
+    setting: Setting,
+    balance: Sequence[int],
+    *,
+    parameter_scale: float = 2.0,
+    bound: float | None = None,
+    order: Schedule | None = None,
 ) -> Plan:
     """Predict what a setting gives with a balance of your choice.
 
@@ -111,6 +167,14 @@ def predict(
 
         plan = predict(costs, Setting("1f1b", partitions=4, chunks=16, checkpoint="never"), [3, 3, 3, 3])
         print(plan.step_seconds, plan.bubble)
+
+    Args:
+        costs: Of the layers.
+        setting: Schedule, partitions, chunks and checkpoint mode.
+        balance: How many layers each stage has.
+        parameter_scale: Bytes held for each byte of parameters.
+        bound: No balance gives a shorter mini-batch, in seconds.
+        order: Another order of tasks than that of the schedule, with as many stages and micro-batches.
 
     Raises:
         ValueError: The balance does not fit the model or the setting.
@@ -120,7 +184,12 @@ def predict(
             "balance must give each stage at least one layer, and use all layers "
             f"(balance: {list(balance)}, stages: {setting.stages}, layers: {len(costs.layers)})"
         )
-    blocks = StageCosts(costs, setting, parameter_scale=parameter_scale)
+    if order is not None and (order.stages, order.chunks) != (setting.stages, setting.chunks):
+        raise ValueError(
+            "the order must have the stages and chunks of the setting "
+            f"(stages: {order.stages} and {setting.stages}, chunks: {order.chunks} and {setting.chunks})"
+        )
+    blocks = StageCosts(costs, setting, parameter_scale=parameter_scale, order=order)
     cut = np.concatenate([[0], np.cumsum(balance)])[:, None]
     found = blocks.simulate(cut)
     window = float(found.makespan[0]) * costs.jitter
@@ -133,13 +202,14 @@ def predict(
         1 - (1 - float(blocks.bubble(found)[0])) / costs.jitter,
         tuple(blocks.memory(cut)[:, 0].tolist()),
         step if bound is None else min(step, costs.minibatches * bound * costs.jitter + costs.outside),
+        order,
     )
 
 
 def simulated(costs: Costs, plan: Plan) -> Simulation:
     """Simulate a plan, and return when each task runs."""
     cut = np.concatenate([[0], np.cumsum(plan.balance)])[:, None]
-    found = StageCosts(costs, plan.setting).simulate(cut)
+    found = StageCosts(costs, plan.setting, order=plan.order).simulate(cut)
     times = (found.begin[..., 0], found.end[..., 0], found.makespan[0], found.busy[:, 0])
     return Simulation(found.schedule, *times)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pipesight.schedule.argument_checks import CHECKPOINT_MODES, SCHEDULES
 from pipesight.schedule.balancing import check_partitions
 from pipesight.schedule.costs import Costs
-from pipesight.schedule.setting import Setting
+from pipesight.schedule.setting import LOOPS, Setting
 
 __all__ = ["settings", "settings_for_each"]
 
@@ -48,10 +48,10 @@ def settings(
     for schedule in schedules:
         for checkpoint in checkpoints:
             for count in counts:
-                again = rounds if schedule == "interleaved" else 1
-                setting = Setting(schedule, partitions, count, checkpoint, again)
-                if setting.runs and setting.stages <= len(costs.layers):
-                    yield setting
+                for turns in _rounds(schedule, rounds):
+                    setting = Setting(schedule, partitions, count, checkpoint, turns)
+                    if setting.runs and setting.stages <= len(costs.layers):
+                        yield setting
 
 
 def settings_for_each(
@@ -85,10 +85,22 @@ def settings_for_each(
     if not found:
         raise ValueError(
             f"no schedule is possible (schedule: {','.join(schedules)}, partitions: {[*partitions]}, "
-            f"chunks: {[*chunks]}, layers: {len(costs.layers)}); interleaved schedules need a layer per stage, and "
-            "chunks that are a multiple of the partitions; 1f1b needs at least as many chunks as partitions"
+            f"chunks: {[*chunks]}, layers: {len(costs.layers)}); each stage needs a layer; interleaved "
+            "schedules run chunks in equal groups of as many as there are partitions, or more; 1f1b needs at least as "
+            "many chunks as partitions, dualpipev as stages"
         )
     return found
+
+
+def _rounds(schedule: str, rounds: int) -> list[int]:
+    """Return how many stages per device to try; zero-bubble is tried with one, too.
+
+    >>> _rounds("zero-bubble", 2), _rounds("interleaved", 2), _rounds("gpipe", 2)
+    ([1, 2], [2], [1])
+    """
+    if schedule == "zero-bubble":
+        return sorted({1, rounds})
+    return [rounds if schedule in LOOPS else 1]
 
 
 def _near(chunks: int) -> list[int]:

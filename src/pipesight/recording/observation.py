@@ -294,6 +294,8 @@ class Observation:
 
     def meet_module(self, module: nn.Module) -> None:
         """A module is called from outside all others."""
+        if self._record is not None and self._process == os.getpid():
+            self._guard("describe a model", self._record.add_module, module)
         self._recorders.meet_module(module)
 
     def _write_record(self) -> None:

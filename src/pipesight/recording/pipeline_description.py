@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -14,6 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._nested import tensors_in
+from pipesight.recording.torch_pipelines import TorchPipeline
+from pipesight.recording.torch_pipelines.torch_pipeline import ENGINE
 
 if TYPE_CHECKING:
     from pipesight.distributed import DistributedPipeline
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline", "PipelineDescription", "is_pipeline"]
 
-Pipeline: TypeAlias = Union["GPipe", "PipelineOfAnyModel", "DistributedPipeline"]
-"""A pipeline of either engine. Those in one process are modules."""
+Pipeline: TypeAlias = Union["GPipe", "PipelineOfAnyModel", "DistributedPipeline", TorchPipeline]
+"""A pipeline of either engine, or of bare torch. Those in one process are modules."""
 
 _CLASSES = [("pipesight.pipeline.gpipe", "GPipe"), ("pipesight.pipeline.any_model", "Pipeline")]
 
@@ -43,16 +45,15 @@ class PipelineDescription:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._outputs: dict[str, int] = {}
+        self._outputs: dict[tuple[int, str], int] = {}  # by partition and name of layer
         self._samples: int | None = None
         self._minibatch: int | None = None
         self._trains = False
         self._settled: int | None = None
         self._adding = threading.Lock()
         self._handles: list[RemovableHandle] = [
-            layer.register_forward_hook(partial(self._add, name))
-            for part in (pipeline.partitions if isinstance(pipeline, nn.Module) else pipeline.partitions.values())
-            for name, layer in part.named_children()
+            layer.register_forward_hook(partial(self._add, (j, name)))
+            for j, name, layer in _layers(pipeline, everywhere=False)
         ]
 
     def settle(self) -> bool:
@@ -73,20 +74,8 @@ class PipelineDescription:
     def as_json(self) -> dict[str, Any]:
         """Return what is known so far."""
         pipeline = self._pipeline
-        everything: Sequence[nn.Module]
-        placed: dict[str, Any]
-        if isinstance(pipeline, nn.Module):
-            everything, placed = list(pipeline.partitions), {"schedule": "gpipe"}
-        else:
-            everything, placed = pipeline.outlines, {"schedule": pipeline.schedule, "ranks": pipeline.ranks}
         return {
-            **placed,
-            "partitions": len(pipeline.balance),
-            "chunks": pipeline.chunks,
-            "balance": pipeline.balance,
-            **({"cuts": cuts} if (cuts := getattr(pipeline, "cuts", None)) is not None else {}),
-            "devices": [str(device) for device in pipeline.devices],
-            "checkpoint": pipeline.checkpoint,
+            **_settings(pipeline),
             "batch_size": self._samples,
             "layers": [
                 {
@@ -94,14 +83,13 @@ class PipelineDescription:
                     "class": type(layer).__name__,
                     "partition": j,
                     "parameter_bytes": sum(p.nelement() * p.element_size() for p in layer.parameters()),
-                    "output_bytes": self._outputs.get(name),
+                    "output_bytes": self._outputs.get((j, name)),
                 }
-                for j, part in enumerate(everything)
-                for name, layer in part.named_children()
+                for j, name, layer in _layers(pipeline, everywhere=True)
             ],
         }
 
-    def _add(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+    def _add(self, layer: tuple[int, str], _: nn.Module, __: Any, output: Any) -> None:
         """Add the size of a layer's output for a micro-batch of the mini-batch that is described."""
         where = context.current()
         if where is None or where.phase != "forward":
@@ -115,8 +103,51 @@ class PipelineDescription:
                     self._outputs.clear()
             if where.serial == self._minibatch:
                 size = sum(tensor.nelement() * tensor.element_size() for tensor in tensors_in(output))
-                self._outputs[name] = self._outputs.get(name, 0) + size
+                self._outputs[layer] = self._outputs.get(layer, 0) + size
 
     def _may_train(self) -> bool:
         """Return whether gradients, if there are any, are for training: a `GPipe` may be evaluated with them."""
         return self._pipeline.training if isinstance(self._pipeline, nn.Module) else True
+
+
+def _layers(pipeline: Pipeline, *, everywhere: bool) -> Iterator[tuple[int, str, nn.Module]]:
+    """Yield partition, name and layer of those of this process or, as far as they are known, of all."""
+    if isinstance(pipeline, TorchPipeline):
+        for j, layers in sorted(pipeline.layers.items()):
+            yield from ((j, name, layer) for name, layer in layers.items())
+        return
+    parts: Mapping[int, nn.Module]
+    if isinstance(pipeline, nn.Module):
+        parts = dict(enumerate(pipeline.partitions))
+    else:
+        parts = dict(enumerate(pipeline.outlines)) if everywhere else dict(pipeline.partitions)
+    for j, part in parts.items():
+        yield from ((j, name, layer) for name, layer in part.named_children())
+
+
+def _settings(pipeline: Pipeline) -> dict[str, Any]:
+    """Return how a pipeline is cut and placed. Of one of bare torch, a rank knows its own partitions only."""
+    if isinstance(pipeline, TorchPipeline):
+        numbers = range(pipeline.partitions)
+        return {
+            "engine": ENGINE,
+            "schedule": pipeline.schedule,
+            "ranks": [[rank] for rank in pipeline.ranks],
+            "partitions": pipeline.partitions,
+            "chunks": pipeline.chunks,
+            "balance": [len(pipeline.layers[j]) if j in pipeline.layers else None for j in numbers],
+            "devices": [pipeline.devices.get(j) for j in numbers],
+            "checkpoint": "never",
+        }
+    placed: dict[str, Any] = getattr(pipeline, "ran", {"schedule": "gpipe"})
+    if not isinstance(pipeline, nn.Module):
+        placed = {"schedule": pipeline.schedule, "ranks": pipeline.ranks}
+    return {
+        **placed,
+        "partitions": len(pipeline.balance),
+        "chunks": pipeline.chunks,
+        "balance": pipeline.balance,
+        **({"cuts": cuts} if (cuts := getattr(pipeline, "cuts", None)) is not None else {}),
+        "devices": [str(device) for device in pipeline.devices],
+        "checkpoint": pipeline.checkpoint,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,12 +14,23 @@ from pipesight.recording.options import RecordingOptions
 from pipesight.recording.pipeline_description import Pipeline
 from pipesight.recording.run_statistics import RunStatistics
 from pipesight.recording.step_counter import StepCounter
+from pipesight.recording.torch_pipelines import ImportWatch, TorchPipeline
 from pipesight.runs.directory import RunDirectory
 from pipesight.runs.disk_quota import DiskQuota
 from pipesight.stats.api import CheckedConfig, check_config
 from pipesight.trace.automatic import Instrumentation, instrument
 
+if TYPE_CHECKING:
+    from pipesight.recording.torch_pipelines.schedule_hooks import ScheduleHooks
+
 __all__ = ["Recorders"]
+
+SCHEDULES = "torch.distributed.pipelining.schedules"
+"""The module with torch's schedules."""
+_ALL_MODULES = 64
+"""The depth at which modules are recorded in some steps: that of any model."""
+_OFTEN = 10
+"""One of so many recorded steps has the times of all modules. Each call of a module costs 10 µs then."""
 
 
 class Recorders:
@@ -32,6 +44,9 @@ class Recorders:
         self._log: LogCapture | None = None
         self._hooks: Instrumentation | None = None
         self._hooks_paused = False
+        self._imports: ImportWatch | None = None
+        self._schedules: ScheduleHooks | None = None
+        self._recorded = 0
         self.on = True
         """Whether the current step is recorded."""
 
@@ -71,9 +86,30 @@ class Recorders:
         if options.trace or options.stats is not None:
             self._hooks = instrument(depth=1 if options.trace else 0).__enter__()
             stack.callback(self._hooks.__exit__, None, None, None)
+        # After `instrument`: what a pipeline sends is recorded with its place.
+        self._imports = ImportWatch(SCHEDULES, self._follow_schedules)
+        stack.callback(self._leave_schedules)
+
+    def _follow_schedules(self) -> None:
+        """Follow pipelines of bare torch, now that the program has imported them."""
+        from pipesight.recording.torch_pipelines.schedule_hooks import ScheduleHooks
+
+        self._schedules = ScheduleHooks(self._pause_statistics)
+
+    def _pause_statistics(self, begins: bool) -> None:
+        if self.statistics is not None:
+            self.statistics.pause(begins)
+
+    def _leave_schedules(self) -> None:
+        if self._imports is not None:
+            self._imports.remove()
+        if self._schedules is not None:
+            self._schedules.remove()
+            self._schedules = None
 
     def detach(self, guard: Guard) -> None:
         """Stop, and leave modules and loggers as they were. The caller closes the statistics."""
+        guard("leave torch's schedules", self._leave_schedules)
         if self._hooks is not None:
             if self._hooks_paused:
                 self._hooks.modules.pause(False)
@@ -99,6 +135,9 @@ class Recorders:
             else:
                 self.session.pause()
         self._want_hooks(self.on)
+        self._recorded += self.on
+        if self._hooks is not None and self._options.trace:
+            self._hooks.modules.depth = _ALL_MODULES if self._recorded % _OFTEN == _OFTEN // 2 else 1
 
     def prepare(self, step: int) -> None:
         """Be ready for a step that may begin with the call of a module."""
@@ -113,7 +152,12 @@ class Recorders:
 
     def meet_pipeline(self, pipeline: Pipeline) -> None:
         """Take statistics of a pipeline that is called."""
-        if self.statistics is not None:
+        if self.statistics is None:
+            return
+        if isinstance(pipeline, TorchPipeline):
+            for j, module in pipeline.stages.items():
+                self.statistics.meet_module(module, f"stage{j}.")
+        else:
             self.statistics.meet_pipeline(pipeline)
 
     def meet_module(self, module: nn.Module) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipesight.recording.options import RecordingOptions
 from pipesight.recording.pipeline_description import Pipeline, PipelineDescription
+from pipesight.recording.program_description import ProgramDescription
 from pipesight.recording.rank_clocks import RankClocks
 from pipesight.runs.description import Description
 from pipesight.runs.directory import RunDirectory
@@ -46,6 +48,8 @@ class RunRecord:
         self._quota, self._clocks, self._clock_offset, self._dropped = quota, clocks, clock_offset, dropped
         self._pipelines: dict[int, PipelineDescription] = {}
         self._adding = threading.Lock()
+        self._program = ProgramDescription()
+        self._program.attach()
         versions = {"torch": str(torch.__version__), "cuda": torch.version.cuda}
         self._description = Description(directory, clock=self._clock(), observed=options.as_json(), versions=versions)
 
@@ -54,6 +58,7 @@ class RunRecord:
         self._description.update(
             clock=self._clock(),
             pipelines=[pipeline.as_json() for pipeline in list(self._pipelines.values())],
+            program=self._program.as_json(),
             left_out=self._dropped(),
         )
 
@@ -73,8 +78,13 @@ class RunRecord:
         elif known.settle():
             self.write()
 
+    def add_module(self, module: nn.Module) -> None:
+        """Describe a module that the program calls itself."""
+        self._program.meet_module(module)
+
     def take_off_hooks(self) -> None:
-        """Learn no more about the pipelines."""
+        """Learn no more about the program and its pipelines."""
+        self._program.detach()
         with self._adding:
             for pipeline in self._pipelines.values():
                 pipeline.settle()

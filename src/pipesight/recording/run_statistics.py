@@ -58,6 +58,7 @@ class RunStatistics:
         self._chosen = False
         self.observing = True
         """Whether the current step is recorded."""
+        self._paused = True
         self.trained = False
         """Whether the current step has called a model or stepped an optimizer. If not, it only follows the last one."""
 
@@ -77,14 +78,17 @@ class RunStatistics:
         if self.observing and not self._chosen and _module(pipeline) not in self._known:
             self._add(pipeline)
 
-    def meet_module(self, module: nn.Module) -> None:
-        """Watch a module that training calls, unless it is part of what is watched, or holds a pipeline."""
+    def meet_module(self, module: nn.Module, prefix: str = "") -> None:
+        """Watch a module that training calls, unless it is part of what is watched, or holds a pipeline.
+
+        ``prefix`` comes before the names of its layers: modules of other ranks may have the same.
+        """
         if self._chosen or not self.observing or module in self._known or not _trains(module):
             return
         pipelines = [inner for inner in module.modules() if is_pipeline(inner)]
         if pipelines and not (len(pipelines) == 1 and _wraps(module, pipelines[0])):
             return  # each is watched when it is called
-        self._add(module)
+        self._add(module, prefix)
 
     def end_step(self) -> None:
         """Log the values of a step."""
@@ -112,6 +116,13 @@ class RunStatistics:
         with ai.comm(enable=False):
             self._session.flush()
 
+    def pause(self, begins: bool) -> None:
+        """Leave out what follows, which is no training, or end that."""
+        if begins:
+            self._paused, self.observing = self.observing, False
+        else:
+            self.observing = self._paused
+
     def close(self, *, failed: bool) -> None:
         """Log the last step, and remove all hooks; if the run failed, do not wait for other ranks."""
         try:
@@ -126,8 +137,8 @@ class RunStatistics:
                     current_session.of_run = None
                 self._session.close(alone=failed)
 
-    def _add(self, model: Model) -> None:
-        watch = _RunWatch(self._session, model, self, self._begin)
+    def _add(self, model: Model, prefix: str = "") -> None:
+        watch = _RunWatch(self._session, model, self, self._begin, prefix)
         self._known.update(_module(model).modules())
         self._session.merging.once |= not isinstance(model, nn.Module)
         same = self._names & set(watch.layers)
@@ -146,10 +157,10 @@ class _RunWatch(Watch):
     """A watch whose steps are those of the run."""
 
     def __init__(
-        self, session: StatsSession, model: Model, statistics: RunStatistics, begin: Callable[[], None]
+        self, session: StatsSession, model: Model, statistics: RunStatistics, begin: Callable[[], None], prefix: str
     ) -> None:
         self._statistics, self._begin_step = statistics, begin
-        super().__init__(session, model, auto_step=True, own=False)
+        super().__init__(session, model, auto_step=True, own=False, prefix=prefix)
 
     def begin_step(self) -> None:
         """Prepare for a step that has begun."""

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from pipesight.runs.format import rank_in
 from pipesight.runs.reading.descriptions import read_ranks, shifts_of
+from pipesight.runs.reading.profiler_trace import ProfilerTrace
 from pipesight.runs.reading.trace_reader import NotATraceError, TraceReader
 
 __all__ = ["chrome_trace"]
 
 
-def chrome_trace(readers: Iterable[TraceReader], run: Path, *, skip_unreadable: bool = False) -> Iterator[bytes]:
+def chrome_trace(
+    readers: Iterable[TraceReader | ProfilerTrace], run: Path, *, skip_unreadable: bool = False
+) -> Iterator[bytes]:
     """Yield the object piece by piece, with all times by the clock of rank 0.
 
     Args:

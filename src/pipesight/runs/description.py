@@ -60,6 +60,7 @@ class Description:
             "outcome": None,
             "clock": clock,
             "pipelines": [],
+            "program": {"loaders": [], "optimizers": [], "models": []},
             "observed": observed,
             "left_out": {"steps": 0, "events": 0, "log_lines": 0},
         }
@@ -99,7 +100,7 @@ def outcome_of(error: BaseException | None) -> str:
     if isinstance(error, SystemExit):
         return f"SystemExit: {error.code}"
     notes: list[str] = getattr(error, "__notes__", [])
-    first, *others = [*str(error).split("\n"), *notes]
+    first, *others = [*str(error).strip().split("\n"), *notes]
     place = next((line for line in others if line.startswith("in partition ")), "")  # added by pipelines
     text = f"{first[:500]} {place}".strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

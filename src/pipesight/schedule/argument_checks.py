@@ -21,8 +21,18 @@ CheckpointMode = Literal["always", "except_last", "never"]
 
 CHECKPOINT_MODES: tuple[CheckpointMode, ...] = get_args(CheckpointMode)
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-"""The schedules that plans know."""
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "looped-bfs",
+    "zero-bubble",
+    "zbv-zero-bubble",
+    "dualpipev",
+    "v-half",
+    "v-min",
+)
+"""The schedules that have a name."""
 
 
 def check_balance(balance: Iterable[int] | None, layers: int, recipe: str = "") -> list[int]:

@@ -6,7 +6,8 @@ All micro-batches take equally long in a stage. So the slowest stage sets the pa
     others    until a device's first task + how long it is held + from its last backward to that of the first stage
 
 In GPipe the two slowest may be different stages, since it runs all forwards before any backward. In the others, a
-device is held by what it computes, but also by its first micro-batch, or its last, on its way through later stages.
+device is held by what it computes and, in 1F1B and zero-bubble, also by its first micro-batch, or its last, on its way
+through later stages.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import numpy as np
 
 from pipesight.schedule.simulation import Times
 from pipesight.schedule.stage_costs import Cuts, StageCosts
-from pipesight.schedule.task_orders import B, F, R
+from pipesight.schedule.task_orders import B, F, R, W
 
-__all__ = ["ChainBound", "GPipeBound", "bounds"]
+__all__ = ["ChainBound", "GPipeBound", "bounds", "is_chain"]
 
 _Hold: TypeAlias = tuple[Times, Times]
 """How long each block holds each device, and by how much a block delays the next device."""
@@ -30,14 +31,31 @@ def bounds(blocks: StageCosts, cuts: Cuts) -> Times:
     begin, end = cuts[:-1], cuts[1:]
     if blocks.setting.schedule == "gpipe":
         return _gpipe(blocks, blocks.time[:, begin, end], blocks.send[end])
-    if blocks.setting.rounds == 1:
+    if is_chain(blocks):
         device = np.arange(blocks.setting.partitions)[:, None]
         chains = [(held[device, begin, end] + _before(later[begin, end])).max(axis=0) for held, later in _holds(blocks)]
         return np.asarray(np.maximum.reduce(chains))
-    n = blocks.setting.partitions
-    busy = blocks.busy()[begin, end].reshape(-1, n, cuts.shape[1]).sum(axis=0)
-    later = blocks.time[F] + blocks.time[B] + 2 * blocks.send
-    return np.asarray((busy + _before(later[begin, end])[:n]).max(axis=0))
+    return _of_busy(blocks, begin, end)
+
+
+def is_chain(blocks: StageCosts) -> bool:
+    """Return whether each device has one block, and runs backwards as soon as it can."""
+    return blocks.setting.rounds == 1 and blocks.setting.schedule in ("1f1b", "zero-bubble")
+
+
+def _of_busy(blocks: StageCosts, begin: Cuts, end: Cuts) -> Times:
+    """Return the bounds that hold in any schedule that runs forwards before backwards.
+
+    A device begins with a forward of its first stage, and ends with a backward of that stage, or with weight gradients.
+    """
+    n, homes = blocks.setting.partitions, np.asarray(blocks.schedule.device_of_stage)
+    busy, weights = np.zeros((2, n, begin.shape[1]))
+    np.add.at(busy, homes, blocks.busy()[begin, end])
+    np.add.at(weights, homes, blocks.split.sum(axis=1)[:, None] * blocks.time[W][begin, end])
+    there = _before((blocks.time[F] + blocks.send)[begin, end])[:n]
+    back = np.minimum(blocks.time[B], blocks.whole) if blocks.split.any() else blocks.whole
+    again = _before((back + blocks.send)[begin, end])[:n]
+    return np.asarray((there + busy + np.maximum(again - weights, 0.0)).max(axis=0))
 
 
 def _holds(blocks: StageCosts) -> list[_Hold]:

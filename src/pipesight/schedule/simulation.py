@@ -25,6 +25,9 @@ from pipesight.schedule.task_orders import KINDS, B, F, R, Schedule
 
 __all__ = ["DeadlockError", "Simulation", "Times", "simulate"]
 
+AT_ONCE = 2**20
+"""Up to so many tasks, what each waits for is looked up at once: faster, but it takes memory."""
+
 Times: TypeAlias = NDArray[np.float64]
 _Numbers: TypeAlias = NDArray[np.int32]
 
@@ -176,6 +179,7 @@ class _Walk:
         self._numbers = np.zeros(schedule.devices, np.int64)
         self._needs = np.zeros(schedule.devices, np.int64)
         self._join = self._last_forward() if schedule.joined else self.count
+        self._all = self.numbered(self._order) if len(self._order) <= AT_ONCE else None
         self._look(np.arange(schedule.devices))
 
     def front(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
@@ -196,8 +200,12 @@ class _Walk:
         """Look up what the devices run next, and what that waits for."""
         places = self._places[devices]
         over = places - self._first[devices] >= self._length
-        heads = self._order[np.minimum(places, len(self._order) - 1)]
-        number, needs = self.numbered(heads)
+        at = np.minimum(places, len(self._order) - 1)
+        heads = self._order[at]
+        if self._all is None:
+            number, needs = self.numbered(heads)
+        else:
+            number, needs = self._all[0][at], self._all[1][at]
         needs[over] = self.count + 1
         self._heads[devices], self._numbers[devices], self._needs[devices] = heads, number, needs
 

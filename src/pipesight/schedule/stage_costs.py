@@ -16,7 +16,7 @@ from pipesight.schedule.costs import Costs
 from pipesight.schedule.memory import held
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Simulation, Times, simulate
-from pipesight.schedule.task_orders import B, F, R, W, recomputed
+from pipesight.schedule.task_orders import B, F, R, Schedule, W, recomputed
 
 __all__ = ["Cuts", "StageCosts"]
 
@@ -24,16 +24,20 @@ Cuts: TypeAlias = NDArray[np.int64]
 
 
 class StageCosts:
-    """The costs of all blocks in one setting."""
+    """The costs of all blocks in one setting, in its own order of tasks or in another one."""
 
-    def __init__(self, costs: Costs, setting: Setting, *, parameter_scale: float = 2.0) -> None:
+    def __init__(
+        self, costs: Costs, setting: Setting, *, parameter_scale: float = 2.0, order: Schedule | None = None
+    ) -> None:
         self.costs, self.setting = costs, setting
-        self.schedule = setting.build()
+        self.schedule = setting.build() if order is None else order
         self.crowded = rate_of(costs.rates, self.schedule.devices) < 1
         """Whether devices slow each other down."""
         self.layers, m = len(costs.layers), setting.chunks
         layers = costs.layers
-        split = costs.weight_share if setting.schedule == "zero-bubble" else 0.0
+        self.split = self.schedule.split
+        """For each stage and micro-batch, whether its weight gradients are a task of their own."""
+        split = costs.weight_share if self.split.any() else 0.0
         each = _sums([layer.forward_each for layer in layers])
         again = [layer.forward if layer.recompute is None else layer.recompute for layer in layers]
         forward = _sums([layer.forward for layer in layers]) / m + each
@@ -46,9 +50,11 @@ class StageCosts:
         """Seconds of each task, by kind, outside its layers."""
         parts = [forward, recompute, backward * (1 - split), backward * split]
         self.time: Times = np.maximum(np.stack(parts) + self.beside[:, None, None], 0.0)
-        """Seconds of a task of each kind, by first layer and the one after the last."""
+        """Seconds of a task of each kind, by first layer and the one after the last; of backwards that are split."""
         if not split:
             self.time[W] = 0.0
+        self.whole: Times = np.maximum(backward + self.beside[B], 0.0)
+        """Seconds of a backward that is not split."""
         sizes = np.array([costs.input_bytes, *(layer.output_bytes for layer in layers)]) / m
         self.send: Times = np.array([0.0, *(costs.link.seconds(size) for size in sizes[1:-1]), 0.0])
         """Seconds from one stage to the next, by the layer that the next begins with."""
@@ -67,8 +73,15 @@ class StageCosts:
         begin, end = cuts[:-1], cuts[1:]
         delays = np.zeros((2, *begin.shape))
         delays[0], delays[1] = self.send[begin], self.send[end]
+        homes = np.asarray(self.schedule.device_of_stage)
+        together = np.flatnonzero(homes[1:] == homes[:-1])  # next to each other on one device: nothing is sent
+        delays[0, together + 1] = delays[1, together] = 0.0
         delays[1, -1] = self.loss
         times = np.maximum(self.time[:, begin, end] - self.gaps[:, None, None], 0.0)[:, :, None]
+        if self.split.any() and not self.split.all():
+            whole = np.maximum(self.whole[begin, end] - self.gaps[B], 0.0)[:, None]
+            times = np.repeat(times, self.split.shape[1], axis=2)
+            times[B] = np.where(self.split[..., None], times[B], whole)
         return simulate(self.schedule, times, delays=delays[:, :, None], gaps=self.gaps, rates=self.costs.rates)
 
     def bubble(self, simulation: Simulation) -> Times:
@@ -78,10 +91,11 @@ class StageCosts:
         return np.asarray(1 - np.divide(computing, length, out=np.ones_like(length), where=length > 0))
 
     def busy(self) -> Times:
-        """Return how long a device computes for a block in all micro-batches, by first and last layer."""
+        """Return how long a device computes for a block in all micro-batches, at least, by first and last layer."""
         m = self.setting.chunks
-        busy: Times = m * (self.time[F] + self.time[B]) + self.again * self.time[R]
-        return busy + m * self.time[W] if self.setting.schedule == "zero-bubble" else busy
+        split = self.time[B] + self.time[W]
+        backward = split if self.split.all() else self.whole if not self.split.any() else np.minimum(split, self.whole)
+        return np.asarray(m * (self.time[F] + backward) + self.again * self.time[R])
 
     def memory(self, cuts: Cuts) -> Times:
         """Return the peak bytes of each device for each of the cuts: parameters and activations."""

@@ -1,8 +1,8 @@
-"""The order in which each device runs its tasks: GPipe, 1F1B, interleaved 1F1B, zero-bubble, or a recorded one.
+"""The order in which each device runs its tasks: GPipe, 1F1B, looped and interleaved ones, zero-bubble, recorded ones.
 
 A task is a kind, a stage and a micro-batch. Kinds are `F`, a forward, `R`, the forward again for a backward that has no
-activations, `B`, a backward, and `W`, the gradients of the weights where a schedule keeps them apart from those of the
-inputs. For 3 stages and 4 micro-batches, if all tasks take equally long::
+activations, `B`, a backward, and `W`, the gradients of the weights where they are a task of their own. Then `B` is only
+the gradient of the input. For 3 stages and 4 micro-batches, if all tasks take equally long::
 
     gpipe        0  F0 F1 F2 F3             B3 B2 B1 B0
                  1     F0 F1 F2 F3       B3 B2 B1 B0
@@ -19,6 +19,7 @@ Devices follow no clock: each takes the next task of its list as soon as the inp
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -30,6 +31,7 @@ from pipesight.schedule.argument_checks import check_checkpoint, checkpoint_stop
 
 __all__ = [
     "KINDS",
+    "WHOLE",
     "B",
     "F",
     "Order",
@@ -38,14 +40,19 @@ __all__ = [
     "W",
     "gpipe",
     "interleaved",
+    "looped_bfs",
+    "numbered",
     "one_f_one_b",
     "recomputed",
     "recorded",
+    "schedule_of",
     "zero_bubble",
 ]
 
 F, R, B, W = range(4)
 KINDS = "FRBW"
+WHOLE = 4
+"""A backward with the gradients of the weights, among those without; for `numbered` only."""
 
 Order: TypeAlias = NDArray[np.int32]
 """The tasks of each device: kind, stage, micro-batch; -1 after the last."""
@@ -80,6 +87,14 @@ class Schedule:
     def devices(self) -> int:
         """The number of devices."""
         return len(self.order)
+
+    @property
+    def split(self) -> NDArray[np.bool_]:
+        """For each stage and micro-batch, whether the gradients of the weights are a task of their own."""
+        weights = self.order[self.order[..., 0] == W]
+        found = np.zeros((self.stages, self.chunks), bool)
+        found[weights[:, 1], weights[:, 2]] = True
+        return found
 
     @property
     def tasks(self) -> int:
@@ -155,48 +170,56 @@ def interleaved(stages: int, chunks: int, *, devices: int, recompute: Sequence[b
     [[0, 1], [0, 1], [0, 3], [2, 3], [0, 3], [2, 3], [2, 1], [2, 1]]
 
     Raises:
-        ValueError: The devices cannot have equally many stages, or the micro-batches do not come in groups as large as
-            there are devices.
+        ValueError: The devices cannot have equally many stages, or the micro-batches cannot come in equally large
+            groups, each as large as there are devices or larger.
     """
-    homes = _homes(stages, chunks, [s % devices for s in range(stages)] if devices > 0 else [])
-    rounds, rest = divmod(stages, devices)
-    if rest:
-        raise ValueError(f"stages must be a multiple of devices (stages: {stages}, devices: {devices})")
-    if chunks % devices and rounds > 1:
-        raise ValueError(
-            f"chunks must be a multiple of devices where stages are interleaved (chunks: {chunks}, devices: {devices})"
-        )
-    # A group of as many micro-batches as there are devices goes through all rounds before the next group starts.
-    turn = np.arange(rounds * chunks)
-    i = turn // (devices * rounds) * devices + turn % devices if rounds > 1 else turn
-    down = turn // devices % rounds if rounds > 1 else turn * 0
-    up = rounds - 1 - down
+    loop = _Loop(stages, chunks, devices)
+    orders = [
+        _alternate(*loop.tasks(device), ahead=(loop.turns - 1) * loop.group + 2 * (devices - 1 - device))
+        for device in range(devices)
+    ]
+    return Schedule("interleaved", stages, chunks, loop.homes, _order(orders, chunks, recompute))
+
+
+def looped_bfs(stages: int, chunks: int, *, devices: int, recompute: Sequence[bool] = ()) -> Schedule:
+    """Run all micro-batches in the first stage of each device, then all in its next; backwards in reverse.
+
+    Stage s is on device s % devices.
+
+    >>> looped_bfs(4, 2, devices=2).order[0, :, 1].tolist()
+    [0, 0, 2, 2, 2, 2, 0, 0]
+    """
+    homes = _looped(stages, chunks, devices)
     orders = []
     for device in range(devices):
-        ahead = (rounds - 1) * devices + (devices - 1 - device) * (2 if rounds > 1 else 1)
-        orders.append(
-            _alternate(_tasks(F, down * devices + device, i), _tasks(B, up * devices + device, i), ahead=ahead)
+        forward = _tasks(
+            F, np.repeat(np.arange(device, stages, devices), chunks), np.tile(np.arange(chunks), stages // devices)
         )
-    return Schedule("interleaved", stages, chunks, homes, _order(orders, chunks, recompute))
+        backward = forward[::-1].copy()
+        backward[:, 0] = B
+        orders.append(np.concatenate([forward, backward]))
+    return Schedule("looped-bfs", stages, chunks, homes, _order(orders, chunks, recompute))
 
 
-def zero_bubble(stages: int, chunks: int, *, recompute: Sequence[bool] = ()) -> Schedule:
+def zero_bubble(stages: int, chunks: int, *, devices: int | None = None, recompute: Sequence[bool] = ()) -> Schedule:
     """Run 1F1B with input gradients first, and weight gradients where there would be a gap (ZB-H1).
 
-    Stage s delays the weight gradients of s micro-batches, so that no stage holds more than the first one in 1F1B.
+    Device d delays the weight gradients of d micro-batches, so that none holds more than the first one in 1F1B. With
+    fewer ``devices`` than stages, stages are interleaved: stage s is on device s % devices.
 
     >>> zero_bubble(2, 2).order[1].tolist()
     [[0, 1, 0], [2, 1, 0], [0, 1, 1], [2, 1, 1], [3, 1, 0], [3, 1, 1]]
     """
-    homes = _homes(stages, chunks, None)
-    i = np.arange(chunks)
+    loop = _Loop(stages, chunks, stages if devices is None else devices)
     orders = []
-    for s in range(stages):
-        tasks = _alternate(_tasks(F, s, i), _tasks(B, s, i), ahead=stages - 1 - s)
-        backwards = np.flatnonzero(tasks[:, 0] == B)
-        after = np.concatenate([backwards[s:], np.full(min(s, chunks), len(tasks) - 1)])
-        orders.append(np.insert(tasks, after + 1, _tasks(W, s, i), axis=0))
-    return Schedule("zero-bubble", stages, chunks, homes, _order(orders, chunks, recompute))
+    for device in range(max(loop.homes) + 1):
+        forwards, backwards = loop.tasks(device)
+        ahead = (loop.turns - 1) * loop.group + max(loop.homes) - device
+        tasks = _alternate(forwards, backwards, ahead=ahead)
+        places = np.flatnonzero(tasks[:, 0] == B)
+        after = np.concatenate([places[device:], np.full(min(device, len(places)), len(tasks) - 1)])
+        orders.append(np.insert(tasks, after + 1, _tasks(W, backwards[:, 1], backwards[:, 2]), axis=0))
+    return Schedule("zero-bubble", stages, chunks, loop.homes, _order(orders, chunks, recompute))
 
 
 def recorded(order: ArrayLike, *, name: str = "recorded", joined: bool = False) -> Schedule:
@@ -233,6 +256,84 @@ def recomputed(checkpoint: str, chunks: int) -> tuple[bool, ...]:
 
 
 # Parts of orders.
+
+
+def schedule_of(
+    name: str, homes: Sequence[int], chunks: int, orders: Iterable[ArrayLike], recompute: Sequence[bool] = ()
+) -> Schedule:
+    """Make a schedule of the tasks of each device, with recomputations added before their backwards.
+
+    Args:
+        name: That of the schedule.
+        homes: The device of each stage.
+        chunks: How many micro-batches there are.
+        orders: The tasks of each device: kind, stage, micro-batch.
+        recompute: For each micro-batch, whether its forward is run again; see `recomputed`.
+    """
+    lists = [np.asarray(tasks, np.int32).reshape(-1, 3) for tasks in orders]
+    return Schedule(name, len(homes), chunks, tuple(homes), _order(lists, chunks, recompute))
+
+
+def numbered(steps: Iterable[tuple[int, int]], chunks: int) -> list[tuple[int, int, int]]:
+    """Give the tasks of a device, of which kind and stage are known, the next micro-batch each; drop those beyond.
+
+    Weight gradients take the first micro-batch that waits for its own. Those of a backward of kind `WHOLE` are part of
+    it.
+
+    >>> numbered([(F, 0), (F, 0), (WHOLE, 0), (B, 0), (W, 0), (F, 0)], chunks=2)
+    [(0, 0, 0), (0, 0, 1), (2, 0, 0), (2, 0, 1), (3, 0, 1)]
+    """
+    forwards, backwards = Counter[int](), Counter[int]()
+    waiting: dict[int, deque[int]] = {}
+    found = []
+    for kind, stage in steps:
+        if kind == W:
+            i = waiting[stage].popleft()
+        else:
+            count = forwards if kind == F else backwards
+            i, count[stage] = count[stage], count[stage] + 1
+            if kind == B:
+                waiting.setdefault(stage, deque()).append(i)
+        if i < chunks:
+            found.append((B if kind == WHOLE else kind, stage, i))
+    return found
+
+
+class _Loop:
+    """Stages that go round the devices, and micro-batches that come in groups, through all stages of a device each.
+
+    Raises:
+        ValueError: Numbers do not fit.
+    """
+
+    def __init__(self, stages: int, chunks: int, devices: int) -> None:
+        self.homes = _looped(stages, chunks, devices)
+        groups, self.turns, self._devices = max(1, chunks // devices), stages // devices, devices
+        if chunks % groups and self.turns > 1:
+            raise ValueError(
+                "chunks must come in equally large groups where stages are interleaved, of as many chunks as there are "
+                f"devices or more (chunks: {chunks}, devices: {devices}); use chunks={chunks // devices * devices}"
+            )
+        self.group = chunks // groups if self.turns > 1 else devices
+        """How many micro-batches go through all stages of a device before the next ones do."""
+        turn = np.arange(self.turns * chunks)
+        several = self.turns > 1
+        self._i = turn // (self.group * self.turns) * self.group + turn % self.group if several else turn
+        self._down = turn // self.group % self.turns if several else turn * 0
+
+    def tasks(self, device: int) -> tuple[Order, Order]:
+        """Return the forwards and the backwards of a device, each in the order in which it runs them."""
+        up = self.turns - 1 - self._down
+        down = _tasks(F, self._down * self._devices + device, self._i)
+        return down, _tasks(B, up * self._devices + device, self._i)
+
+
+def _looped(stages: int, chunks: int, devices: int) -> tuple[int, ...]:
+    """Return the devices of stages that go round."""
+    homes = _homes(stages, chunks, [s % devices for s in range(stages)] if devices > 0 else [])
+    if stages % devices:
+        raise ValueError(f"stages must be a multiple of devices (stages: {stages}, devices: {devices})")
+    return homes
 
 
 def _homes(stages: int, chunks: int, device_of_stage: Sequence[int] | None) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ class IterationBuffer:
         layers: The layers of the watched models.
         numbers: Count the tensors.
         devices: Where tensors of each GPU are measured.
-        fast: The tensors for which nothing remains to be looked up in this iteration.
+        fast: The tensors that wait to be measured with others, in iterations that log them.
         at_once: Layers and tensors that change in place, so that they cannot wait to be measured with others.
     """
 
@@ -57,7 +57,7 @@ class IterationBuffer:
         self.layers = Layers()
         self.at_once: set[tuple[str, str]] = set()
         self.numbers = itertools.count()
-        self.fast: list[Tap] = []
+        self.fast: dict[Tap, None] = {}
         self._merging, self._sinks, self._messages, self._reporter = merging, sinks, messages, reporter
         self._lock = threading.RLock()
         self.entries: dict[Key, TensorMeasurements] = {}
@@ -203,19 +203,34 @@ class IterationBuffer:
 
     def prepare_anew(self) -> None:
         """Have everything looked up again for each tensor."""
+        self._forget_entries()
+        self.fast.clear()
+
+    def _forget_entries(self) -> None:
         for tap in self.fast:
             tap.is_fast = False
             tap.entries = None
-        self.fast.clear()
+
+    def begin(self, iteration: int) -> None:
+        """Look up what an iteration does with the tensors that wait: for all at once, before the first comes."""
+        with self._lock:
+            for tap in self.fast:
+                if tap.is_fast or tap.actions is None or tap.action is None:
+                    continue
+                if tap.actions.at(iteration) is tap.action:
+                    tap.step, tap.entries, tap.is_fast = iteration, self.entries, True
+                    tap.entry = TensorMeasurements(tap.layer, tap.tensor, iteration, tap.action)
+                    self.entries[tap.layer, tap.tensor, None, tap.action] = tap.entry
 
     def _begin_anew(self) -> tuple[dict[Key, TensorMeasurements], list[SentRows]]:
-        self.prepare_anew()
+        self._forget_entries()
         entries, self.entries, self.iteration = self.entries, {}, None
         sent = [on_its_way for rows in self.devices.values() if (on_its_way := rows.send()) is not None]
         self._small.measure_all()
         for key in [key for key, entry in entries.items() if entry.changed]:
             entry = entries.pop(key)
             self.at_once.add((entry.layer, entry.tensor))
+            self.fast = {tap: None for tap in self.fast if (tap.layer, tap.tensor) not in self.at_once}
             self._messages.warning(
                 f"{entry.tensor!r} of layer {entry.layer!r} is not logged in iteration {entry.iteration}: it was "
                 "changed in place before it was measured; from now on it is measured at once"

@@ -84,6 +84,8 @@ def merge_all(entries: Sequence[TensorMeasurements], sent: Iterable[SentRows] = 
     merged: list[dict[str, Any]] = [{} for _ in entries]
     on_device: list[tuple[dict[str, Any], str, list[DeviceRow]]] = []
     for entry, result in zip(entries, merged, strict=True):
+        if not entry.calls:
+            continue
         records_of = zip(*(records for records, _ in entry.calls if records), strict=True)
         for source, records in zip(entry.action.sources, records_of, strict=False):
             if all(isinstance(record, DeviceRow) for record in records):

@@ -128,7 +128,7 @@ class StatsSession:
         if actions is None:
             return {}
         action = actions.at(step)
-        if action is None or is_recomputing() or self._captured():
+        if action is None or is_recomputing() or self.is_captured():
             return {}
         self.met = True
         results: dict[str, Any] = {}
@@ -158,7 +158,7 @@ class StatsSession:
             self._pending.turn_to(iteration)
         return iteration
 
-    def _captured(self) -> bool:
+    def is_captured(self) -> bool:
         """Whether a CUDA graph is being captured: what measures and reads back would break or become part of it."""
         capturing = is_capturing()
         if capturing and not self._told_of_capture:
@@ -176,28 +176,56 @@ class StatsSession:
         return tap.action is not None
 
     def measure_quickly(self, tap: Tap, tensor: Tensor) -> bool:
-        """Measure a tensor as `log_tensor_stats` does, if that takes no more than a kernel; else return False."""
+        """Measure a tensor as `log_tensor_stats` does, if that takes a kernel or a copy alone; else return False."""
         if not tap.is_fast and not self._prepare_quickly(tap):
             return False
-        if not on_gpu(tensor) or tensor.dtype not in QUICK or type(tensor) not in ORDINARY or is_transformed(tensor):
+        if not on_gpu(tensor):
+            return self._copy_small(tap, tensor)
+        if tensor.dtype not in QUICK or type(tensor) not in ORDINARY or is_transformed(tensor) or not has_kernels(CUDA):
             return False
         if is_capturing_stream():
-            return self._captured()
-        where, number = context.current(), next(self._numbers)
-        spot = number if where is None else (number, where.partition, where.microbatch, where.phase)
-        device = tensor.get_device()
-        rows = self._devices.get(device) or self._pending.rows(device)
-        assert tap.entry is not None
+            return self.is_captured()
+        where = context.current()
         if tap.waits:
-            rows.measure_later(tensor, tap.powers, tap.entry, spot)
-            return True
+            return self.put_aside(tap, tensor, where)
         if not is_quick(tensor):
             return False
+        number = next(self._numbers)
+        spot = number if where is None else (number, where.partition, where.microbatch, where.phase)
+        rows = self._pending.rows(tensor.get_device())
         row = rows.measure_quickly(tensor, tap.powers)
+        assert tap.entry is not None
         tap.entry.calls.append(((row,), spot))
         if tap.trial is not None and tap.trial.step == tap.step:
             tap.trial.at_once.append(row)
             rows.measure_later(tensor, tap.powers, tap.trial, spot)
+        return True
+
+    def _copy_small(self, tap: Tap, tensor: Tensor) -> bool:
+        """Copy a tensor, to be measured with others, if it is small and others compute meanwhile; else return False."""
+        where = context.current()
+        if where is None or self.is_captured():
+            return False
+        assert tap.action is not None
+        assert tap.entry is not None
+        row = self._pending.small(tensor, tap.action.sources[0])
+        if row is None:
+            return False
+        spot = (next(self._numbers), where.partition, where.microbatch, where.phase)
+        tap.entry.calls.append(((row,), spot))
+        return True
+
+    def put_aside(self, tap: Tap, tensor: Tensor, where: context.Where | None) -> bool:
+        """Have a tensor measured with others, if its tap is fast and the kernels still take it; else return False.
+
+        Called for each tensor of each layer, so what can be checked for many at once is not checked here.
+        """
+        if not on_gpu(tensor) or tensor.dtype not in QUICK or is_transformed(tensor):
+            return False
+        device = tensor.get_device()
+        rows, number = self._devices.get(device) or self._pending.rows(device), next(self._numbers)
+        spot = number if where is None else (number, where.partition, where.microbatch, where.phase)
+        rows.measure_later(tensor, tap.powers, tap.entry, spot)  # type: ignore[arg-type]
         return True
 
     def _prepare_quickly(self, tap: Tap) -> bool:
@@ -210,7 +238,7 @@ class StatsSession:
             self.met = True
             if tap.waits:
                 tap.is_fast = True
-                self._pending.fast.append(tap)
+                self._pending.fast[tap] = None
         return True
 
     def prepare_anew(self) -> None:
@@ -223,7 +251,7 @@ class StatsSession:
 
     def _prepare(self, tap: Tap) -> None:
         """Look up what there is to do with a tensor in the step that has begun."""
-        actions = self.actions_of(tap.layer, tap.tensor)
+        tap.actions = actions = self.actions_of(tap.layer, tap.tensor)
         tap.step, tap.entries, tap.entry = self.step_count, self._pending.entries, None
         tap.action = action = actions.at(tap.step) if actions else None
         tap.quick = False
@@ -239,7 +267,6 @@ class StatsSession:
                 len(action.sources) == 1
                 and not action.custom
                 and action.on_nonfinite <= {"warn"}
-                and has_kernels(CUDA)
                 and self.merging.group_for(None, tap.layer) is None
             )
 
@@ -264,7 +291,7 @@ class StatsSession:
             action = actions.at(self.step_count) if actions else None
             if action is None:
                 continue
-            if self._captured():
+            if self.is_captured():
                 return
             self.met = True
             if tensor.is_cuda and has_kernels(tensor.device) and not action.custom and type(tensor) in ORDINARY:
@@ -296,7 +323,7 @@ class StatsSession:
     ) -> Mapping[str, Any]:
         """Measure a tensor by the settings of a feature, if they select the step."""
         step = self.step_count if iteration is None else self._turn_to(iteration)
-        if not steps_of(config, inclusive=feature.inclusive).includes(step) or is_recomputing() or self._captured():
+        if not steps_of(config, inclusive=feature.inclusive).includes(step) or is_recomputing() or self.is_captured():
             return {}
         self.met = True
         stats = feature.requests(tuple(_request(entry) for entry in config.get("stats", ())), tensor_name)
@@ -358,7 +385,7 @@ class StatsSession:
 
     def step(self) -> None:
         """End a step: merge what was measured, log it, and count on. While a CUDA graph is captured, do nothing."""
-        if self.closed or self._captured():
+        if self.closed or self.is_captured():
             return
         try:
             for before in list(self.before_step):
@@ -366,6 +393,7 @@ class StatsSession:
             self._pending.end(self.step_count)
         finally:
             self.step_count += 1
+        self._pending.begin(self.step_count)
         for after in list(self.after_step):
             after()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pipesight.stats.actions import Action
+from pipesight.stats.actions import Action, TensorActions
 from pipesight.stats.measurements import TensorMeasurements
 from pipesight.stats.moments.cuda_moments import Calls, DeviceRow
 
@@ -48,9 +48,10 @@ class Tap:
     """A tensor of a watched layer, with what is looked up once a step.
 
     Attributes:
+        actions: What to do with it in each step.
         action: What to do with it in that step.
         is_fast: Whether it waits in this step, and nothing remains to be looked up.
-        quick: Whether one kernel is all that it takes on a GPU.
+        quick: Whether one kernel is all that it takes on a GPU, or a copy elsewhere.
         entry: Where its calls are kept.
         powers: Whether its third and fourth moments are wanted.
         trial: Whether it can wait to be measured with others, while that is found out.
@@ -61,6 +62,7 @@ class Tap:
 
     __slots__ = (
         "action",
+        "actions",
         "entries",
         "entry",
         "is_fast",
@@ -75,6 +77,7 @@ class Tap:
 
     def __init__(self, layer: str, tensor: str) -> None:
         self.layer, self.tensor = layer, tensor
+        self.actions: TensorActions | None = None
         self.action: Action | None = None
         self.entry: TensorMeasurements | None = None
         self.quick = self.powers = self.is_fast = False

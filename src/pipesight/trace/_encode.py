@@ -253,15 +253,16 @@ class Encoder:
             return _dumps({**line, "ph": "M", "args": {"hhash": self._host[1], **known}}) + "\n"
         line |= {"ts": when, "ph": mark.phase}
         if mark.phase == "C":  # viewers draw one chart for each name and ID, with a curve for each argument
-            return _dumps({**line, "id": 0, "args": args}) + "\n"
+            return _dumps({**line, "id": 0, "args": args, "point": args}) + "\n"
         if mark.phase == "i":
             line["s"] = "t"  # drawn on this thread's track only
         else:
             line["id"] = mark.key ^ self._arrows
             if mark.phase == "f":
                 line["bp"] = "e"  # it ends at the enclosing span, not at the next one
-        args = {"hhash": self._host[1], **(_without_reserved(args) if self.include_args else {})}
-        return _dumps({**line, "args": args}) + "\n"
+        own: Args = _without_reserved(args) if self.include_args else {}
+        point = {"point": own} if mark.phase == "i" else {}  # for readers that cannot know the names of arguments
+        return _dumps({**line, "args": {"hhash": self._host[1], **own}, **point}) + "\n"
 
 
 def _without_reserved(args: Args) -> Args:

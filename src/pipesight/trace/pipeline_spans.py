@@ -77,6 +77,14 @@ def _track_of(where: Where) -> _Track:
     return track
 
 
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.outside: list[Span] = []  # the spans that passes were called in
+
+
+_here = _PerThread()
+
+
 class PipelineSpans(Observer):
     """Records the tasks, layers and transfers of pipelines while a trace is being written."""
 
@@ -86,11 +94,14 @@ class PipelineSpans(Observer):
 
     def pass_started(self) -> None:
         """Notify `on_pass`: from now on the pipeline calls the modules."""
+        _here.outside.append(current())
         for begun in on_pass:
             begun(True)
 
     def pass_ended(self) -> None:
-        """Notify `on_pass`."""
+        """Notify `on_pass`, and return to the span that the pass was called in: tasks may have run in its context."""
+        if _here.outside:
+            resume(_here.outside.pop())
         for begun in on_pass:
             begun(False)
 

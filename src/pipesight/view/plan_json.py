@@ -39,7 +39,7 @@ def plans_as_json(outcome: Outcome) -> dict[str, Any]:
 def _plan(outcome: Outcome, plan: Plan) -> dict[str, Any]:
     setting = plan.setting
     return {
-        "schedule": setting.schedule,
+        "schedule": plan.schedule_name,
         "partitions": setting.partitions,
         "rounds": setting.rounds,
         "chunks": setting.chunks,

@@ -70,7 +70,7 @@ def _timelines(outcome: Outcome) -> list[PlanTimeline]:
     drawn = {id(plan): plan for plan in (outcome.fastest_to_run(), outcome.plans[0]) if plan is not None}
     for plan in drawn.values():
         setting, times = plan.setting, simulated(outcome.costs, plan)
-        what = f"Planned: {setting.schedule}, {setting.chunks} chunks, checkpoint {setting.checkpoint}"
+        what = f"Planned: {plan.schedule_name}, {setting.chunks} chunks, checkpoint {setting.checkpoint}"
         text = f"step {time(plan.step_seconds * 1e6)}, bubble {plan.bubble:.1%}, balance {list(plan.balance)}"
         found.append(PlanTimeline(what, text, times.schedule, times.begin, times.end))
     return found

@@ -9,10 +9,11 @@ from typing import TypeAlias
 from pipesight._formatting import size, time
 from pipesight._plurals import count_of
 from pipesight.analysis.plan_outcome import Outcome, best_of_each
+from pipesight.plan.large_layers import LargeLayer
 from pipesight.plan.plans import Plan
 from pipesight.view.text_layout import columns, shown_width
 
-__all__ = ["HEADINGS", "Row", "notes_on", "plan_text", "table_rows"]
+__all__ = ["HEADINGS", "Row", "large_layer_note", "notes_on", "plan_text", "table_rows"]
 
 SMALL = 0.5
 """Plans whose micro-batches have at most this share of the recorded samples get a note."""
@@ -51,14 +52,16 @@ def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = 
     for sentence in sentences:
         lines += textwrap.wrap(sentence, width or 10_000, subsequent_indent="  ", break_on_hyphens=False) or [""]
     if advice is None and (plan := outcome.fastest_to_run()) is not None:
-        # Of a run over ranks, all plans can be run.
-        other = (
-            [f"{'Pipeline' if outcome.costs.by_cuts else 'GPipe'} runs only gpipe; its best:"]
-            if plan is not outcome.plans[0]
-            else []
-        )
+        # Of a run over ranks or of steps, all plans can be run, but for loops of other lengths on the CPU.
+        other = [f"{_limit_of_engine(outcome)}; its best:"] if plan is not outcome.plans[0] else []
         lines += ["", *other, str(outcome.call(plan))]
     return "\n".join(lines)
+
+
+def _limit_of_engine(outcome: Outcome) -> str:
+    if outcome.in_steps:
+        return "Pipeline on the CPU runs loops of two rounds only"
+    return "a call of Pipeline runs only gpipe" if outcome.costs.by_cuts else "GPipe runs only gpipe"
 
 
 def _fitted(rows: Sequence[Row], width: int | None) -> tuple[list[str], int | None]:
@@ -86,7 +89,7 @@ def table_rows(outcome: Outcome, plans: Iterable[Plan]) -> list[Row]:
         found.append(("simulated", *[""] * 4, *simulated, _memory(outcome, outcome.recorded_bytes)))
     for place, plan in enumerate(plans):
         setting = plan.setting
-        name = setting.schedule + (f" x{setting.rounds}" if setting.rounds > 1 else "")
+        name = plan.schedule_name + (f" x{setting.rounds}" if setting.rounds > 1 and not setting.in_v else "")
         what = (name, setting.checkpoint, str(setting.chunks), _balance(plan.balance))
         step = time(plan.step_seconds * 1e6) + ("" if plan.proven else " *")
         saved = "" if outcome.baseline is None else f"{1 - plan.step_seconds / outcome.baseline:.1%}"
@@ -117,7 +120,18 @@ def notes_on(outcome: Outcome, plans: Sequence[Plan]) -> list[str]:
             )
     if any(plan.setting.chunks == 1 and plan.setting.partitions > 1 for plan in plans):
         found.append("with chunks=1 there is no pipelining: partitions take turns")
+    if (large := outcome.too_large()) is not None:
+        found.append(large_layer_note(large))
     return [*found, *outcome.costs.notes]
+
+
+def large_layer_note(large: LargeLayer) -> str:
+    """Say that a layer is too large for any cut to help, and what splitting it would give."""
+    return (
+        f"layer {large.name!r} takes {large.share:.0%} of the model's time, more than the {large.fair:.0%} of a "
+        f"partition, so no cut balances the partitions; split into {large.parts} equal layers, the step would take "
+        f"{time(large.step_seconds * 1e6)} ({large.gain:.0%} less)"
+    )
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -11,6 +11,9 @@ from pipesight._version import __version__
 from pipesight.analysis.layer_times import LayerReport
 from pipesight.analysis.overall import Overall
 from pipesight.analysis.pipeline_report import PipelineReport
+from pipesight.analysis.program_advice import part_title
+from pipesight.analysis.program_report import ProgramReport
+from pipesight.analysis.program_time import OWN
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_times import PARTS, StepTimes, Summary
 from pipesight.runs.reading.event_tables import Column
@@ -53,12 +56,49 @@ def as_json(report: Report) -> dict[str, Any]:
         "links": [asdict(link) for link in report.links],
         "held": [asdict(held) for held in report.held],
         "collectives": [asdict(collective) for collective in report.collectives],
+        "what_if": None if report.what_if is None else asdict(report.what_if),
         "nonfinite": None if report.nonfinite is None else asdict(report.nonfinite),
+        "gpus": [asdict(gpu) for gpu in report.gpus],
+        "profiled": [asdict(steps) for steps in report.profiled],
         "names": [asdict(name) for name in report.names],
+        "program": None if report.program is None else _program(report.program),
+        "lead": None if report.lead is None else asdict(report.lead),
+        "own_spans": [asdict(span) for span in report.own_spans],
+        "own_times": [asdict(own) for own in report.own_times],
+        "curves": [asdict(curve) for curve in report.curves],
+        "moments": [asdict(moment) for moment in report.moments],
     }
     plain = _plain(result)
     assert isinstance(plain, dict)
     return plain
+
+
+def _program(program: ProgramReport) -> dict[str, Any]:
+    total = max(sum(program.parts.values()), 1e-9)
+    steps = program.steps
+    columns = (steps.rank, steps.step, steps.begin, steps.period, steps.samples, program.counted)
+    names = ("rank", "step", "begin", "time", "samples", "counted")
+    rows = zip(*(column.tolist() for column in columns), steps.parts.T.tolist(), strict=True)
+    return {
+        "trains": program.trains,
+        "ranks": program.ranks,
+        "count": program.count,
+        "time": asdict(program.time),
+        "elapsed": program.elapsed,
+        "steps_per_second": program.count / program.elapsed * 1e6,
+        "samples_per_second": program.samples_per_second,
+        "parts": [
+            {"name": part_title(part), "own": part.startswith(OWN), "time": spent, "share": spent / total}
+            for part, spent in program.parts.items()
+        ],
+        "steps": [
+            {**dict(zip(names, row, strict=True)), "parts": dict(zip(map(part_title, steps.names), own, strict=True))}
+            for *row, own in rows
+        ],
+        "modules": [{**asdict(module), "total": module.total} for module in program.modules.modules],
+        "module_steps": program.modules.steps,
+        "evaluations": program.evaluations,
+    }
 
 
 def _overall(overall: Overall) -> dict[str, Any]:

@@ -11,8 +11,18 @@ from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.report import Report
 from pipesight.view.finding_sentences import Finding, finding_groups, nonfinite_in, remarks_in, warm_up_in
 from pipesight.view.text_layout import Style, beside, columns, spark
-from pipesight.view.text_tables import PARTITIONS, layer_table, name_table, partition_table, time_bars
+from pipesight.view.text_program import curve_lines, own_span_table, program_blocks
+from pipesight.view.text_tables import (
+    PARTITIONS,
+    gpu_table,
+    layer_table,
+    name_table,
+    partition_table,
+    profiled_table,
+    time_bars,
+)
 from pipesight.view.text_timeline import timeline_block
+from pipesight.view.text_what_if import what_if_block
 
 __all__ = ["render"]
 
@@ -44,11 +54,13 @@ def render(
     blocks.append(_verdict(report, style))
     if report.overall is not None:
         blocks.append(_speed(report, report.overall, style))
+    if report.program is not None:
+        blocks += program_blocks(report, report.program, style, step=step)
     drawn = report.typical if step is None else step
-    if drawn is not None:
+    if drawn is not None and report.program is None:
         blocks.append(timeline_block(report, drawn, style, most=2 * PARTITIONS))
     if report.overall is not None:
-        where = time_bars(report.overall, style)
+        where = time_bars(report.overall, style, report.own_times)
         if report.layers:
             blocks.append(beside(where, layer_table(report, style), width=style.width))
         else:
@@ -56,7 +68,12 @@ def render(
         blocks += [partition_table(pipeline, report, style) for pipeline in report.pipelines]
     elif report.layers:
         blocks.append(layer_table(report, style))
+    if report.what_if is not None:
+        blocks.append(what_if_block(report.what_if, style, is_verdict=report.verdict.text == report.what_if.verdict))
+    if report.program is None:
+        blocks += [own_span_table(report, style), curve_lines(report, style)]
     blocks += [_findings(title, found, MOST[title], style) for title, found in finding_groups(report)]
+    blocks += [profiled_table(report, style), gpu_table(report, style)]
     if report.names:
         blocks.append(name_table(report, style))
     if remarks := remarks_in(report):
@@ -67,6 +84,12 @@ def render(
 
 def _head(report: Report, style: Style) -> list[str]:
     counted = count_of(report.events, "event")
+    if report.what_if is not None and not len(report.steps):
+        steps = count_of(report.what_if.steps, "step")
+        counted = f"{steps}, {count_of(report.what_if.operations, 'operation')}"
+    if report.program is not None:
+        what = ("step", None) if report.program.trains else ("batch", "batches")
+        counted = f"{count_of(len({*report.program.steps.step.tolist()}), *what)}, {counted}"
     if len(report.steps):
         counted = f"{count_of(len({*report.steps.step.tolist()}), 'step')}, {counted}"
     if len(report.ranks) > 1:
@@ -85,7 +108,7 @@ def _head(report: Report, style: Style) -> list[str]:
 def _shape(pipeline: PipelineReport) -> str:
     """Describe a pipeline."""
     facts = pipeline.facts
-    where = f" on {count_of(pipeline.workers, 'rank')}" if pipeline.workers < pipeline.partitions else ""
+    where = f" on {count_of(pipeline.workers, pipeline.worker_noun)}" if pipeline.workers < pipeline.partitions else ""
     chunks = count_of(pipeline.chunks, "micro-batch", "micro-batches")
     words = [f"{count_of(pipeline.partitions, 'partition')}{where}, {chunks}"]
     words += [facts.schedule] if facts.schedule else []

@@ -8,13 +8,22 @@ from pipesight._formatting import percent, time
 from pipesight._plurals import count_of
 from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.overall import Overall
+from pipesight.analysis.own_spans import OwnTime
 from pipesight.analysis.pipeline_report import PartitionReport, PipelineReport
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_times import OUTSIDE
 from pipesight.analysis.verdict import TITLES
 from pipesight.view.text_layout import Style, bar, columns, shown_width
 
-__all__ = ["PARTITIONS", "layer_table", "name_table", "partition_table", "time_bars"]
+__all__ = [
+    "PARTITIONS",
+    "gpu_table",
+    "layer_table",
+    "name_table",
+    "partition_table",
+    "profiled_table",
+    "time_bars",
+]
 
 LAYERS = 8
 """How many of the slowest layers are listed."""
@@ -28,8 +37,8 @@ _SHORTEST = {"fill_and_drain": "fill", "sharing": "share", "imbalance": "imbal."
 _SHORTEST |= {"jitter": "jitter", "transfers": "transf.", "host_gaps": "gaps"}
 
 
-def time_bars(overall: Overall, style: Style) -> list[str]:
-    """Draw the parts of the mean step as bars: inside the pipeline, then outside."""
+def time_bars(overall: Overall, style: Style, own: Sequence[OwnTime] = ()) -> list[str]:
+    """Draw the parts of the mean step as bars: inside the pipeline, then outside, with what the user's spans cover."""
     total = max(sum(overall.parts.values()), 1e-9)
     inside = ["computing", *(name for name in LOSSES if overall.parts[name] >= total * 0.0005)]
     outside = [name for name in OUTSIDE if overall.parts[name] >= total * 0.0005]
@@ -43,6 +52,10 @@ def time_bars(overall: Overall, style: Style) -> list[str]:
         rows.append([f"  {TITLES[name]}", time(overall.parts[name]), percent(share), style.paint(drawn, colour)])
         if name == "host_gaps" and overall.turnaround >= total * 0.005:
             rows.append(["    before backward", time(overall.turnaround), percent(overall.turnaround / total), ""])
+        for span in own:
+            if span.part == name and span.time >= total * 0.0005:
+                deeper = "      " if name == "host_gaps" else "    "
+                rows.append([f"{deeper}{style.cut(span.name, 20)}", time(span.time), percent(span.time / total), ""])
     rows.append(["  mean step", time(total), "100%", ""])
     lines = columns(rows, align="lrrl")
     lines[-1] = style.paint(lines[-1], "dim")
@@ -124,6 +137,37 @@ def _worst(rows: Sequence[PartitionReport]) -> tuple[list[PartitionReport], int]
     by_bubble = sorted(rows, key=lambda row: row.bubble)
     kept = {row.partition for row in (*by_bubble[: PARTITIONS // 2], *by_bubble[-PARTITIONS // 2 :])}
     return [row for row in rows if row.partition in kept], len(rows) - len(kept)
+
+
+def gpu_table(report: Report, style: Style) -> list[str]:
+    """List what the GPU of each rank did, of a trace of PyTorch's profiler."""
+    if not report.gpus:
+        return []
+    titles = ("rank", "compute", "communic.", "exposed", "memory", "idle", "gaps", "longest")
+    table = [[style.paint(cell, "dim") for cell in titles]]
+    for gpu in report.gpus[:PARTITIONS]:
+        parts = (gpu.compute, gpu.communication, gpu.exposed_communication, gpu.memory, gpu.idle)
+        shares = [percent(part / max(gpu.window, 1)) for part in parts]
+        table.append([str(gpu.rank), *shares, f"{gpu.gaps:,}", time(gpu.longest_gap)])
+    if len(report.gpus) > PARTITIONS:
+        table.append([f"and {len(report.gpus) - PARTITIONS} more", *[""] * 7])
+    window = max(gpu.window for gpu in report.gpus)
+    title = f"GPUs (shares of the time from first to last kernel, {time(window)} at most)"
+    return [style.paint(title, "bold"), *(f"  {line}" for line in columns(table, align="lrrrrrrr"))]
+
+
+def profiled_table(report: Report, style: Style) -> list[str]:
+    """List the steps of a trace of PyTorch's profiler that has no tasks."""
+    if not report.profiled or report.overall is not None:
+        return []
+    table = [[style.paint(cell, "dim") for cell in ("rank", "steps", "count", "median", "shortest", "longest")]]
+    for steps in report.profiled[:PARTITIONS]:
+        times = [time(value) for value in (steps.median, steps.least, steps.most)]
+        table.append([str(steps.rank), f"{steps.first} to {steps.last}", f"{steps.count:,}", *times])
+    if len(report.profiled) > PARTITIONS:
+        table.append([f"and {len(report.profiled) - PARTITIONS} more", *[""] * 5])
+    title = "Steps, as the profiler was told of them"
+    return [style.paint(title, "bold"), *(f"  {line}" for line in columns(table, align="llrrrr"))]
 
 
 def name_table(report: Report, style: Style) -> list[str]:

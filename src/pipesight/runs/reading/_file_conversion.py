@@ -52,6 +52,12 @@ class Normalizer:
             source.path.unlink(missing_ok=True)
 
     @property
+    def place(self) -> int | None:
+        """The place of the rank in its pipeline, if it is known; that of one which names no rank is its number."""
+        known = self._chrome
+        return known.place if known is not None and known.rank is not None else self.file.rank
+
+    @property
     def is_broken_off(self) -> bool:
         """Whether a list of events has no end."""
         return self._chrome is not None and not self._chrome.ended

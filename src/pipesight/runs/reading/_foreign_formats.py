@@ -15,7 +15,7 @@ _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(r"\}\s*,\s*(?=\{)")
 _SPACE = re.compile(r"[\s,]*")
 _BASE = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d{1,19})')
-_RANK = re.compile(r'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})')
+_DISTRIBUTED = re.compile(r'"distributedInfo"\s*:\s*(?=\{)')
 _LONGEST = 2**22  # characters of an event
 _LONGEST_HEAD = 2**26  # characters before the first
 _STEPS = ("step", "iteration", "global_step", "iter")
@@ -40,6 +40,8 @@ class ChromeReader:
         """Microseconds to add to the times."""
         self.rank: int | None = None
         """The rank that the trace names."""
+        self.place: int | None = None
+        """The place of that rank among those of its pipeline, if that is sure."""
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield the events."""
@@ -76,13 +78,35 @@ class ChromeReader:
                 return True
             if found := _EVENTS.search(self._text):
                 head = self._text[: found.start()]
-                base, rank = _BASE.search(head), _RANK.search(head)
+                base = _BASE.search(head)
                 self.shift = int(base[1]) // 1000 if base else 0
-                self.rank = int(rank[1]) if rank else None
+                self.rank, self.place = self._rank(head)
                 self._at = found.end()
                 return True
             if len(self._text) > _LONGEST_HEAD or not self._more():
                 return False
+
+    def _rank(self, head: str) -> tuple[int | None, int | None]:
+        """Return the rank that the head names, and its place in the pipeline: in all ranks, or in a group so named."""
+        found = _DISTRIBUTED.search(head)
+        try:
+            facts = self._decode(head, found.end())[0] if found else {}
+        except (ValueError, RecursionError):
+            return None, None
+        rank = facts.get("rank")
+        if type(rank) is not int or not 0 <= rank < 10**9:
+            return None, None
+        own: list[tuple[str, list[Any]]] = [
+            (str(group.get("pg_desc")), group["ranks"])
+            for group in facts.get("pg_config") or ()
+            if isinstance(group, dict) and isinstance(group.get("ranks"), list) and rank in group["ranks"]
+        ]
+        size = facts.get("world_size")
+        pipelines = [ranks for name, ranks in own if name.split("_")[-1].lower() == "pp"]
+        if pipelines:
+            return rank, pipelines[0].index(rank)
+        alone = type(size) is int and not any(1 < len(ranks) < size for _, ranks in own)
+        return rank, rank if alone else None
 
     def _more(self) -> bool:
         """Read on, and drop what was consumed."""

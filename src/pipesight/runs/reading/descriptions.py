@@ -100,9 +100,34 @@ def _complete(description: dict[str, Any], other: Mapping[str, Any]) -> None:
     for ours, theirs in zip(_dicts(description, "pipelines"), _dicts(other, "pipelines"), strict=False):
         if "ranks" not in ours:
             continue  # a pipeline of one rank: the other has one of its own
+        if "engine" in ours:
+            _complete_torch_pipeline(ours, theirs)
+            continue
         for layer, same in zip(_dicts(ours, "layers"), _dicts(theirs, "layers"), strict=False):
             if layer.get("name") == same.get("name") and layer.get("output_bytes") is None:
                 layer["output_bytes"] = same.get("output_bytes")
+
+
+def _complete_torch_pipeline(ours: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Add another rank's part of a pipeline of bare torch, if it is one of the same pipeline or of a replica of it."""
+    if any(ours.get(key) != theirs.get(key) for key in ("engine", "schedule", "partitions", "chunks")):
+        return
+    rows, others = ours.get("ranks"), theirs.get("ranks")
+    if not (isinstance(rows, list) and isinstance(others, list) and len(rows) == len(others)):
+        return
+    for row, other in zip(rows, others, strict=True):
+        if isinstance(row, list) and isinstance(other, list):
+            row += [rank for rank in other if rank not in row]
+    for key in ("balance", "devices"):
+        known, more = ours.get(key), theirs.get(key)
+        if isinstance(known, list) and isinstance(more, list):
+            ours[key] = [b if a is None else a for a, b in zip(known, more, strict=False)]
+    if ours.get("batch_size") is None or ours["batch_size"] == 0:
+        ours["batch_size"] = theirs.get("batch_size")
+    layers = [*_dicts(ours, "layers")]
+    known_partitions = {layer.get("partition") for layer in layers}
+    layers += [layer for layer in _dicts(theirs, "layers") if layer.get("partition") not in known_partitions]
+    ours["layers"] = sorted(layers, key=lambda layer: j if type(j := layer.get("partition")) is int else 0)
 
 
 def _dicts(facts: Mapping[str, Any], key: str) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from pipesight.runs.reading import _adoption_sql as adoption
 from pipesight.runs.reading import _duckdb_sql as sql
 from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
 from pipesight.runs.reading.reader_notes import NotARunError
@@ -119,14 +120,31 @@ class DuckEvents:
         """Remove the events of a file."""
         self._database.execute("DELETE FROM events WHERE file = $number", {"number": number})
 
-    def adopt(self, numbers: Sequence[int]) -> None:
-        """Infer the steps and ranks of tasks that other tools recorded, in the files of these numbers."""
-        for statement in sql.ADOPTION:
-            self._database.execute(statement, {"files": list(numbers)})
+    def adopt(self, places: Mapping[int, int | None]) -> dict[int, str]:
+        """Infer the steps, ranks and partitions of tasks that other tools recorded; return what could not be told.
+
+        Args:
+            places: By the number of a file, the place of its rank in its pipeline, if it is known.
+        """
+        run, files = self._database.execute, {"files": list(places)}
+        run(adoption.PLACES, {**files, "places": [-1 if place is None else place for place in places.values()]})
+        for statement in adoption.ADOPTION:
+            run(statement, files)
+        if self.is_whole:
+            run(adoption.MADE)
+        notes = {
+            file: f"{pairs:,} overlapped forwards have no time of their own: it is in that of their backwards"
+            for file, pairs in run(adoption.UNSPLIT, files).fetchall()
+        }
+        for (file,) in run(adoption.UNPLACED, files).fetchall():
+            notes[file] = "'Forward 0' does not say which partition that is, and the ranks are in several groups"
+        run(adoption.DROPPING_UNPLACED, files)
+        return notes
 
     def settle(self) -> dict[int, FileFacts]:
         """Return what was found in each file, by its number, and delete rows that are not needed."""
         rows = self._database.execute(sql.FACTS).fetchall()
+        self._database.execute(sql.POINTS)
         self._database.execute(sql.SETTLING_ALL if self.is_whole else sql.SETTLING)
         return {number: FileFacts(*facts) for number, *facts in rows}
 
@@ -185,6 +203,17 @@ class DuckEvents:
     def fetch(self, query: Frame) -> Mapping[str, Column]:
         """Run a query, and return its columns."""
         found: Mapping[str, Column] = query.to_native().fetchnumpy()
+        return found
+
+    def points(self) -> Mapping[str, Column]:
+        """Return the counters and instants of the ranks' own processes, with their values as JSON, by rank and time."""
+        columns = 'rank, category, name, "begin", "values"'
+        if self._is_dataset:
+            columns = 'process_rank AS rank, category, name, started AS "begin", arguments AS "values"'
+        where = "WHERE event IN ('counter', 'instant')" if self._is_dataset else ""
+        table = "dataset" if self._is_dataset else "points"
+        query = f'SELECT {columns} FROM {table} {where} ORDER BY rank, "begin", name'
+        found: Mapping[str, Column] = self._database.execute(query).fetchnumpy()
         return found
 
     def close(self) -> None:

@@ -21,13 +21,14 @@ from pipesight.runs.reading.attempts import Attempt, choose, own_restarts
 from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
 from pipesight.runs.reading.descriptions import merged, processes_of, read_description, read_ranks, shifts_of
 from pipesight.runs.reading.duckdb_events import DuckEvents, FileFacts, Source, UnreadableError
+from pipesight.runs.reading.operation_trace import is_parquet, read_operations
 from pipesight.runs.reading.reader_notes import NotARunError, Note
 from pipesight.runs.reading.safe_open import refusal, without_refused
 from pipesight.runs.reading.trace_files import TraceFile, find_files
 
 if TYPE_CHECKING:
     from pipesight.runs.reading.event_queries import Frame
-    from pipesight.runs.reading.event_tables import Column
+    from pipesight.runs.reading.event_tables import Column, Operations
 
 __all__ = ["Events", "Loaded", "load"]
 
@@ -66,6 +67,8 @@ class Loaded:
     """Which attempt was asked for."""
     whole: bool = False
     """Whether every event was read, not just what a report needs."""
+    operations: Operations | None = None
+    """Of a trace of operations, which has no events."""
 
 
 def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None, whole: bool = False) -> Loaded:
@@ -91,6 +94,8 @@ def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None, w
             f"engines other than DuckDB need a dataset, and {str(path)!r} is not one; make one: "
             f"pipesight convert {shlex.quote(str(path))} --to parquet"
         )
+    if is_parquet(path):
+        return _open_operations(path, attempt)
     events = DuckEvents(whole=whole)
     loaded = Loaded(events, asked=attempt, whole=whole)
     meanwhile = threading.Thread(target=_import_rest)
@@ -132,6 +137,13 @@ def _open_dataset(path: Path, engine: object, asked: int | None) -> Loaded:
     return Loaded(events, merged(own, ranks), count, notes, attempt=attempt)
 
 
+def _open_operations(path: Path, asked: int | None) -> Loaded:
+    operations = read_operations(path)
+    if asked not in (None, 0):
+        raise ValueError(f"there is no attempt {asked} in {str(path)!r} (attempts: 0)")
+    return Loaded(DuckEvents(), count=len(operations), operations=operations)
+
+
 def _load(path: Path, loaded: Loaded, events: DuckEvents, asked: int | None) -> None:
     own, ranks = _describe(path, loaded.notes)
     shifts, apart = shifts_of(own, ranks), own_restarts(own, ranks)
@@ -167,8 +179,8 @@ def _load(path: Path, loaded: Loaded, events: DuckEvents, asked: int | None) -> 
         slow |= {number: Normalizer(file) for number, file in _unread(events, kept, shifts)}
     for number, one in sorted(slow.items()):
         one.read_into(events, number, shifts.get(one.file.rank, NO_SHIFT))
-    if foreign := [number for number, one in slow.items() if one.file.form != "lines"]:
-        events.adopt(foreign)
+    if foreign := {number: one.place for number, one in slow.items() if one.file.form != "lines"}:
+        loaded.notes += [Note(found[number].path, text) for number, text in events.adopt(foreign).items()]
     facts = events.settle()
     again = {
         number: Normalizer(file)

@@ -12,13 +12,16 @@ from typing import Any, TypeAlias, cast
 import narwhals as nw
 import numpy as np
 
-from pipesight.runs.reading.event_codes import COMMUNICATION, KINDS, PHASES
+from pipesight.runs.reading.event_codes import COMMUNICATION, COMPUTE, KINDS, MEMORY, MESSAGE, PHASES
 from pipesight.runs.reading.event_tables import (
     Column,
     Communications,
+    Kernels,
     LayerRuns,
     LayerTimes,
     NameTimes,
+    ProfilerSteps,
+    ProgramSpans,
     Spans,
     Tasks,
     Transfers,
@@ -30,15 +33,18 @@ __all__ = [
     "Frame",
     "communications",
     "count",
+    "kernels",
     "layer_runs",
     "layer_times",
     "names",
     "of_dataset",
+    "profiler_steps",
+    "program",
     "ranks",
     "spans",
     "steps",
 ]
-__all__ += ["tasks", "transfers"]
+__all__ += ["tasks", "transfers", "uses_devices"]
 
 Frame: TypeAlias = nw.LazyFrame[Any]
 Fetch: TypeAlias = Callable[[Frame], Mapping[str, Column]]
@@ -63,6 +69,7 @@ COLUMNS = {
     "size": "BIGINT",
     "peers": "VARCHAR",
     "samples": "BIGINT",
+    "module": "VARCHAR",
 }
 """Columns of a frame of spans. A missing value is -1 or empty, since engines treat null differently.
 
@@ -85,8 +92,8 @@ def of_dataset(rows: Frame) -> Frame:
     there = set(rows.collect_schema().names())
 
     def column(name: str, kind: str) -> nw.Expr:
-        if name == "samples" and name not in there:  # written before mini-batches had it
-            return nw.lit(-1)
+        if name in ("samples", "module") and name not in there:  # written before spans had it
+            return nw.lit(-1 if name == "samples" else "")
         given = nw.col(_RENAMED.get(name, name))
         if name in ("phase", "kind"):
             return _code(given.fill_null(""), PHASES if name == "phase" else KINDS)
@@ -103,6 +110,7 @@ def _code(given: nw.Expr, words: Sequence[str]) -> nw.Expr:
     return cast("nw.Expr", number)
 
 
+_PROFILER_STEP = "ProfilerStep#"
 _TASK = ("step", "minibatch", "partition", "microbatch", "phase")
 
 
@@ -126,8 +134,16 @@ def transfers(events: Frame, fetch: Fetch, wanted: range | None = None) -> Trans
 
 def spans(events: Frame, fetch: Fetch) -> Spans:
     """Return what main threads did outside pipelines, by rank and begin."""
-    found = fetch(events.filter(nw.col("kind") >= 0).select("rank", "kind", "begin", "end"))
-    return Spans(**_sorted(found, "rank", "begin", "end", "kind"))
+    chosen = events.filter((nw.col("kind") >= 0) & (nw.col("kind") <= COMMUNICATION))
+    return Spans(**_sorted(fetch(chosen.select("rank", "kind", "begin", "end")), "rank", "begin", "end", "kind"))
+
+
+def program(events: Frame, fetch: Fetch) -> ProgramSpans:
+    """Return everything that main threads did outside pipelines; an outer span comes before those inside."""
+    columns = ("rank", "kind", "category", "name", "layer", "module", "begin", "end", "step", "samples")
+    found = fetch(events.filter((nw.col("kind") >= 0) & (nw.col("partition") < 0)).select(*columns))
+    plain = _sorted({**found, "outer": -found["end"].astype(np.int64)}, "rank", "begin", "outer", "name", "layer")
+    return ProgramSpans(**{name: plain[name] for name in columns})
 
 
 def communications(events: Frame, fetch: Fetch) -> Communications:
@@ -137,6 +153,31 @@ def communications(events: Frame, fetch: Fetch) -> Communications:
         return Communications(*[np.zeros(0, np.int64)] * len(columns))
     chosen = events.filter((nw.col("kind") == COMMUNICATION) & (nw.col("partition") < 0) & (nw.col("peers") != ""))
     return Communications(**_sorted(fetch(chosen.select(*columns)), "rank", "begin", "end", "name", "peers"))
+
+
+def kernels(events: Frame, fetch: Fetch) -> Kernels:
+    """Return what ran on GPUs, by rank and begin, as PyTorch's profiler names its categories."""
+    category = nw.col("category")
+    moves = (category == "gpu_memcpy") | (category == "gpu_memset")
+    sends = nw.col("name").str.contains("nccl|rccl")
+    kind = (
+        nw.when(moves).then(nw.lit(MEMORY)).otherwise(nw.when(sends).then(nw.lit(MESSAGE)).otherwise(nw.lit(COMPUTE)))
+    )
+    chosen = events.filter((category == "kernel") | moves)
+    found = fetch(chosen.select("rank", "begin", "end", gpu_kind=kind))
+    columns = {"kind" if name == "gpu_kind" else name: column for name, column in found.items()}
+    return Kernels(**_sorted(columns, "rank", "begin", "end", "kind"))
+
+
+def profiler_steps(events: Frame, fetch: Fetch) -> ProfilerSteps:
+    """Return the steps that PyTorch's profiler was told of, by rank and begin."""
+    named = nw.col("name").str.starts_with(_PROFILER_STEP)
+    found = fetch(events.filter(named & (nw.col("device") == "")).select("rank", "name", "begin", "end"))
+    numbers = [str(name).removeprefix(_PROFILER_STEP) for name in found["name"].tolist()]
+    known = np.array([number.isdecimal() and len(number) < 19 for number in numbers], bool)
+    columns = {name: column[known] for name, column in found.items() if name != "name"}
+    columns["step"] = np.array([int(number) for number in numbers if number.isdecimal() and len(number) < 19], np.int64)
+    return ProfilerSteps(**_sorted(columns, "rank", "begin", "end", "step"))
 
 
 def layer_times(
@@ -195,6 +236,11 @@ def names(events: Frame, fetch: Fetch) -> NameTimes:
     columns = _sorted(found, "category", "name")
     longest = np.argsort(-columns["total"], kind="stable")
     return NameTimes(**{name: column[longest] for name, column in columns.items()})
+
+
+def uses_devices(events: Frame, fetch: Fetch) -> bool:
+    """Return whether any span was timed on a GPU."""
+    return int(fetch(events.filter(nw.col("device") != "").select(count=nw.len()))["count"][0]) > 0
 
 
 def count(events: Frame, fetch: Fetch) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeAlias
 
@@ -14,9 +15,14 @@ from numpy.typing import NDArray
 __all__ = [
     "Column",
     "Communications",
+    "Kernels",
     "LayerRuns",
     "LayerTimes",
     "NameTimes",
+    "Operations",
+    "Points",
+    "ProfilerSteps",
+    "ProgramSpans",
     "Spans",
     "Table",
     "Tasks",
@@ -37,9 +43,21 @@ class Table:
         """Return the columns by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def where(self, rows: Column) -> Self:
-        """Return the rows that a mask or indices select."""
+    def where(self, rows: Column | slice) -> Self:
+        """Return the rows that a mask, indices or a slice select."""
         return type(self)(**{name: column[rows] for name, column in self.columns().items()})
+
+    def to_pandas(self) -> Any:
+        """Return the table as a pandas ``DataFrame``, a column for each of its own.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            raise ImportError(f"pandas is not installed ({error}): pip install pandas") from error
+        return pandas.DataFrame(self.columns())
 
     @classmethod
     def of(cls, **columns: Any) -> Self:
@@ -106,6 +124,63 @@ class Spans(Table):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ProgramSpans(Table):
+    """Everything the main threads of ranks did outside pipelines, by rank and begin: PyTorch, and the user's spans."""
+
+    rank: Column
+    """Of the main thread."""
+    kind: Column
+    """`DATA`, `OPTIMIZER`, and so on; `PROGRAM` for modules and the user's spans, `EVALUATION` without gradients."""
+    category: Column
+    """As the trace has it."""
+    name: Column
+    """Likewise."""
+    layer: Column
+    """Of a module: its name in the outermost module that was called; empty for that one."""
+    module: Column
+    """The class of a module."""
+    begin: Column
+    """In microseconds, by the clock of rank 0."""
+    end: Column
+    """The same."""
+    step: Column
+    """-1 where it is not recorded."""
+    samples: Column
+    """Likewise."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Points(Table):
+    """Counters and instants by rank and time; ``category`` says which, ``values`` is a JSON object."""
+
+    rank: Column
+    category: Column
+    name: Column
+    begin: Column
+    values: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernels(Table):
+    """What ran on GPUs, as PyTorch's profiler recorded it; ``kind``: `COMPUTE`, `MESSAGE` or `MEMORY`."""
+
+    rank: Column
+    kind: Column
+    begin: Column
+    end: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProfilerSteps(Table):
+    """The steps that PyTorch's profiler was told of, as ``ProfilerStep#3``, on the host."""
+
+    rank: Column
+    step: Column
+    begin: Column
+    end: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Communications(Table):
     """Calls of torch.distributed outside pipelines, and waits for them; ``peers``: ``"0,1"``, or ``"world"``."""
 
@@ -154,3 +229,29 @@ class NameTimes(Table):
     name: Column
     count: Column
     total: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operations(Table):
+    """What every worker did in each step, by step, replica, stage and begin; ``kind`` is one of `operation_kinds`."""
+
+    step: Column
+    """The training step."""
+    replica: Column
+    """The data-parallel rank."""
+    stage: Column
+    """The pipeline rank."""
+    rank: Column
+    """The rank of the job that is the worker of this replica and stage."""
+    kind: Column
+    """Its number in `KINDS`."""
+    begin: Column
+    """In microseconds; of a communication, when it was launched."""
+    duration: Column
+    """In microseconds; of a communication, waiting included."""
+    chunk: Column
+    """The model chunk of the worker, from 0; -1 if it is of none."""
+    part: Column
+    """The model chunk of the whole model, from 0; -1 if it is of none."""
+    microbatch: Column
+    """Of computing, from 0; -1 otherwise."""

@@ -9,6 +9,7 @@ The files are read once. What cannot be read is skipped, and a note says so.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -28,9 +29,14 @@ if TYPE_CHECKING:
     from pipesight.runs.reading.event_tables import (
         Column,
         Communications,
+        Kernels,
         LayerRuns,
         LayerTimes,
         NameTimes,
+        Operations,
+        Points,
+        ProfilerSteps,
+        ProgramSpans,
         Spans,
         Tasks,
         Transfers,
@@ -55,6 +61,15 @@ class Run:
         """The number of spans."""
         self._events = loaded.events
         self._loaded = loaded
+
+    def __repr__(self) -> str:
+        return f"<Run {str(self.path)!r}: {self.events:,} events>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the report of the run."""
+        # A view draws it, which is above this package and is imported only here.
+        html: str = importlib.import_module("pipesight.view.notebook").run_html(self)
+        return html
 
     def __enter__(self) -> Self:
         return self
@@ -90,6 +105,10 @@ class Run:
 
         return event_queries.tasks(self._events.frame, self._events.fetch, steps)
 
+    def operations(self) -> Operations | None:
+        """Return the operations of a trace that has these instead of events; ``None`` for any other run."""
+        return self._loaded.operations
+
     def transfers(self, steps: range | None = None) -> Transfers:
         """Return the transfers between partitions, by mini-batch and begin."""
         from pipesight.runs.reading import event_queries
@@ -102,11 +121,48 @@ class Run:
 
         return event_queries.spans(self._events.frame, self._events.fetch)
 
+    def program(self) -> ProgramSpans:
+        """Return everything the main threads of ranks did outside pipelines, the user's own spans included."""
+        from pipesight.runs.reading import event_queries
+
+        return event_queries.program(self._events.frame, self._events.fetch)
+
+    def uses_devices(self) -> bool:
+        """Return whether anything was timed on a GPU."""
+        from pipesight.runs.reading import event_queries
+
+        return event_queries.uses_devices(self._events.frame, self._events.fetch)
+
+    def points(self) -> Points:
+        """Return the counters and instants, by rank and time; none of a dataset that a cluster holds."""
+        from pipesight.runs.reading.event_tables import Points
+
+        found = getattr(self._events, "points", None)
+        return Points.empty() if found is None else Points(**found())
+
     def communications(self) -> Communications:
         """Return what the main threads of ranks sent and received beside pipelines."""
         from pipesight.runs.reading import event_queries
 
         return event_queries.communications(self._events.frame, self._events.fetch)
+
+    def kernels(self) -> Kernels:
+        """Return what ran on GPUs, of a trace of PyTorch's profiler."""
+        from pipesight.runs.reading import event_queries
+
+        return event_queries.kernels(self._events.frame, self._events.fetch)
+
+    @property
+    def profiled_schedule(self) -> bool:
+        """Whether ranks sent each other tensors in a trace of PyTorch's profiler, as schedules of pipelines do."""
+        names = {str(name) for name in self.names().name.tolist()}
+        return "c10d::send" in names and "c10d::recv_" in names
+
+    def profiler_steps(self) -> ProfilerSteps:
+        """Return the steps that PyTorch's profiler was told of."""
+        from pipesight.runs.reading import event_queries
+
+        return event_queries.profiler_steps(self._events.frame, self._events.fetch)
 
     def layer_times(self, steps: range | None = None, *, without: Mapping[int, Column] | None = None) -> LayerTimes:
         """Return the total time of each layer in all or some steps, without some mini-batches, by rank and number."""
@@ -136,12 +192,16 @@ class Run:
 
     @cached_property
     def _steps(self) -> list[int]:
+        if (operations := self.operations()) is not None:
+            return sorted({*operations.step.tolist()})
         from pipesight.runs.reading import event_queries
 
         return [int(step) for step in event_queries.steps(self._events.frame, self._events.fetch)]
 
     @cached_property
     def _ranks(self) -> list[int]:
+        if (operations := self.operations()) is not None:
+            return sorted({*operations.rank.tolist()})
         from pipesight.runs.reading import event_queries
 
         return [int(rank) for rank in event_queries.ranks(self._events.frame, self._events.fetch)]
@@ -190,7 +250,7 @@ class Run:
 def open_run(
     path: str | os.PathLike[str], *, engine: object = "duckdb", attempt: int | None = None, whole: bool = False
 ) -> Run:
-    """Open a run directory, a folder of traces, one trace, or a dataset made by `pipesight convert --to parquet`.
+    """Open a run directory, a folder of traces, a trace, or a dataset made by `pipesight convert --to parquet`.
 
     Example::
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
-from pipesight._torch.autograd import hook_gradient, tensor_hooks
-from pipesight._torch.tensors import in_transform, is_tracing
+from pipesight._torch.autograd import hook_gradient, in_backward, tensor_hooks
+from pipesight._torch.tensors import in_transform
+from pipesight.context import Where, current
 from pipesight.stats.model_watch._hook import Hook
 from pipesight.stats.model_watch._readable import numbers
 from pipesight.stats.recomputation import is_recomputing
@@ -20,6 +21,8 @@ __all__ = ["GradientHook", "OutputHook", "Watcher"]
 
 KEY = -1  # of a gradient hook among those of its tensor
 MOST_JOINED = 16  # layers that one hook serves
+
+PutAside: TypeAlias = Callable[[Tap, Tensor, Where | None], bool]
 
 
 class Watcher(Protocol):
@@ -52,7 +55,7 @@ class OutputHook(Hook):
 
     Args:
         watch: Who logs.
-        measure: Measures a tensor at little cost, or returns False.
+        put_aside: Has a tensor measured with others, or returns False.
         outputs: What the output is logged as.
         gradient: What its gradient is logged by.
     """
@@ -60,28 +63,30 @@ class OutputHook(Hook):
     def __init__(
         self,
         watch: Watcher,
-        measure: Callable[[Tap, Tensor], bool],
+        put_aside: PutAside,
         outputs: tuple[Tap, ...],
         gradient: GradientHook | None,
     ) -> None:
         super().__init__(self._after_layer)
-        self._watch, self._measure, self._outputs, self._gradient = watch, measure, outputs, gradient
+        self._watch, self._put_aside, self._outputs, self._gradient = watch, put_aside, outputs, gradient
         self._first = outputs[0] if gradient is None or outputs else gradient.tap
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Is called by the layer, with its arguments and its output."""
         if (
             is_compiling()
-            or type(output := args[2]) is not Tensor
+            or type(output) is not Tensor
             or not (self._watch.inside and self._first.is_fast)
-            or is_tracing()
             or in_transform()
-            or is_recomputing()
+            or in_backward()
         ):
-            super().__call__(*args)
+            super().__call__(module, args, output)
+            return
+        where = current()
+        if where is not None and is_recomputing():
             return
         for tap in self._outputs:
-            if not self._measure(tap, output):
+            if not (tap.is_fast and self._put_aside(tap, output, where)):
                 self._watch.log(tap, (output,))
         gradient = self._gradient
         if (
@@ -111,20 +116,21 @@ class GradientHook:
 
     Args:
         watch: Who logs.
-        measure: Measures a gradient at little cost, or returns False.
+        put_aside: Has a gradient measured with others, or returns False.
         taps: What the gradient is logged as.
     """
 
-    __slots__ = ("_joined", "_measure", "_watch", "tap", "taps")
+    __slots__ = ("_joined", "_put_aside", "_watch", "tap", "taps")
 
-    def __init__(self, watch: Watcher, measure: Callable[[Tap, Tensor], bool], *taps: Tap) -> None:
-        self._watch, self._measure, self.taps, self.tap = watch, measure, taps, taps[0]
+    def __init__(self, watch: Watcher, put_aside: PutAside, *taps: Tap) -> None:
+        self._watch, self._put_aside, self.taps, self.tap = watch, put_aside, taps, taps[0]
         self._joined: dict[GradientHook, GradientHook] = {}
 
     def __call__(self, gradient: Tensor) -> None:
         """Is called by the tensor."""
+        where = current()
         for tap in self.taps:
-            if not (tap.is_fast and self._measure(tap, gradient)):
+            if not (tap.is_fast and type(gradient) is Tensor and self._put_aside(tap, gradient, where)):
                 self._watch.log_gradient(tap, gradient)
 
     def put_on(self, tensor: Tensor) -> RemovableHandle | None:
@@ -145,5 +151,5 @@ class GradientHook:
     def _and(self, other: GradientHook) -> GradientHook:
         joined = self._joined.get(other)
         if joined is None:
-            joined = self._joined[other] = GradientHook(self._watch, self._measure, *self.taps, *other.taps)
+            joined = self._joined[other] = GradientHook(self._watch, self._put_aside, *self.taps, *other.taps)
         return joined

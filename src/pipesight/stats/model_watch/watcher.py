@@ -95,12 +95,12 @@ class Watch:
         layers: The layers that the configuration selects, and for each the tensors it can log.
     """
 
-    def __init__(self, session: StatsSession, model: Model, *, auto_step: bool, own: bool) -> None:
+    def __init__(self, session: StatsSession, model: Model, *, auto_step: bool, own: bool, prefix: str = "") -> None:
         self._session, self._own, self._auto = session, own, auto_step
         self._part = part_of(model)
         self._wrapped, self._model = self._part.module, _unwrapped(self._part.module)
         self._what = f"this {type(self._model if isinstance(model, nn.Module) else model).__name__}"
-        self._measure_gradient = session.measure_quickly if self._part.replicas == 1 else _not_quickly
+        self._put_gradient_aside = session.put_aside if self._part.replicas == 1 else _not_aside
         self.layers: dict[str, tuple[str, ...]] = {}
         self._handles: list[RemovableHandle] = []
         self._leaves: list[RemovableHandle] = []  # hooks of tensors that outlive the step
@@ -126,7 +126,7 @@ class Watch:
             repeats=self._begin_unseen,
             ended=self._after_optimizer,
         )
-        names = {plain: layer for name, layer in named_layers(self._model) if (plain := _plain_name(name))}
+        names = {prefix + plain: layer for name, layer in named_layers(self._model) if (plain := _plain_name(name))}
         scripted = [name for name, layer in names.items() if isinstance(layer, torch.jit.ScriptModule)]
         if scripted:
             session.messages.warning(
@@ -247,7 +247,7 @@ class Watch:
         outputs = tuple(Tap(name, t) for t in OUTPUTS if t in tensors)
         if outputs or "gradient" in tensors:
             gradient = self._gradient_hook(name, "gradient") if "gradient" in tensors else None
-            hook = OutputHook(self, self._session.measure_quickly, outputs, gradient)
+            hook = OutputHook(self, self._session.put_aside, outputs, gradient)
             self._layer_hooks.after(layer, hook)
         if "weight" in tensors or "wgrad" in tensors:
             self._weights.add(name, layer, tensors)
@@ -258,7 +258,7 @@ class Watch:
                 self._differentiated |= tensor in ("gradient", "dgrad")
 
     def _gradient_hook(self, name: str, tensor: str) -> GradientHook:
-        return GradientHook(self, self._measure_gradient, Tap(name, tensor))
+        return GradientHook(self, self._put_gradient_aside, Tap(name, tensor))
 
     def _attach_to_inputs(self, name: str, layer: nn.Module) -> None:
         gradient = self._gradient_hook(name, "dgrad")
@@ -324,7 +324,7 @@ class Watch:
     def _before_model(self, *_: object) -> None:
         if self._compiles:
             self._prepare()
-        self.inside = self._counts()
+        self.inside = self._counts() and not self._session.is_captured()
         if self.inside:
             self._begin()
 
@@ -450,7 +450,7 @@ def _check_arguments(model: object, config: object) -> None:
     raise TypeError(f"model of watch() must be an nn.Module (model: {shown(model)}); call {call}")
 
 
-def _not_quickly(*_: object) -> bool:
+def _not_aside(*_: object) -> bool:
     """Leave it to `Watch.log_gradient`, which scales it."""
     return False
 

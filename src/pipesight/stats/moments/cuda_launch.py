@@ -118,7 +118,8 @@ class Kernels:
             plan = self._plans[key] = self._plan(dtype, powers, np.array(sizes, dtype=np.int64))
         programs, columns = plan[0], plan[1].copy()
         columns[0] = addresses
-        table = torch.from_numpy(columns).to(self._device, non_blocking=True)
+        # Pinned: a copy from other memory may wait for all that the stream has to do.
+        table = torch.from_numpy(columns).pin_memory().to(self._device, non_blocking=True)
         grid = (programs, len(sizes), 1)
         kernel.launch(grid, raw_stream(self._device.index), table.data_ptr(), rows, done, out)
 

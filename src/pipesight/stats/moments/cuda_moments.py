@@ -282,7 +282,8 @@ class _Lane:
         self.batches = []
 
     def _add_blocks(self, count: int) -> Tensor:
-        block = torch.empty(count * ROWS, len(FIELDS), dtype=torch.float64, device=self._device)
+        # Zeros: rows that are skipped are read back too, and must not look as if they had NaN.
+        block = torch.zeros(count * ROWS, len(FIELDS), dtype=torch.float64, device=self._device)
         self.used = len(self.blocks) * ROWS
         self.blocks += block.split(ROWS)
         self._left, self._address = ROWS, self.blocks[-1].data_ptr()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipesight.stats.moments._exact import exact
 from pipesight.stats.moments._rows import FLOAT32
+from pipesight.stats.moments._segments import in_segments
 from pipesight.stats.moments.cpu_moments import is_ordinary
 from pipesight.stats.moments.moments import LaterMoments, Moments
 
@@ -104,7 +105,12 @@ class SmallRows:
         if not self._waiting or self._buffer is None:
             return
         waiting, self._waiting, self._used = self._waiting, [], 0
+        found: list[Moments | None] = [None] * len(waiting)
+        if not any(powers or smallest for _, _, powers, smallest in waiting):
+            found = in_segments(self._array, [size for _, size, _, _ in waiting])
         start = 0
-        for row, size, powers, smallest in waiting:
-            row.found(exact(self._buffer[start : start + size], powers=powers, smallest=smallest))
+        for (row, size, powers, smallest), moments in zip(waiting, found, strict=True):
+            if moments is None:
+                moments = exact(self._buffer[start : start + size], powers=powers, smallest=smallest)
+            row.found(moments)
             start += size

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 
 from pipesight.stats.log_settings import LogSettings, log_file, process_rank
-from pipesight.stats.sinks.line_file import Clock, LineFile
+from pipesight.stats.sinks.line_file import MOST_NAMES, Clock, LineFile
 from pipesight.stats.sinks.record import Record
 
 __all__ = ["FileSink", "format_value"]
@@ -34,6 +34,7 @@ class FileSink:
         self.path = path
         self._lines = LineFile(path, overwrite=settings.overwrite)
         self._clock = Clock()
+        self._names: dict[tuple[str, str, str], str] = {}  # as a line has them
 
     def open(self) -> None:
         """Make the file now, not with the first value."""
@@ -41,20 +42,21 @@ class FileSink:
 
     def write(self, records: Sequence[Record]) -> None:
         """Add a line for each record."""
+        if len(self._names) > MOST_NAMES:
+            self._names.clear()
         start = f"{self._clock.now()} - INFO - "
-        self._lines.write("".join([f"{start}{_line(record)}\n" for record in records]).encode())
+        self._lines.write("".join([f"{start}{self._line(record)}\n" for record in records]).encode())
+
+    def _line(self, record: Record) -> str:
+        name = self._names.get(key := record[:3])
+        if name is None:
+            name = self._names[key] = _on_one_line(record.name)
+        line = f"{name}{_GAP}iteration={record.iteration:06d}{_GAP}value={format_value(record.value)}"
+        return line if not (record.nans or record.infs) else f"{line}{_GAP}excluded={_excluded(record)}"
 
     def close(self) -> None:
         """Close the file."""
         self._lines.close()
-
-
-def _line(record: Record) -> str:
-    name = record.name
-    if not name.isprintable():
-        name = _on_one_line(name)
-    line = f"{name}{_GAP}iteration={record.iteration:06d}{_GAP}value={format_value(record.value)}"
-    return line if not (record.nans or record.infs) else f"{line}{_GAP}excluded={_excluded(record)}"
 
 
 def _excluded(record: Record) -> str:
@@ -63,6 +65,8 @@ def _excluded(record: Record) -> str:
 
 
 def _on_one_line(name: str) -> str:
+    if name.isprintable():
+        return name
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 

@@ -18,13 +18,10 @@ from math import isfinite
 from pathlib import Path
 
 from pipesight.stats.log_settings import process_rank
-from pipesight.stats.sinks.line_file import LineFile
+from pipesight.stats.sinks.line_file import MOST_NAMES, LineFile
 from pipesight.stats.sinks.record import Record
 
 __all__ = ["JsonlSink"]
-
-MOST_NAMES = 100_000
-NOTHING = Record("", "", "", 0, 0.0)[5:]  # neither NaN nor Inf in the tensor
 
 
 class JsonlSink:
@@ -44,7 +41,7 @@ class JsonlSink:
 
     def write(self, records: Sequence[Record]) -> None:
         """Add a line for each record."""
-        if len(self._names) > MOST_NAMES:  # that are made up anew in each step
+        if len(self._names) > MOST_NAMES:
             self._names.clear()
         self._lines.write("".join([self._line(record) for record in records]).encode())
 
@@ -56,7 +53,7 @@ class JsonlSink:
             self._names[key] = name
         value = float(record.value)  # NumPy's floats have another repr
         end = f"{value!r}" if isfinite(value) else f'null, "nonfinite": "{value}"'
-        if record[5:] != NOTHING:
+        if record.nans or record.infs or record.ranks or record.order is not None:
             end += _excluded(record)
         return f'{{"iteration": {record.iteration}, {name}{end}}}\n'
 

@@ -7,8 +7,9 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["Clock", "LineFile"]
+__all__ = ["MOST_NAMES", "Clock", "LineFile"]
 
+MOST_NAMES = 100_000  # of lines, that are kept ready: some programs make up new ones in each step
 _STEP = 1 << 16
 
 

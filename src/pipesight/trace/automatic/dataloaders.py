@@ -9,8 +9,10 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
+from pipesight._nested import samples_in
 from pipesight._patches import Patches
 from pipesight._torch.data_loader import fetchers, iterator_class, worker_iterator_class, yielded
+from pipesight._torch.tensors import without_function_overrides
 from pipesight.trace._span_events import begin, end, now, past, remove
 from pipesight.trace.ai import ai
 from pipesight.trace.automatic._step_argument import with_step
@@ -46,8 +48,15 @@ def _next(original: Callable[..., Any], iterator: Any) -> Any:
     except BaseException:
         end(span, with_step(node.args))
         raise
-    end(span, with_step(node.args, batch=yielded(iterator) - 1))
+    end(span, with_step(node.args, batch=yielded(iterator) - 1, **_samples(batch)))
     return batch
+
+
+def _samples(batch: Any) -> dict[str, int]:
+    """Return how many samples a batch has: what its first tensor is long, or nothing if it has none."""
+    with without_function_overrides():
+        samples = samples_in(batch)
+    return {} if samples is None else {"samples": samples}
 
 
 def _fetch_in_worker(original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:

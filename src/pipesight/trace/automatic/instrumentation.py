@@ -10,6 +10,7 @@ from pipesight.trace.automatic.dataloaders import instrument_loading
 from pipesight.trace.automatic.device_transfers import instrument_transfers
 from pipesight.trace.automatic.modules import instrument_modules
 from pipesight.trace.automatic.optimizers import instrument_optimizers
+from pipesight.trace.automatic.training_curves import instrument_curves
 
 __all__ = ["Instrumentation", "instrument"]
 
@@ -29,6 +30,7 @@ class Instrumentation:
         instrument_loading(self._patches)
         self.modules = instrument_modules(self._patches, self.depth)
         instrument_optimizers(self._patches)
+        instrument_curves(self._patches)
         instrument_transfers(self._patches)
         instrument_collectives(self._patches)
         instrument_checkpoints(self._patches)

@@ -23,10 +23,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
-from pipesight._nested import tensors_in
+from pipesight._nested import samples_in, tensors_in
 from pipesight._patches import Patches, harmless
 from pipesight._torch.module_internals import GLOBAL_HOOKS_CHECK
-from pipesight._torch.tensors import without_function_overrides
+from pipesight._torch.tensors import in_transform, without_function_overrides
 from pipesight.trace import _span_events
 from pipesight.trace._span_events import Span, begin, end
 from pipesight.trace.ai import ai
@@ -82,7 +82,7 @@ class ModuleHooks:
     """
 
     def __init__(self, depth: int) -> None:
-        self._depth = depth
+        self.depth = depth
         self._handles: list[RemovableHandle] = []
         self._suspensions = 0
         self._era = next(_eras)  # calls of an earlier era may have ended unseen
@@ -106,12 +106,20 @@ class ModuleHooks:
         self.suspend(begins)
 
     def without(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Suspend during a call."""
-        self.suspend(True)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self.suspend(False)
+        """Take the hooks away during a call, and put the same ones back: compiled code is compiled again for others."""
+        with self._changing:
+            tables = [
+                (table, handle.id)
+                for handle in self._handles
+                for table in (handle.hooks_dict_ref(), *(ref() for ref in handle.extra_dict_ref))
+                if table is not None and handle.id in table
+            ]
+            taken = [(table, key, table.pop(key)) for table, key in tables]
+            try:
+                return original(*args, **kwargs)
+            finally:
+                for table, key, hook in taken:
+                    table[key] = hook
 
     def remove(self) -> None:
         """Remove the hooks for good."""
@@ -135,7 +143,7 @@ class ModuleHooks:
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
         # In the worker of a pipeline, which records its layers itself.
-        if _span_events.is_compiling() or context.current() is not None:
+        if _span_events.is_compiling() or context.current() is not None or in_transform():
             return
         if _here.era != self._era:
             _here.era, _here.calls = self._era, []
@@ -150,16 +158,21 @@ class ModuleHooks:
     def _started(self, module: nn.Module, inputs: Any) -> None:
         calls, node = _here.calls, ai.compute.forward
         call = _Call(module, len(calls))
-        if len(calls) < self._depth and node.recording:
+        if len(calls) < self.depth and node.recording:
             call.args = _args(module, calls[0].module if calls else module, len(calls))
+            if not torch.is_grad_enabled():
+                call.args["grad"] = False
             with without_function_overrides():
-                call.on_gpu = next((tensor.is_cuda for tensor in tensors_in(inputs)), False)
+                first = next(tensors_in(inputs), None)
+                call.on_gpu = first is not None and first.is_cuda
+                if not calls and (samples := samples_in(inputs)) is not None:
+                    call.args["samples"] = samples
             call.span, call.on_device = begin(node), device_spans.begin(node) if call.on_gpu else None
         calls.append(call)
 
     @harmless
     def _ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if _span_events.is_compiling() or context.current() is not None:
+        if _span_events.is_compiling() or context.current() is not None or in_transform():
             return
         calls = _here.calls
         if _here.era != self._era or all(call.module is not module for call in calls):

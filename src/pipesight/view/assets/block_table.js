@@ -4,6 +4,7 @@ import { byId, make, put, tableHead } from "./dom.js";
 import { formatCount, formatShare, formatTime } from "./format.js";
 import { PHASES } from "./phases.js";
 import { listen, shownStep, state } from "./state.js";
+import { KIND_NAMES } from "./timeline_overlays.js";
 
 const MOST = 1000;
 
@@ -15,6 +16,7 @@ export function startBlockTable() {
 function showTable() {
   const step = shownStep();
   if (!byId("step-table").open || !step) return; // built when opened: it may be long
+  if (!state.run.lanes.length) return put(byId("step-table-body"), spanTable(step));
   const lanes = make(
     "table",
     {},
@@ -58,6 +60,33 @@ function showTable() {
     ),
   );
   put(byId("step-table-body"), lanes, blocks);
+}
+
+/** The spans of a program without a pipeline, an inner one after that around it. */
+function spanTable(step) {
+  const { rank, kind, begin, time, level } = step.spans;
+  const places = Array.from(rank.keys()).slice(0, MOST);
+  const count = formatCount(rank.length);
+  return make(
+    "table",
+    {},
+    make("caption", {}, rank.length > MOST ? `The first ${formatCount(MOST)} spans of ${count}` : "Spans of the step"),
+    tableHead(["span", "kind", "rank", "nested", "begin", "time"], 2),
+    make(
+      "tbody",
+      {},
+      places.map((place) =>
+        row(
+          step.spanName(place),
+          KIND_NAMES[kind[place]],
+          `${rank[place]}`,
+          `${level[place]}`,
+          formatTime(begin[place]),
+          formatTime(time[place]),
+        ),
+      ),
+    ),
+  );
 }
 
 const row = (name, ...cells) =>

@@ -29,6 +29,7 @@ function showLabels() {
 /** The name of a rank, and its bubble, where its partitions take turns. */
 function rankLabel(step, row, place) {
   const { run } = state;
+  if (row.level > 0) return make("div", { ...place, class: "lane program", "aria-hidden": "true" });
   const shared = run.lanes.findIndex((lane) => lane.rank === row.rank && lane.takes_turns);
   if (run.payload.ranks === 1 && shared < 0)
     return make("div", { ...place, class: "lane program" }, make("span", {}, "program"));
@@ -95,8 +96,9 @@ function showLegend() {
   const step = shownStep();
   if (!step || !palette.blocks.length) return;
   const phases = [...new Set(step.phase)].sort();
-  const kinds = [...new Set(step.spans.kind)].sort();
+  const kinds = [...new Set(step.spans.kind)].sort((a, b) => a - b);
   const middle = Math.floor((state.run.chunks - 1) / 2);
+  const blocks = step.count > 0;
   put(
     byId("legend"),
     ...phases.map((phase) => {
@@ -112,7 +114,7 @@ function showLegend() {
         PHASES[phase],
       );
     }),
-    make(
+    blocks && make(
       "li",
       {},
       make("span", {
@@ -126,12 +128,20 @@ function showLegend() {
       }),
       state.run.chunks > 1 ? `micro-batches 0\u2013${state.run.chunks - 1}` : "micro-batch 0",
     ),
-    make("li", {}, make("span", { class: "swatch idle", "aria-hidden": "true" }), "idle, with its share of the window"),
+    blocks &&
+      make(
+        "li",
+        {},
+        make("span", { class: "swatch idle", "aria-hidden": "true" }),
+        "idle, with its share of the window",
+      ),
     step.transfers.lane.length > 0 &&
       make("li", {}, make("span", { class: "swatch transfer", "aria-hidden": "true" }), "transfer"),
     ...kinds.map((kind) =>
-      make("li", {}, make("span", { class: `swatch ${KINDS[kind]}`, "aria-hidden": "true" }), KIND_NAMES[kind]),
+      make("li", {}, make("span", { class: `swatch span ${KINDS[kind]}`, "aria-hidden": "true" }), KIND_NAMES[kind]),
     ),
+    step.moments.length > 0 &&
+      make("li", {}, make("span", { class: "swatch moment", "aria-hidden": "true" }, "\u25be"), "instant"),
     step.marks.length > 0 &&
       make("li", {}, make("span", { class: "alarm", "aria-hidden": "true" }, "\u2715"), "not finite"),
   );

@@ -4,6 +4,8 @@ import { state } from "./state.js";
 
 const GAP = 4;
 const PROGRAM = 16;
+const ALONE = 20; // of programs without a pipeline
+const MOST_LEVELS = 24;
 const BETWEEN_RANKS = 10;
 
 /** Rows from top to bottom: {kind, rank, lane, top, height}; and how high they are together. */
@@ -16,15 +18,28 @@ export function layOut(run) {
     if (lane.rank !== rank) {
       if (rank !== null) top += BETWEEN_RANKS;
       rank = lane.rank;
-      if (run.payload.ranks > 1 || lane.takes_turns || run.payload.programs.includes(rank)) {
-        rows.push({ kind: "program", rank, lane: null, top, height: PROGRAM });
-        top += PROGRAM + GAP;
-      }
+      if (run.payload.ranks > 1 || lane.takes_turns || run.payload.programs.includes(rank))
+        top = addProgram(rows, run, rank, top, PROGRAM);
     }
     rows.push({ kind: "lane", rank, lane: index, top, height });
     top += height + GAP;
   });
+  if (!run.lanes.length)
+    for (const of of run.payload.programs) {
+      if (rows.length) top += BETWEEN_RANKS;
+      top = addProgram(rows, run, of, top, ALONE);
+    }
   return { rows, height: top };
+}
+
+/** Add the rows of a rank's program, one below the other, as deep as its spans are nested. */
+function addProgram(rows, run, rank, top, height) {
+  const levels = Math.min(run.payload.levels?.[rank] ?? 1, MOST_LEVELS);
+  for (let level = 0; level < levels; level += 1) {
+    rows.push({ kind: "program", rank, level, lane: null, top, height });
+    top += height + (level === levels - 1 ? GAP : 1);
+  }
+  return top;
 }
 
 function laneHeight(lanes) {

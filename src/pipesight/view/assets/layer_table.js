@@ -13,6 +13,7 @@ const COLUMNS = [
     number: true,
     text: (row) => (row.partition === null ? "" : `${row.partition}`),
   },
+  { key: "calls", title: "calls", number: true, text: (row) => `${row.calls}` },
   { key: "forward", title: "forward", number: true, text: (row) => formatTime(row.forward) },
   { key: "recompute", title: "recompute", number: true, text: (row) => formatTime(row.recompute) },
   { key: "backward", title: "backward", number: true, text: (row) => formatTime(row.backward) },
@@ -32,6 +33,7 @@ export function startLayers() {
 function showLayers() {
   const { layers } = state.run;
   byId("layers-section").hidden = !layers.length;
+  byId("layers-title").textContent = state.run.payload.layers_title ?? "Layers";
   const wanted = byId("layers-search").value.trim().toLowerCase();
   const rows = layers
     .map((row, index) => ({ ...row, index }))
@@ -44,8 +46,8 @@ function showLayers() {
     ({ key }) => key === "name" || layers.some((row) => row[key] !== null && row[key] !== undefined),
   );
   byId("layers-facts").textContent = listed(
-    plural(layers.length, "layer"),
-    "mean time of a micro-batch",
+    plural(layers.length, (state.run.payload.layers_title ?? "Layers").toLowerCase().slice(0, -1)),
+    state.run.payload.layers_note ?? "mean time of a micro-batch",
     rows.length < layers.length && `${rows.length} shown`,
   );
   put(

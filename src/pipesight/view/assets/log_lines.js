@@ -6,7 +6,9 @@ import { PHASES } from "./phases.js";
 import { listen, shownStep, state } from "./state.js";
 
 const MOST = 500;
+const LOUD = new Set(["WARNING", "ERROR", "CRITICAL"]);
 let scope = "step";
+let withTasks = false; // whether to show pipesight's own line for each task, too
 
 export function startLog() {
   listen("selection", () => {
@@ -20,9 +22,11 @@ function showLog() {
   byId("log-section").hidden = !lines.length;
   if (!lines.length) return;
   if (scope === "block" && state.selected === null) scope = "step";
-  const chosen = lines.map((line, index) => ({ ...line, index })).filter(belongs);
+  const all = lines.map((line, index) => ({ ...line, index })).filter(belongs);
+  const chosen = all.filter((line) => withTasks || isOwn(line));
   const seen = state.query ? chosen.filter(({ index }) => state.query.lines.has(index)) : chosen;
   put(byId("log-scope"), ...scopes());
+  put(byId("log-tasks"), taskSwitch(lines));
   byId("log-facts").textContent = listed(
     `${plural(seen.length, "line")}${state.query ? " found" : ""}`,
     seen.length > MOST && `the first ${MOST} shown`,
@@ -37,10 +41,31 @@ function showLog() {
             "p",
             { class: "soft" },
             scope === "all"
-              ? "No line matches."
+              ? `No line of the program${state.query ? " matches" : ""}.`
               : `No line ${state.query ? "matches " : ""}here. Lines of other steps: choose \u201call\u201d.`,
           ),
         ]),
+  );
+}
+
+/** Whether the program wrote a line; the others are pipesight's, one for each task. */
+const isOwn = (line) => line.own !== false || LOUD.has(line.level);
+
+function taskSwitch(lines) {
+  if (lines.every(isOwn)) return null;
+  return make(
+    "button",
+    {
+      type: "button",
+      "aria-pressed": `${withTasks}`,
+      title: "a line for each task that a partition starts, written by pipesight",
+      onclick: () => {
+        withTasks = !withTasks;
+        showLog();
+        byId("log-tasks").querySelector("button").focus();
+      },
+    },
+    "lines of tasks",
   );
 }
 

@@ -18,10 +18,11 @@ function showLosses() {
   const ofStep = scope === "step" && step ? state.run.shown[state.step].losses : null;
   const chosen = ofStep ? { all: ofStep, lanes: [] } : run;
   byId("time-section").hidden = !run.all.some((time) => time > 0);
+  const period = state.run.payload.losses.period ?? "from its first forward to the next step's";
   const lanes = chosen.lanes.slice(0, MOST_BARS);
   const total = Math.max(sum(chosen.all), ...lanes.map(({ times }) => sum(times)), 1);
   byId("time-facts").textContent = ofStep
-    ? `step ${step.number}, ${formatTime(sum(chosen.all))} from its first forward to the next step's; shares of that`
+    ? `step ${step.number}, ${formatTime(sum(chosen.all))} ${period}; shares of that`
     : `mean of ${plural(state.run.payload.losses.steps, "training step")}${inReplicas()}, ` +
       `${formatTime(sum(chosen.all))} each; shares of the step`;
   put(
@@ -85,7 +86,7 @@ function bar(name, times, total, parts) {
 
 function explanations(parts, all) {
   const whole = Math.max(sum(all), 1);
-  const groups = [
+  const groups = state.run.payload.losses.groups ?? [
     ["busy", "Computing"],
     ["loss", "Lost inside the window"],
     ["outside", "Outside the window"],

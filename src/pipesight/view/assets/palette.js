@@ -17,6 +17,12 @@ const NAMES = [
   "optimizer",
   "checkpoint",
   "communication",
+  "own",
+  "forward",
+  "loss",
+  "recompute",
+  "backward",
+  "evaluation",
 ];
 
 export const palette = { dark: false, colours: {}, blocks: [] };

@@ -13,6 +13,7 @@ export class Run {
     this.statistics = payload.statistics;
     this.logs = payload.logs;
     this.chunks = payload.chunks;
+    this.spanNames = payload.span_names ?? [];
     this.made = new Map();
     this.laneOfPartition = new Map(this.lanes.map((lane, index) => [`${lane.rank}/${lane.partition}`, index]));
   }
@@ -55,7 +56,7 @@ export class Run {
   }
 
   rankName(rank) {
-    const { host, replica } = this.rankFacts(rank);
+    const { host, replica } = this.rankFacts(rank) ?? {};
     return dotted(`rank ${rank}`, this.payload.replicas > 1 && `replica ${replica}`, host);
   }
 }

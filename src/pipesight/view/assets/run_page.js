@@ -2,6 +2,7 @@
 
 import { startBlock } from "./block_panel.js";
 import { startBlockTable } from "./block_table.js";
+import { startCurves } from "./curves_section.js";
 import { byId } from "./dom.js";
 import { startFindings } from "./findings.js";
 import { startKeys } from "./keyboard_input.js";
@@ -23,6 +24,7 @@ import { startStepping } from "./step_slider.js";
 import { startTheme } from "./theme.js";
 import { startTimeline, timeline } from "./timeline.js";
 import { startSummary } from "./verdict.js";
+import { startWhatIf } from "./what_if.js";
 import { isWhole, startZooming, wholeView } from "./zoom.js";
 
 byId("incomplete").remove(); // the page loaded completely
@@ -42,7 +44,7 @@ function update(payload) {
   state.selected = now?.blockOf(selected) ?? null;
   if (now && (whole || !step)) state.view = wholeView(now);
   const nothing = payload.live ? "Waiting for the first step." : "This run has no pipeline tasks to draw.";
-  notify(payload.shown.length ? "" : nothing);
+  notify(payload.shown.length || payload.what_if ? "" : nothing);
   showLive(payload.live);
   tell("run");
   tell("selection");
@@ -64,6 +66,7 @@ function inspect() {
     steps: state.run?.shown.map(({ number }) => number) ?? [],
     step: step?.number ?? null,
     blocks: step?.count ?? 0,
+    spans: step?.spans.rank.map((_, place) => step.spanName(place)) ?? [],
     bubble: step?.bubble ?? null,
     lanes:
       step?.lanes.map(({ blocks }, lane) => ({
@@ -81,7 +84,7 @@ function inspect() {
         : null,
     focused: step && state.focused !== null ? step.keyOf(state.focused) : null,
     found: state.query
-      ? { blocks: state.query.blocks.size, layers: state.query.layers.size, lines: state.query.lines.size }
+      ? { blocks: state.query.blocks.size, spans: state.query.spans.size, layers: state.query.layers.size, lines: state.query.lines.size }
       : null,
     statistics: { ...statisticsDrawn },
   };
@@ -93,12 +96,14 @@ for (const start of [
   startStepping,
   startSummary,
   startFindings,
+  startWhatIf,
   startNames,
   startSearching,
   startBlock,
   startBlockTable,
   startLosses,
   startLayers,
+  startCurves,
   startStatistics,
   startLog,
   startPointing,

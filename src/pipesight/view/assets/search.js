@@ -1,11 +1,11 @@
-// One box that finds blocks, layers and log lines, and marks them everywhere.
+// One box that finds blocks, spans, layers and log lines, and marks them everywhere.
 
 import { byId } from "./dom.js";
 import { plural } from "./format.js";
 import { whereOf } from "./log_lines.js";
 import { choose, focusBlock } from "./selection.js";
 import { listen, shownStep, state, tell } from "./state.js";
-import { reveal } from "./zoom.js";
+import { lookAt, reveal } from "./zoom.js";
 
 export function startSearching() {
   const box = byId("search");
@@ -42,6 +42,12 @@ function find(words) {
       .map((layer, index) => (matches(`${layer.name} ${layer.class ?? ""}`) ? index : -1))
       .filter((index) => index >= 0),
   );
+  const step = shownStep();
+  const spanNames = run.spanNames.map(matches);
+  const spans = new Set(
+    (step?.spans.name ?? []).map((name, place) => (spanNames[name] ? place : -1)).filter((place) => place >= 0),
+  );
+  const moments = (step?.moments ?? []).filter(([, , name, values]) => matches(`${name} ${values}`)).length;
   const lines = new Set(
     run.logs.lines
       .map((line, index) => (matches(`${whereOf(line)}${line.text}`) ? index : -1))
@@ -50,7 +56,9 @@ function find(words) {
   return {
     layers,
     lines,
-    blocks: findBlocks(shownStep(), matches, layers),
+    spans,
+    moments,
+    blocks: findBlocks(step, matches, layers),
     pattern: new RegExp(words.map(bounded).join("|"), "giu"),
   };
 }
@@ -83,22 +91,34 @@ export function bounded(word) {
   return `${/^\d/.test(word) ? "(?<!\\d)" : ""}${escaped}${/\d$/.test(word) ? "(?!\\d)" : ""}`;
 }
 
-function summary({ blocks, layers, lines }) {
+function summary({ blocks, layers, lines, spans, moments }) {
   const found = [
     [blocks.size, "block"],
+    [spans.size, "span"],
+    [moments, "instant"],
     [layers.size, "layer"],
     [lines.size, "log line"],
   ].filter(([count]) => count);
   return found.length ? found.map(([count, what]) => plural(count, what)).join(" \u00b7 ") : "nothing found";
 }
 
-/** Enter opens the next block found after the open one. */
+/** Enter opens the next block found after the open one or, if there is none, shows the next span. */
 function nextFound() {
   const step = shownStep();
+  if (step && state.query && !state.query.blocks.size && state.query.spans.size) return nextSpan(step);
   if (!step || !state.query?.blocks.size) return;
   const found = [...state.query.blocks].sort((a, b) => step.from[a] - step.from[b]);
   const next = found[(found.indexOf(state.selected) + 1) % found.length];
   choose(next);
   reveal(next);
   focusBlock(next);
+}
+
+/** Fill the timeline with the next span found, and what is around it. */
+function nextSpan(step) {
+  const { begin, time } = step.spans;
+  const found = [...state.query.spans].sort((a, b) => begin[a] - begin[b]);
+  const next = found[(found.indexOf(state.query.at) + 1) % found.length];
+  state.query.at = next;
+  lookAt(begin[next] - time[next], begin[next] + 2 * time[next]);
 }

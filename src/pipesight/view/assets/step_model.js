@@ -13,6 +13,8 @@ export class Step {
     this.laneBubbles = packed.lane_bubbles;
     this.transfers = packed.transfers;
     this.spans = packed.spans;
+    this.moments = packed.moments ?? []; // [rank, time, name, arguments]
+    this.spanRows = new Map();
     this.marks = packed.nonfinite; // [layer's name, lane, phase, micro-batch, text]; null is not known
     this.unpackTasks(packed.tasks);
     this.unpackLayers(packed.layers);
@@ -34,6 +36,25 @@ export class Step {
       this.from[block] = at;
       this.to[block] = at + time[block];
     }
+  }
+
+  /** The spans of a rank that are nested so deep: their places, by begin, and how far those up to each reach. */
+  spansOf(rank, level) {
+    const key = `${rank}/${level}`;
+    if (!this.spanRows.has(key)) {
+      const { rank: ranks, level: levels, begin, time } = this.spans;
+      const all = Array.from(ranks.keys());
+      const places = all.filter((place) => ranks[place] === rank && (levels?.[place] ?? 0) === level);
+      places.sort((a, b) => begin[a] - begin[b]);
+      let furthest = -Infinity;
+      const reach = places.map((place) => (furthest = Math.max(furthest, begin[place] + time[place])));
+      this.spanRows.set(key, { places, reach });
+    }
+    return this.spanRows.get(key);
+  }
+
+  spanName(place) {
+    return this.run.spanNames[this.spans.name?.[place]] ?? "?";
   }
 
   unpackLayers(layers) {

@@ -53,12 +53,18 @@ function showStep() {
   byId("timeline").setAttribute(
     "aria-label",
     step
-      ? `Timeline of step ${step.number}: ${plural(step.count, "block")} in ${plural(step.lanes.length, "partition")}, ${facts(step)}`
+      ? `Timeline of step ${step.number}: ${contents(step)}, ${facts(step)}`
       : "Timeline, empty",
   );
 }
 
+function contents(step) {
+  if (!step.lanes.length) return plural(step.spans.rank.length, "span");
+  return `${plural(step.count, "block")} in ${plural(step.lanes.length, "partition")}`;
+}
+
 function facts(step) {
+  if (!state.run.lanes.length) return formatTime(step.end);
   const bubble = step.bubble === null ? "no backward" : `bubble ${formatShare(step.bubble)}`;
   return `${formatTime(step.end)} \u00b7 ${bubble}`;
 }

@@ -126,7 +126,7 @@ export function blockAt(x, y) {
   return best;
 }
 
-/** What else lies at a point: {kind: "idle" | "span" | "transfer", ...}, or null. */
+/** What else lies at a point: {what: "idle" | "span" | "moment", ...}, or null. */
 export function placeAt(x, y) {
   const step = shownStep();
   const row = rowAt(timeline.rows, y);
@@ -134,12 +134,15 @@ export function placeAt(x, y) {
   const time = timeAt(x);
   const slack = 2 / lanesPen.scale;
   if (row.kind === "program") {
-    const { rank, kind, begin, time: lasts } = step.spans;
-    const place = rank.findIndex(
-      (of, at) => of === row.rank && begin[at] - slack <= time && time <= begin[at] + lasts[at] + slack,
-    );
-    if (place < 0) return null;
-    return { what: "span", rank: row.rank, kind: kind[place], from: begin[place], to: begin[place] + lasts[place] };
+    const { kind, begin, time: lasts } = step.spans;
+    const moment = row.level === 0 && step.moments.find(([of, at]) => of === row.rank && Math.abs(at - time) <= 2 * slack);
+    if (moment) return { what: "moment", rank: row.rank, name: moment[2], values: moment[3], from: moment[1] };
+    const place = step
+      .spansOf(row.rank, row.level)
+      .places.find((at) => begin[at] - slack <= time && time <= begin[at] + lasts[at] + slack);
+    if (place === undefined) return null;
+    const [from, to] = [begin[place], begin[place] + lasts[place]];
+    return { what: "span", rank: row.rank, kind: kind[place], name: step.spanName(place), from, to };
   }
   const gap = step.idle[row.lane].find(([from, to]) => from <= time && time <= to);
   return gap ? { what: "idle", lane: row.lane, from: gap[0], to: gap[1], share: gap[2] } : null;

@@ -3,10 +3,38 @@
 import { formatRoughShare } from "./format.js";
 import { hatching } from "./hatch_pattern.js";
 import { palette } from "./palette.js";
+import { state } from "./state.js";
 import { firstAtOrAfter } from "./step_model.js";
 
-export const KINDS = ["data", "optimizer", "checkpoint", "communication"];
-export const KIND_NAMES = ["data loading", "optimizer", "checkpoint", "communication"];
+/** What a span can be: its colour, and its name. */
+export const KINDS = [
+  "data",
+  "optimizer",
+  "checkpoint",
+  "communication",
+  "own",
+  "forward",
+  "loss",
+  "recompute",
+  "backward",
+  "communication",
+  "evaluation",
+  "line",
+];
+export const KIND_NAMES = [
+  "data loading",
+  "optimizer",
+  "checkpoint",
+  "communication",
+  "your span",
+  "forward",
+  "loss",
+  "recompute",
+  "backward",
+  "copy between devices",
+  "evaluation",
+  "other",
+];
 
 /** Hatch the bubble of a lane, with its share of the window where there is room. */
 export function drawIdle(pen, step, row) {
@@ -46,25 +74,55 @@ export function drawTransfers(pen, step, rows) {
   });
 }
 
-/** Spans of the main thread in the row of the program. */
+/** Spans of the main thread in a row of the program: the first for the outermost, the next for those inside. */
 export function drawProgram(pen, step, row) {
   const { context } = pen;
-  const { rank, kind, begin, time } = step.spans;
+  const { kind, begin, time } = step.spans;
+  const { places, reach } = step.spansOf(row.rank, row.level);
   context.fillStyle = palette.colours.faint;
   context.fillRect(0, row.top, pen.width, row.height);
-  rank.forEach((of, place) => {
-    if (of !== row.rank) return;
+  pen.font(10.5, 600);
+  context.textAlign = "left";
+  context.textBaseline = "middle";
+  let drawn = -Infinity; // the last pixel that has something: of many spans in one, the first is drawn
+  for (let index = firstAtOrAfter(reach, pen.from); index < places.length; index += 1) {
+    const place = places[index];
     const left = Math.max(pen.x(begin[place]), -4);
+    if (left > pen.width) break;
     const right = Math.min(Math.max(pen.x(begin[place] + time[place]), left + 1.5), pen.width + 4);
-    if (right < 0 || left > pen.width) return;
+    if (right < 0 || right < drawn + 0.5) continue;
+    drawn = right;
+    const found = state.query?.spans.has(place);
+    if (state.query && !found) context.globalAlpha = 0.25;
     context.fillStyle = palette.colours[KINDS[kind[place]]];
-    context.fillRect(left, row.top, right - left, row.height);
-    pen.font(10.5, 600);
-    context.textAlign = "left";
-    context.textBaseline = "middle";
+    context.fillRect(left, row.top, right - left - (right - left > 4 ? 1 : 0), row.height);
     context.fillStyle = palette.colours.paper;
-    pen.write(KIND_NAMES[kind[place]], left + 5, row.top + row.height / 2, right - left - 8);
-  });
+    pen.write(step.spanName(place), left + 5, row.top + row.height / 2, right - left - 8);
+    context.globalAlpha = 1;
+    if (found) drawOutline(pen, left, row.top, right - left, row.height);
+  }
+  if (row.level === 0) drawMoments(pen, step, row);
+}
+
+function drawOutline(pen, left, top, width, height) {
+  pen.context.strokeStyle = palette.colours.accent;
+  pen.context.lineWidth = 1.5;
+  pen.context.strokeRect(left, top, Math.max(width - 1, 2), height);
+}
+
+/** Instants: small triangles that point down at their time. */
+function drawMoments(pen, step, row) {
+  const { context } = pen;
+  for (const [rank, time] of step.moments) {
+    const x = pen.x(time);
+    if (rank !== row.rank || x < -5 || x > pen.width + 5) continue;
+    context.fillStyle = palette.colours.accent;
+    context.beginPath();
+    context.moveTo(x - 4, row.top - 3);
+    context.lineTo(x + 4, row.top - 3);
+    context.lineTo(x, row.top + 5);
+    context.fill();
+  }
 }
 
 /** A line where the window of a mini-batch ends, in its lanes: the optimizer and the rest come after it. */

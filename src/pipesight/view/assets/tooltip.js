@@ -83,12 +83,22 @@ function namesOnly(step, block) {
 }
 
 function ofPlace(place) {
-  if (place.what === "span")
+  if (place.what === "moment")
     return [
-      make("strong", {}, capital(KIND_NAMES[place.kind])),
+      make("strong", {}, place.name),
+      make("p", {}, place.values),
+      make("p", { class: "number" }, `instant at ${formatTime(place.from)}`),
+    ];
+  if (place.what === "span") {
+    const kind = capital(KIND_NAMES[place.kind]);
+    const named = capital(place.name) !== kind;
+    return [
+      make("strong", {}, named ? place.name : kind),
+      named && make("p", {}, kind),
       state.run.payload.ranks > 1 && make("p", {}, state.run.rankName(place.rank)),
       make("p", { class: "number" }, `${formatTime(place.to - place.from)} \u00b7 at ${formatTime(place.from)}`),
     ];
+  }
   return [
     make("strong", {}, "Idle"),
     make("p", {}, state.run.idleName(place.lane)),

@@ -1,7 +1,7 @@
 // The verdict, what to change and the figures, at the top; facts about the run and notes, at the bottom.
 
 import { byId, make, put } from "./dom.js";
-import { formatRate, formatShare, formatTime, listed, plural } from "./format.js";
+import { formatCount, formatRate, formatShare, formatTime, listed, plural } from "./format.js";
 import { listen, state } from "./state.js";
 
 export function startSummary() {
@@ -55,7 +55,7 @@ function showFigures(known) {
   if (!known) return put(byId("figures"));
   const { bubble, bound, recompute } = known;
   const figures = [
-    [
+    bubble !== null && [
       "bubble of the window",
       formatShare(bubble),
       bound === null ? "" : `schedule alone ${formatShare(bound)}`,
@@ -63,10 +63,12 @@ function showFigures(known) {
         "all windows. Schedule alone: the bubble that the schedule would have without other losses.",
     ],
     [
-      "median step",
+      `median ${known.unit ?? "step"}`,
       formatTime(known.median_step),
       `mean ${formatTime(known.mean_step)}`,
-      `Over ${plural(known.steps, "training step")}, each from its first forward to the next step's.`,
+      bubble === null
+        ? `Over ${formatCount(known.steps)}, each from its begin to that of the next.`
+        : `Over ${plural(known.steps, "training step")}, each from its first forward to the next step's.`,
     ],
     [
       "throughput",

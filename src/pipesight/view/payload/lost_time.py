@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipesight.analysis.bubble_losses import LOSSES
+from pipesight.analysis.own_spans import OwnTime
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_times import OUTSIDE, PARTS
 from pipesight.analysis.verdict import TITLES
@@ -46,16 +47,26 @@ def losses_of(report: Report) -> dict[str, Any]:
     times = report.overall.parts
     shares = _shares(report)
     minibatches = float(report.steps.minibatches[report.counted].mean())
-    lanes = []
+    lanes: list[dict[str, Any]] = []
     for pipeline in report.pipelines:
         for row in pipeline.rows:
             # Tasks take longer while partitions share processors: that time is lost, and counts there alone.
             inside = {**{key: row.busy * share for key, share in _normal(row.phases).items()}, **row.losses}
             own = [inside.get(key, 0.0) * minibatches if key not in OUTSIDE else times.get(key, 0.0) for key in KEYS]
             lanes.append({"partition": row.partition, "times": _whole(own)})
-    everything = [times["computing"] * shares[key] if key in PHASES else times.get(key, 0.0) for key in KEYS]
-    run = {"all": _whole(everything), "lanes": lanes}
+    spans = report.own_times
+    parts += [{"key": "own", "name": span.name, "text": _own_text(span), "kind": _kind(span.part)} for span in spans]
+    shown = {part: times[part] - sum(span.time for span in spans if span.part == part) for part in times}
+    for lane in lanes:
+        lane["times"] += [0] * len(spans)
+    everything = [times["computing"] * shares[key] if key in PHASES else shown.get(key, 0.0) for key in KEYS]
+    run = {"all": _whole([*everything, *(span.time for span in spans)]), "lanes": lanes}
     return {"parts": parts, "steps": report.overall.steps, "run": run}
+
+
+def _own_text(span: OwnTime) -> str:
+    where = "between forward and backward" if span.part == "host_gaps" else "between steps"
+    return f"A span of yours, {where}."
 
 
 def losses_of_step(report: Report, number: int) -> list[int] | None:

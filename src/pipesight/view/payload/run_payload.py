@@ -16,10 +16,13 @@ from pipesight.runs.reading.trace_reader import find_traces
 from pipesight.view.payload.log_lines import logs_of
 from pipesight.view.payload.lost_time import losses_of, losses_of_step
 from pipesight.view.payload.nonfinite_marks import marks_of_step
+from pipesight.view.payload.program_payload import program_payload
 from pipesight.view.payload.run_summary import alarm_of, facts_of, figures_of, findings_of, title_of, verdict_of
 from pipesight.view.payload.size_limits import LIMITS, Limits
+from pipesight.view.payload.span_rows import curve_columns
 from pipesight.view.payload.statistic_tables import Marks, statistics_of
 from pipesight.view.payload.step_timelines import StepTimelines
+from pipesight.view.payload.worker_map import what_if_of
 
 __all__ = ["page_payload"]
 
@@ -39,6 +42,9 @@ def page_payload(
         first: The step that the page opens at. By default, it is the one that matters: the first in which a tensor was
             not finite or, if there is none, a typical one.
     """
+    if report.program is not None:
+        payload = program_payload(run, report, report.program, limits=limits, steps=steps, first=first)
+        return {**payload, "traces": _traces(run.path)}
     bad = None if report.nonfinite is None else report.nonfinite.iteration
     found = (report.minibatches, report.tasks, run.spans(), run.transfers())
     timelines = StepTimelines(
@@ -49,6 +55,8 @@ def page_payload(
         first=bad if first is None else first,
         only=steps,
         taking_turns=report.taking_turns,
+        own=report.own,
+        moments=report.moments,
     )
     names = [layer.name for layer in report.layers]
     lines = (line for line in run.statistics() if steps is None or line.get("iteration") in steps)
@@ -75,12 +83,16 @@ def page_payload(
         "chunks": timelines.chunks,
         "lanes": _lanes(report, timelines),
         "programs": timelines.programs(),
+        "levels": timelines.levels,
+        "span_names": timelines.names.all,
         "layers": _layers(report),
         "steps": _steps(report, timelines, marks),
         "shown": shown,
         "start": numbers.index(timelines.start) if timelines.start in numbers else 0,
         "statistics": statistics,
+        "curves": curve_columns(report.curves),
         "logs": logs,
+        "what_if": what_if_of(report.what_if),
         "names": [[name.category, name.name, name.count, name.total] for name in report.names],
         "notes": _notes(timelines, shown, layered),
         "traces": _traces(run.path),

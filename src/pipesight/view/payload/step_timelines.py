@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from pipesight.analysis.curves import Moment
 from pipesight.analysis.lane_bubbles import lane_bubbles, lanes_of
+from pipesight.analysis.program_advice import part_title
+from pipesight.analysis.program_time import nest, own_name
 from pipesight.analysis.step_grouping import EVALUATION, MiniBatchTable, StepTable, find_steps, replicas_of
-from pipesight.runs.reading.event_tables import Column, LayerRuns, Spans, Tasks, Transfers
+from pipesight.runs.reading.event_tables import Column, LayerRuns, ProgramSpans, Spans, Tasks, Transfers
 from pipesight.view.payload.size_limits import Limits
+from pipesight.view.payload.span_rows import KIND_NAMES, Names, moments_between
 from pipesight.view.payload.step_choice import choose_steps
 
 __all__ = ["StepTimelines"]
@@ -30,12 +34,15 @@ class StepTimelines:
         first: The number of the step to begin with; by default, the typical one.
         only: The steps to show; by default, all.
         taking_turns: Ranks that compute for one of their partitions at a time.
+        own: The spans that the user recorded.
+        moments: The instants that the user recorded.
 
     Attributes:
         lanes: Those that there is room for, by rank and partition.
         numbers: The number of every step.
         times: How long each took, from its first forward to the next step's.
         chosen: The numbers of those to show, most important first.
+        names: Those of the user's spans.
     """
 
     def __init__(
@@ -51,8 +58,12 @@ class StepTimelines:
         first: int | None = None,
         only: range | None = None,
         taking_turns: Collection[int] = (),
+        own: ProgramSpans | None = None,
+        moments: Sequence[Moment] = (),
     ) -> None:
         self._limits, self._taking_turns = limits, taking_turns
+        self._user_spans, self._moments = _nested(ProgramSpans.empty() if own is None else own), moments
+        self.names = Names()
         self._minibatches, self._tasks = minibatches, tasks
         self._spans, self._transfers = spans, transfers
         replicas = replicas_of(tasks, replicas)
@@ -69,6 +80,12 @@ class StepTimelines:
         chosen = choose_steps(self.times, sizes, most=limits.blocks, typical=places[0], first=places[1])
         self.chosen = [self.numbers[k] for k in chosen]
         self.start = self.chosen[0] if self.chosen else None
+
+    @property
+    def levels(self) -> dict[str, int]:
+        """How many rows the spans of each rank need: one, and as many as the user's are nested deep."""
+        deepest = {rank: int(depth.max(initial=-1)) for rank, (_, depth) in self._user_spans.items()}
+        return {str(rank): 2 + deepest.get(rank, -1) for rank in self.programs()}
 
     @property
     def chunks(self) -> int:
@@ -98,6 +115,7 @@ class StepTimelines:
             "tasks": self._columns(tasks, begin),
             "transfers": self._arrivals(number, begin),
             "spans": self._program(begin, end),
+            "moments": moments_between(self._moments, begin, end),
         }
 
     def layers(self, number: int, runs: LayerRuns, numbers: Mapping[tuple[int, str], int]) -> dict[str, list[int]]:
@@ -125,7 +143,8 @@ class StepTimelines:
 
     def programs(self) -> list[int]:
         """Return the ranks whose main threads did something beside their pipelines."""
-        return sorted({*self._spans.rank.tolist()} & {lane.rank for lane in self.lanes})
+        there = {*self._spans.rank.tolist(), *self._user_spans, *(moment.rank for moment in self._moments)}
+        return sorted(there & {lane.rank for lane in self.lanes})
 
     # Rows of a step.
 
@@ -178,12 +197,33 @@ class StepTimelines:
         own = self._spans.where(shown)
         own = own.where(np.argsort(own.begin - own.end, kind="stable")[: self._limits.blocks // 10])
         own = own.where(np.argsort(own.begin, kind="stable"))
-        return {
+        columns = {
             "rank": own.rank.tolist(),
             "kind": own.kind.tolist(),
             "begin": (own.begin - begin).tolist(),
             "time": (own.end - own.begin).tolist(),
+            "name": [self.names.place(part_title(KIND_NAMES[kind])) for kind in own.kind.tolist()],
+            "level": [0] * len(own),
         }
+        for rank, (spans, depth) in self._user_spans.items():
+            rows = np.flatnonzero((spans.begin < end) & (spans.end > begin))[: self._limits.blocks // 10]
+            columns["rank"] += [rank] * len(rows)
+            columns["kind"] += [KIND_NAMES.index("own")] * len(rows)
+            columns["begin"] += (spans.begin[rows] - begin).tolist()
+            columns["time"] += (spans.end[rows] - spans.begin[rows]).tolist()
+            columns["name"] += [self.names.place(own_name(str(name))) for name in spans.name[rows]]
+            columns["level"] += (depth[rows] + 1).tolist()
+        return columns
+
+
+def _nested(own: ProgramSpans) -> dict[int, tuple[ProgramSpans, Column]]:
+    """Return the spans of each rank, and how many others are around each."""
+    found = {}
+    for rank in np.unique(own.rank).tolist():
+        mine = own.where(own.rank == rank)
+        _, _, depth = nest(mine.begin, mine.end)
+        found[rank] = (mine, depth)
+    return found
 
 
 def _by_number(steps: StepTable, only: range | None) -> tuple[list[int], list[Column]]:

@@ -1,0 +1,52 @@
+"""What to do about the causes that replays find: a slow rank, a slow replica, micro-batches that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipesight.analysis.planned_changes import AT_MOST, Change
+from pipesight.analysis.slow_causes import Cause
+from pipesight.analysis.what_if import WhatIf
+
+__all__ = ["changes_by_causes"]
+
+
+def changes_by_causes(found: WhatIf, *, jitter: float) -> tuple[list[Change], float]:
+    """Return changes for tasks that are longer than usual, and what is left of the jitter.
+
+    Stages that are too long, links and collectives have advice of their own.
+
+    Args:
+        found: What replays say.
+        jitter: The share of the step that is lost to tasks that vary. Where replays are in doubt, causes can save no
+            more than that.
+    """
+    changes, left = [], jitter
+    for cause in found.causes:
+        if (words := _words(cause, found)) is None:
+            continue
+        saved = cause.share * found.ideal / max(found.replayed, 1e-9)
+        gain = saved if found.trusted else min(saved, left)
+        changes.append(Change(*words, min(gain, 1.0), AT_MOST))
+        left = max(left - saved, 0.0)
+    return changes, left
+
+
+def _words(cause: Cause, found: WhatIf) -> tuple[str, str] | None:
+    """Return what to do about a cause, and why."""
+    usual = "computes longer than usual for its stage, and others wait for it"
+    if cause.kind == "rank":
+        return f"check {' and '.join(_names(cause, found))}: its machine, and what else runs there", usual
+    if cause.kind == "replica":
+        return f"check the machines of data-parallel rank {cause.replica}", usual
+    if cause.kind == "microbatches":
+        return "give all micro-batches the same work: samples of similar length", "some take longer in all stages"
+    return None
+
+
+def _names(cause: Cause, found: WhatIf) -> Sequence[str]:
+    if not cause.partitions:
+        return [f"rank {rank}" for rank in cause.ranks]
+    several = len({worker.partition(":")[0] for worker in found.by_worker}) > 1
+    ends = zip(cause.ranks, cause.partitions, strict=True)
+    return [f"partition {part}" + f" of rank {rank}" * several for rank, part in ends]

@@ -1,0 +1,128 @@
+"""What would make a program without a pipeline faster, and the most that it could gain: the time that is lost there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pipesight._formatting import percent, time
+from pipesight._plurals import count_of
+from pipesight.analysis.planned_changes import AT_MOST, Change
+from pipesight.analysis.program_report import ProgramReport
+from pipesight.analysis.program_time import OWN, REST
+from pipesight.analysis.run_remarks import with_ending
+from pipesight.analysis.verdict import MUCH, Verdict
+from pipesight.plan.plans import WORTH
+from pipesight.runs.reading.run import Run
+
+__all__ = ["NOT_ANNOTATED", "PART_TITLES", "facts_about", "part_title", "program_changes", "program_verdict"]
+
+PART_TITLES = {
+    "data_loading": "data loading",
+    "forward": "forward",
+    "loss": "loss",
+    "recompute": "recomputation",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "communication": "communication",
+    "checkpoints": "checkpoints",
+    "copies": "copies between devices",
+    "evaluation": "evaluation",
+    REST: "between",
+}
+"""The parts of a step in words, but for spans of the user's own, which have their names."""
+
+_FUSED = {"torch.optim.adam", "torch.optim.adamw", "torch.optim.sgd", "torch.optim.adagrad"}
+"""Optimizers that have a fused form on every device."""
+MOST = 4
+"""How many changes are listed."""
+NOT_ANNOTATED = (
+    "The bubble cannot be computed: torch's schedule has annotated no tasks, as Schedule1F1B never does, and those of "
+    "several stages a rank only since torch 2.9; record the program with pipesight run."
+)
+"""What is said of a profile of torch's schedules without their tasks."""
+
+
+def part_title(part: str) -> str:
+    """Return what a part is called."""
+    return part.removeprefix(OWN) if part.startswith(OWN) else PART_TITLES[part]
+
+
+def facts_about(description: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
+    """Return what `run.json` says of the program's ``loaders``, ``optimizers`` or ``models``, if it does."""
+    program = description.get("program")
+    entries = program.get(what) if isinstance(program, dict) else None
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
+def program_verdict(program: ProgramReport, changes: Sequence[Change], run: Run) -> Verdict:
+    """Say what a step takes, and what most of it is."""
+    total = max(sum(program.parts.values()), 1e-9)
+    largest = sorted(program.parts, key=lambda part: -program.parts[part])
+    named = [
+        f"{percent(program.parts[part] / total)} {'between all these' if part == REST else part_title(part)}"
+        for part in largest[:4]
+        if program.parts[part] / total >= MUCH
+    ]
+    what = "step" if program.trains else "batch"
+    often = f"median of {count_of(program.count, what, 'batches' if what == 'batch' else None)}"
+    text = f"A {what} takes {time(program.time.median)} ({often}). Of the mean {what}: {', '.join(named)}."
+    if not run.description and run.profiled_schedule:
+        return with_ending(Verdict(f"{NOT_ANNOTATED} {text}", ()), run)  # of waits for ranks, some are the bubble
+    if not changes:
+        text += " The trace shows no change that would save more than 1%."
+    return with_ending(Verdict(text, tuple(changes)), run)
+
+
+def program_changes(program: ProgramReport, description: Mapping[str, Any]) -> list[Change]:
+    """Return the changes that could gain more than 1% of the step, the largest first."""
+    total = max(sum(program.parts.values()), 1e-9)
+    shares = {part: spent / total for part, spent in program.parts.items()}
+    found = [change for change in _changes(shares, description) if change.gain > WORTH]
+    return sorted(found, key=lambda change: -change.gain)[:MOST]
+
+
+def _changes(shares: Mapping[str, float], description: Mapping[str, Any]) -> Iterator[Change]:
+    if (loading := shares.get("data_loading", 0.0)) > WORTH:
+        yield Change(*_about_loading(description), loading, AT_MOST)
+    if (stepping := shares.get("optimizer", 0.0)) > WORTH:
+        slow = [one for one in facts_about(description, "optimizers") if one.get("module") in _FUSED]
+        slow = [one for one in slow if not one.get("fused")]
+        if slow:
+            names = ", ".join(dict.fromkeys(str(one.get("class")) for one in slow))
+            count = sum(int(one.get("tensors") or 0) for one in slow)
+            why = f"{names} updates {count_of(count, 'tensor')} with several operations each"
+            yield Change("a fused optimizer: fused=True", why, stepping, AT_MOST)
+    if (saving := shares.get("checkpoints", 0.0)) > WORTH:
+        what = "save checkpoints in the background (torch.distributed.checkpoint.async_save), or less often"
+        yield Change(what, "training waits for the disk", saving, AT_MOST)
+    if (talking := shares.get("communication", 0.0)) > WORTH:
+        why = "the main thread waits for other ranks, outside of what overlaps with backward"
+        yield Change("overlap communication with computing, or send less", why, talking, AT_MOST)
+    if (copying := shares.get("copies", 0.0)) > WORTH:
+        pinned = any(one.get("pin_memory") for one in facts_about(description, "loaders"))
+        first = "" if pinned else "DataLoader(pin_memory=True) and "
+        why = "the main thread copies tensors between devices"
+        yield Change(f"copy in the background: {first}.to(device, non_blocking=True)", why, copying, AT_MOST)
+    for part, share in shares.items():
+        if part.startswith(OWN) and share > MUCH:
+            why = "training waits for it in every step"
+            yield Change(f"{part_title(part)} (a span of yours): less often, or in the background", why, share, AT_MOST)
+
+
+def _about_loading(description: Mapping[str, Any]) -> tuple[str, str]:
+    """Say what to change about loading, and why."""
+    loaders = facts_about(description, "loaders")
+    workers = {loader.get("num_workers") for loader in loaders}
+    if not loaders:
+        return "load data in the background: DataLoader(num_workers=...)", "training waits for the next batch"
+    if workers == {0}:
+        return (
+            "load data in the background: DataLoader(num_workers=...)",
+            "the main thread loads each batch itself (num_workers=0)",
+        )
+    few = max(int(number or 0) for number in workers)
+    text = "more workers, or less work for each batch: DataLoader(num_workers=..., prefetch_factor=...)"
+    if not all(loader.get("persistent_workers") for loader in loaders):
+        text += "; persistent_workers=True, if epochs are short"
+    return text, f"training waits for the next batch, although {count_of(few, 'worker')} load them"

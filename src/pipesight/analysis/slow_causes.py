@@ -1,0 +1,251 @@
+"""What slows a job, in words: causes are removed one after the other, and each is worth what its removal saves.
+
+In each round, every possible cause is removed from a replay of its own; the one that saves most is named and stays
+removed. So two causes never count the same time, and what remains in the end has no single cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from pipesight._formatting import rough_percent
+from pipesight._plurals import plural
+from pipesight.analysis.usual_durations import usual_durations
+from pipesight.runs.reading.event_tables import Column, Operations
+from pipesight.runs.reading.operation_kinds import KINDS, codes_of, collectives, computing, number_of
+
+__all__ = ["Cause", "CauseKind", "Fixes", "verdict_of"]
+
+CauseKind: TypeAlias = Literal["rank", "replica", "stage", "microbatches", "link", "collective", "messages", "jitter"]
+
+WORTH = 0.05
+"""The share of an ideal step that a cause must cost to be named."""
+ROUNDS = 5
+"""The most causes that are named."""
+TOGETHER = 4
+"""Scenarios that are replayed at once, for the memory that they take."""
+MOSTLY = 0.7
+"""The share of what a wider cause saves from which a narrower one is named instead."""
+SLOWEST = 0.03
+"""The share of workers that can be named at once, and that M_W makes ideal; at least one."""
+ALIKE = 0.5
+"""Of the slowest rank's excess, what another of the slowest 3% must have to be named with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Something that slows the job."""
+
+    kind: CauseKind
+    """What it is."""
+    share: float
+    """What removing it saves, as a share of an ideal step."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that are slow, or the two ends of a link."""
+    partitions: tuple[int, ...] = ()
+    """The partition of each of these, where a rank has several workers."""
+    replica: int | None = None
+    """The data-parallel rank that is slow."""
+    stage: int | None = None
+    """The stage that is too long."""
+    operation: str | None = None
+    """The kind of operation that takes most of the time that is lost, if it is of one kind."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fix:
+    """A cause that can be removed; ``wide``: it is named only if nothing narrower is."""
+
+    cause: Cause
+    make: Callable[[], Column]
+    """Returns the durations without it."""
+    wide: bool = False
+
+
+class Fixes:
+    """What could be removed from a recording.
+
+    Args:
+        operations: All of them.
+        recorded: Their durations; of communications, the transfer.
+        ideal: Their ideal durations.
+    """
+
+    def __init__(self, operations: Operations, recorded: Column, ideal: Column) -> None:
+        self._operations, self._recorded, self._ideal = operations, recorded, ideal
+        self.usual = usual_durations(operations, recorded)
+        self._stages = int(operations.stage.max()) + 1
+        self._worker = operations.replica.astype(np.int32) * self._stages + operations.stage
+        self._workers = len(np.unique(self._worker))
+        self._rank = np.zeros(int(self._worker.max()) + 1, np.int64)
+        self._rank[self._worker] = operations.rank
+        self._computing = np.isin(operations.kind, computing())
+
+    def greedy(self, run: Callable[..., Column], *, now: float, ideal: float) -> tuple[Cause, ...]:
+        """Remove the largest cause, then the largest that is left, and so on.
+
+        Args:
+            run: Replays durations of all operations, and returns the mean step of each.
+            now: The mean step as it is.
+            ideal: The ideal one.
+        """
+        causes: list[Cause] = []
+        noise = 0.0
+        durations, usual = self._recorded, self.usual.usual
+        while len(causes) < ROUNDS:
+            fixes = list(self._fixes(durations, usual, {cause.kind for cause in causes}))
+            shares: list[float] = []
+            for first in range(0, len(fixes), TOGETHER):
+                times = run(*(fix.make() for fix in fixes[first : first + TOGETHER]))
+                shares += ((now - times) / max(ideal, 1e-9)).tolist()
+            found = _best(fixes, shares, noise)
+            if found is None:
+                break
+            fix, share = found
+            noise = max(noise, share) if fix.wide else noise
+            now -= share * ideal
+            durations = fix.make()
+            if fix.cause.kind == "stage":
+                usual = usual * self.usual.even_stages
+            causes.append(replace(fix.cause, share=share))
+        return tuple(causes)
+
+    def _fixes(self, durations: Column, usual: Column, done: Collection[CauseKind]) -> Iterator[_Fix]:
+        """Yield what may be removed next."""
+        kind = self._operations.kind
+        over = np.where(self._computing, durations - usual, 0.0)
+        by_worker = np.bincount(self._worker, over, len(self._rank))
+        yield self._slow_ranks(durations, usual, over, by_worker)
+        if len(self._rank) > self._stages > 1:
+            replica = int(by_worker.reshape(-1, self._stages).sum(axis=1).argmax())
+            own = self._computing & (self._operations.replica == replica)
+            yield _Fix(Cause("replica", 0.0, replica=replica), lambda: np.where(own, usual, durations))
+        if "stage" not in done and self._stages > 1:
+            stage = int(self.usual.stages.argmax())
+            yield _Fix(Cause("stage", 0.0, stage=stage), lambda: durations * self.usual.even_stages)
+        if "microbatches" not in done:
+            yield _Fix(Cause("microbatches", 0.0), lambda: durations * self.usual.even_microbatches)
+        messages = np.isin(kind, codes_of("message"))
+        if messages.any():
+            yield self._slow_link(durations, messages)
+            yield _Fix(Cause("messages", 0.0), lambda: np.where(messages, self._ideal, durations), wide=True)
+        for number in collectives():
+            if (kind == number).any():
+                cause = Cause("collective", 0.0, operation=KINDS[number].name)
+                yield _Fix(cause, partial(self._with_ideal, durations, number))
+        yield _Fix(Cause("jitter", 0.0), lambda: np.where(self._computing, usual, durations), wide=True)
+
+    def _with_ideal(self, durations: Column, kind: int) -> Column:
+        return np.where(self._operations.kind == kind, self._ideal, durations)
+
+    def _slow_ranks(self, durations: Column, usual: Column, over: Column, by_worker: Column) -> _Fix:
+        """The ranks that compute longest beyond what is usual, of the slowest 3%."""
+        most = np.argsort(-by_worker, kind="stable")[: max(1, round(SLOWEST * self._workers))]
+        most = most[by_worker[most] >= ALIKE * by_worker[most[0]]]
+        own = self._computing & np.isin(self._worker, most)
+        kinds = np.bincount(self._operations.kind[own], np.maximum(over[own], 0), len(KINDS))
+        main = KINDS[int(kinds.argmax())].name if kinds.max() > MOSTLY * kinds.sum() else None
+        cause = Cause("rank", 0.0, tuple(self._rank[most].tolist()), operation=main)
+        return _Fix(cause, lambda: np.where(own, usual, durations))
+
+    def _slow_link(self, durations: Column, messages: Column) -> _Fix:
+        """The link whose messages take longest beyond the median of all."""
+        stage = self._operations.stage
+        from_above = np.isin(self._operations.kind, [number_of("forward-recv"), number_of("backward-send")])
+        lower = np.where(from_above, stage - 1, stage) % self._stages
+        link = self._operations.replica.astype(np.int64) * self._stages + lower
+        received = np.isin(self._operations.kind, [number_of("forward-recv"), number_of("backward-recv")])
+        over = np.bincount(link[received], (durations - self._ideal)[received], len(self._rank))
+        worst = int(over.argmax())
+        ends = (worst, worst - worst % self._stages + (worst + 1) % self._stages)
+        own = messages & (link == worst)
+        cause = Cause("link", 0.0, tuple(self._rank[[*ends]].tolist()))
+        return _Fix(cause, lambda: np.where(own, self._ideal, durations))
+
+
+def _best(fixes: Sequence[_Fix], shares: Sequence[float], noise: float) -> tuple[_Fix, float] | None:
+    """Return the cause to name next: the largest, a rank rather than its replica, and a wide one only if need be.
+
+    Where computing, or messages, take longer at times everywhere, some rank or link is the worst by chance: one is
+    named only if it loses most of what all of them do. ``noise`` is what wide causes that were removed lost.
+    """
+    noise = max([noise, *(share for fix, share in zip(fixes, shares, strict=True) if fix.wide)])
+    for wide in (False, True):
+        worth = []
+        for fix, share in zip(fixes, shares, strict=True):
+            least = MOSTLY * noise if fix.cause.kind in ("rank", "replica", "link") else 0.0
+            if fix.wide == wide and share >= max(WORTH, least):
+                worth.append((fix, share))
+        if not worth:
+            continue
+        found = max(worth, key=lambda entry: entry[1])
+        if found[0].cause.kind == "replica":
+            rank = next((entry for entry in worth if entry[0].cause.kind == "rank"), None)
+            if rank is not None and rank[1] >= MOSTLY * found[1]:
+                return rank
+        return found
+    return None
+
+
+# Words.
+
+
+def verdict_of(
+    causes: Sequence[Cause],
+    by_worker: Mapping[int, float],
+    slowdown: float,
+    *,
+    stages: Sequence[int],
+    partitions: Mapping[int, tuple[int, int]] | None = None,
+) -> str:
+    """Say how much slower the job is than without stragglers, and why.
+
+    Args:
+        causes: The largest first.
+        by_worker: The slowdown that each worker causes.
+        slowdown: Of the whole job.
+        stages: All stages.
+        partitions: Rank and partition of each worker, where these are not ranks.
+    """
+    if slowdown - 1 < WORTH and not causes:
+        return f"No straggler costs {WORTH:.0%}: a step takes {slowdown:.2f} times as long as an ideal one."
+    first = f"A step takes {slowdown:.2f} times as long as without stragglers"
+    if not causes:
+        return f"{first}, for no single cause."
+    names = {worker: f"rank {worker}" for worker in by_worker}
+    if partitions is not None:
+        several = len({rank for rank, _ in partitions.values()}) > 1
+        names = {w: f"partition {part}" + f" of rank {rank}" * several for w, (rank, part) in partitions.items()}
+    words = "; ".join(_in_words(cause, by_worker, names, stages) for cause in causes)
+    shares = " of an ideal step" if any(cause.kind != "rank" for cause in causes) else ""
+    more = ""
+    if sum(cause.share for cause in causes) > slowdown - 1 + WORTH:
+        more = " Together this is more than ideal durations save: those of computing are means, usual ones medians."
+    return f"{first}. {words[0].upper()}{words[1:]}{shares}.{more}"
+
+
+def _in_words(cause: Cause, by_worker: Mapping[int, float], names: Mapping[int, str], stages: Sequence[int]) -> str:
+    """Name a cause, and what it costs: for ranks, how many times the job is slowed, otherwise the share of a step."""
+    share, who = rough_percent(cause.share), [names[worker] for worker in cause.ranks]
+    if cause.kind == "rank":
+        times = max(by_worker[worker] for worker in cause.ranks)
+        doing = "" if cause.operation in (None, "forward-compute", "backward-compute") else f" ({cause.operation})"
+        return f"{' and '.join(who)} {plural(len(who), 'slows', 'slow')} the job by {times:.2f} times{doing}"
+    if cause.kind == "replica":
+        return f"data-parallel rank {cause.replica} is slow: {share}"
+    if cause.kind == "stage":
+        which = "the last stage" if cause.stage == stages[-1] else f"stage {cause.stage}"
+        return f"{which} is too long: {share}"
+    if cause.kind == "microbatches":
+        return f"micro-batches differ: {share}"
+    if cause.kind == "link":
+        return f"the link between {who[0]} and {who[1]} is slow: {share}"
+    if cause.kind == "jitter":
+        return f"computing takes longer at times: {share}"
+    what = "messages" if cause.operation is None else cause.operation
+    return f"{what} {plural(1 if cause.operation else 2, 'takes', 'take')} longer at times: {share}"

@@ -1,0 +1,180 @@
+"""A call of `Pipeline.step`: cut it, run it in the order of the schedule, and add the gradients to ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from pipesight import context
+from pipesight._nested import tensors_in
+from pipesight.pipeline.caller_state import CallerState
+from pipesight.pipeline.calls import SplitCall, split_call
+from pipesight.pipeline.gradients import GradientSum
+from pipesight.pipeline.loss_merging import LossMerging, LossWeight
+from pipesight.pipeline.minibatch import MiniBatch
+from pipesight.pipeline.step_losses import LossOf, StepLosses
+from pipesight.pipeline.step_pass import StepPass
+from pipesight.pipeline.trips import TripTape
+from pipesight.plan.schedule_files import load_schedule
+from pipesight.schedule.argument_checks import checkpoint_stop
+from pipesight.schedule.task_orders import Schedule, one_f_one_b
+from pipesight.schedule.worker_orders import ScheduleChoice, WorkerOrders, name_of, worker_orders
+
+if TYPE_CHECKING:
+    from pipesight.pipeline.any_model import Pipeline
+
+__all__ = ["Stepper", "scale_of"]
+
+TARGET = "target"
+
+
+class Stepper:
+    """What a pipeline's steps have in common.
+
+    Args:
+        schedule: The order of tasks; a path is that of a CSV file.
+        loss: Takes the output of the model, returns its loss.
+        loss_fn: Instead, takes output and target.
+        loss_weight: The user's choice, if any.
+    """
+
+    def __init__(
+        self,
+        schedule: ScheduleChoice | PathLike[str],
+        loss: Callable[[Any], Any] | None,
+        loss_fn: Callable[[Any, Any], Any] | None,
+        loss_weight: LossWeight | None,
+    ) -> None:
+        if isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv")):
+            schedule = load_schedule(schedule)
+        self.schedule: ScheduleChoice = schedule
+        name_of(schedule)
+        self.loss_of = LossOf(loss, loss_fn)
+        self.merging = LossMerging(loss_weight, strict=self.loss_of.takes_target)
+
+    def orders(self, pipe: Pipeline, m: int, checkpointed: int) -> WorkerOrders:
+        """Return what the workers do with ``m`` micro-batches; a batch may be too small for the schedule.
+
+        Raises:
+            ValueError: The schedule does not fit the pipeline.
+        """
+        gpus = [str(device) if device.type == "cuda" else None for device in pipe.devices]
+        again = [i < checkpointed for i in range(m)]
+        if m == pipe.chunks:
+            chosen = self.schedule
+            if isinstance(chosen, Schedule) and chosen.chunks != m:
+                raise ValueError(
+                    f"the schedule must be for as many micro-batches as the pipeline has (schedule: {chosen.chunks}, "
+                    f"chunks: {m}); use chunks={chosen.chunks}"
+                )
+            return worker_orders(chosen, m, gpus, recompute=again)
+        whole = worker_orders(self.schedule, pipe.chunks, gpus)
+        try:
+            return worker_orders(self.schedule, m, gpus, recompute=again)
+        except ValueError:
+            stand_in = one_f_one_b(len(gpus), m, device_of_stage=whole.homes)
+            return worker_orders(stand_in, m, gpus, recompute=again)
+
+    def split(
+        self, pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any], *, chunks: int | None = None
+    ) -> tuple[SplitCall, list[Any]]:
+        """Cut the arguments of a step; return them, without the target, and the targets of micro-batches."""
+        m = pipe.chunks if chunks is None else chunks
+        if not self.loss_of.takes_target:
+            return split_call(args, kwargs, m, pipe._dims), []
+        inputs, more, target = self._apart(args, kwargs)
+        call = split_call(inputs, {**more, TARGET: target}, m, pipe._dims)
+        targets = []
+        for (_, kwargs), arguments, size in zip(call.calls, call.arguments, call.sizes, strict=True):
+            targets.append(kwargs.pop(TARGET))
+            del arguments[TARGET]
+            self._check_target(pipe, targets[-1], target, size, len(call.sizes))
+        return call, targets
+
+    def _check_target(self, pipe: Pipeline, piece: Any, whole: Any, size: int, m: int) -> None:
+        """Raise if a target was not cut with the inputs, and the user does not say that it must not be."""
+        rule, exact = pipe._dims.rule(TARGET)
+        if m == 1 or (exact and rule is None):
+            return
+        found = [*tensors_in(piece)]
+        dim = rule if isinstance(rule, int) else 0
+        if not exact and (not found or any(t.dim() <= dim or t.size(dim) != size for t in found)):
+            shapes = ", ".join(str(list(t.shape)) for t in tensors_in(whole)) or type(whole).__name__
+            raise ValueError(
+                f"the target must have as many samples as the input, to be cut into micro-batches with it (target: "
+                f"{shapes}); give it its batch dimension, or say where that is: batch_dim={{'target': ...}}, None if "
+                "each micro-batch needs all of it"
+            )
+
+    def step(self, pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any], scale: float) -> Tensor:
+        """Run a step; return its loss."""
+        call, targets = self.split(pipe, args, kwargs)
+        m = len(call.calls)
+        engine = pipe._engine()
+        caller = CallerState(engine.workers, caches_casts=False)
+        if caller.in_backward or caller.in_checkpoint:
+            raise RuntimeError("step() runs a backward itself, so it cannot be called in a backward or a checkpoint")
+        stop = checkpoint_stop(pipe.checkpoint, m) if pipe.training else 0
+        orders = self.orders(pipe, m, stop)
+        pipe._steps += pipe.training
+        step = context.step_of_call(pipe, max(0, pipe._steps - pipe.training))
+        minibatch = MiniBatch(engine, caller, call.sizes, checkpoint_stop=stop, step=step)
+        for piece in (piece for pieces in call.pieces for piece in pieces):
+            piece.requires_grad_()
+        tape = TripTape(minibatch, call)
+        losses = StepLosses(self.loss_of, self.merging, call, targets, scale)
+        pipe._ran = {"schedule": orders.name, "workers": list(orders.homes)}
+        run = StepPass(tape, pipe._placement, orders, losses)
+        total = run.run_step()
+        if pipe.training:
+            pipe._note_idle(run.called)
+        loss, factor = losses.finish()
+        inputs = run.input_gradients([True] * len(call.inputs))
+        pairs = [(t, g) for t, g in zip(call.inputs, inputs, strict=True) if g is not None]
+        _accumulate(total, factor, pairs)
+        call.forget_arguments()
+        return loss
+
+    def evaluate(self, pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return the loss of a mini-batch, from the output for all of it."""
+        if not self.loss_of.takes_target:
+            return self.loss_of(pipe(*args, **kwargs), None)
+        inputs, more, target = self._apart(args, kwargs)
+        return self.loss_of(pipe(*inputs, **more), target)
+
+    def _apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], Any]:
+        """Return the arguments of the model, and the target."""
+        inputs, more = list(args), dict(kwargs)
+        if TARGET in more:
+            return inputs, more, more.pop(TARGET)
+        if len(inputs) + len(more) < 2 or not inputs:
+            raise TypeError(
+                "step needs the arguments of the model and then the target, which loss_fn takes: "
+                "pipe.step(input, target)"
+            )
+        return inputs, more, inputs.pop()
+
+
+def _accumulate(total: GradientSum, factor: float, inputs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients to ``.grad``, and call the hooks of parameters; what the caller computed inputs of learns, too."""
+    pairs = [*total.take_all(), *inputs]
+    if factor != 1:
+        pairs = [(tensor, gradient * factor) for tensor, gradient in pairs]
+    if pairs:
+        tensors, gradients = zip(*pairs, strict=True)
+        torch.autograd.backward(tensors, gradients)
+
+
+def scale_of(scaler: Any, device: torch.device) -> float:
+    """Return what a gradient scaler multiplies losses by, which are on ``device``."""
+    if scaler is None:
+        return 1.0
+    if not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, but got {type(scaler).__name__}")
+    scaler.scale(torch.zeros((), device=device))  # so that there is a scale
+    return float(scaler.get_scale()) if scaler.is_enabled() else 1.0

@@ -1,0 +1,109 @@
+"""Read a trace of operations: one row for each compute, message and collective of each worker, in Parquet.
+
+Such traces come from large jobs, with the columns that are listed here, times in seconds. They have no events that a
+page could draw, but all that a replay needs. Any other Parquet file is refused.
+"""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipesight.runs.reading.event_tables import Operations
+from pipesight.runs.reading.operation_kinds import KINDS
+from pipesight.runs.reading.reader_notes import NotARunError
+from pipesight.runs.reading.safe_open import open_plain
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+__all__ = ["COLUMNS", "is_parquet", "read_operations"]
+
+COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id", "mc", "gmc", "mb_id")
+"""What a trace of operations has; more columns do not matter."""
+
+_MAGIC = b"PAR1"
+_SHOWN = 12  # names in a message
+_LARGEST = 2**31 - 1
+
+
+def is_parquet(path: Path) -> bool:
+    """Return whether a plain file begins as Parquet does."""
+    if not path.is_file():
+        return False
+    with open_plain(path) as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def read_operations(path: Path) -> Operations:
+    """Read a trace of operations.
+
+    Raises:
+        NotARunError: It is damaged, has other columns or kinds of operations, or values that cannot be.
+    """
+    import duckdb
+
+    config = {"autoinstall_known_extensions": False}
+    with duckdb.connect(config=config) as database:  # type: ignore[arg-type]  # DuckDB takes booleans
+        try:
+            database.execute("SET enable_progress_bar = false")
+            return _read(database, path)
+        except duckdb.Error as error:
+            raise NotARunError(f"cannot be read: {str(path)!r} ({str(error).partition(chr(10))[0]})") from None
+
+
+def _read(database: DuckDBPyConnection, path: Path) -> Operations:
+    name = "'" + glob.escape(str(path)).replace("'", "''") + "'"
+    there = [row[0] for row in database.execute(f"DESCRIBE SELECT * FROM read_parquet({name})").fetchall()]
+    if missing := [column for column in COLUMNS if column not in there]:
+        raise NotARunError(
+            f"not a trace of operations: {str(path)!r} has no column {missing[0]!r} (its columns: "
+            f"{_listed(there)}; a trace of operations has: {', '.join(COLUMNS)}); give a run directory, or a trace "
+            "such as trace.pfw.gz"
+        )
+    names = ", ".join(f"'{kind.name}'" for kind in KINDS)
+    unknown = database.execute(
+        f"SELECT DISTINCT optype::VARCHAR FROM read_parquet({name}) WHERE optype::VARCHAR NOT IN ({names}) ORDER BY 1"
+    ).fetchall()
+    if unknown:
+        raise NotARunError(
+            f"unknown kinds of operations in {str(path)!r}: {_listed([row[0] for row in unknown])} (known: "
+            f"{names.replace(chr(39), '')}); what waits for them is not known, so the trace cannot be replayed"
+        )
+    database.execute(
+        f"""CREATE TEMP VIEW operations AS SELECT step, dp_rank AS replica, stage, rank,
+        list_position([{names}], optype::VARCHAR) - 1 AS kind, start_ts::DOUBLE * 1e6 AS "begin",
+        duration::DOUBLE * 1e6 AS duration, mc AS chunk, gmc AS part, mb_id AS microbatch, seq_id
+        FROM read_parquet({name})"""
+    )
+    limits = {"step": 0, "replica": 0, "stage": 0, "rank": 0, "kind": 0, "chunk": -1, "part": -1, "microbatch": -1}
+    good = [f"{column}::BIGINT BETWEEN {least} AND {_LARGEST}" for column, least in limits.items()]
+    good += ['isfinite("begin")', "isfinite(duration)", "duration >= 0"]
+    (bad,) = database.execute(f"SELECT count(*) FROM operations WHERE ({' AND '.join(good)}) IS NOT true").fetchall()[0]
+    if bad:
+        raise NotARunError(
+            f"operations with a value that is missing, negative or not finite in {str(path)!r}: {bad}; every column "
+            "needs one, -1 where an operation has no chunk or micro-batch"
+        )
+    shared = database.execute(
+        "SELECT replica, stage, min(rank), max(rank) FROM operations GROUP BY ALL HAVING min(rank) <> max(rank) "
+        "ORDER BY ALL LIMIT 1"
+    ).fetchall()
+    if shared:
+        replica, stage, low, high = shared[0]
+        raise NotARunError(
+            f"several ranks share a data-parallel rank and a stage in {str(path)!r} (data-parallel rank {replica}, "
+            f"stage {stage}: ranks {low} to {high}); keep the operations of one rank of each tensor-parallel group"
+        )
+    columns = ", ".join(f"{column}::{'TINYINT' if column == 'kind' else 'INTEGER'} AS {column}" for column in limits)
+    found = database.execute(
+        f'SELECT {columns}, "begin", duration FROM operations ORDER BY step, replica, stage, operations."begin", seq_id'
+    ).fetchnumpy()
+    if not len(found["step"]):
+        raise NotARunError(f"no operations in {str(path)!r}")
+    return Operations(**found)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", .." if len(names) > _SHOWN else "") if names else "none"

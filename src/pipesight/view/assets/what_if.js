@@ -1,0 +1,61 @@
+// What if there were no stragglers: the replays in figures, and the slowdown of each worker as a heat map.
+
+import { byId, make, put, tableHead } from "./dom.js";
+import { formatTime, listed } from "./format.js";
+import { listen, state } from "./state.js";
+
+const STRONGEST = 55; // percent of the colour, so that numbers on it can be read
+
+export function startWhatIf() {
+  listen("run", () => {
+    const found = state.run.payload.what_if;
+    byId("what-if-section").hidden = !found;
+    if (!found) return;
+    byId("what-if-facts").textContent = listed(
+      `replayed step ${formatTime(found.replayed)}`,
+      `ideal ${formatTime(found.ideal)}`,
+      `slowdown ${found.slowdown.toFixed(2)}`,
+      found.m_w !== null && `M_W ${found.m_w.toFixed(2)}`,
+      found.m_s !== null && `M_S ${found.m_s.toFixed(2)}`.replace("-0.00", "0.00"),
+    );
+    byId("what-if-verdict").textContent = state.run.payload.verdict.text === found.verdict ? "" : found.verdict;
+    put(byId("what-if-remarks"), ...found.remarks.map((remark) => make("li", {}, remark)));
+    put(byId("what-if"), map(found));
+  });
+}
+
+/** A row per data-parallel rank, a column per stage. */
+function map({ dp_ranks, stages, slowdowns, ranks, left }) {
+  const most = Math.max(...slowdowns.flat().filter((slowdown) => slowdown !== null), 1.05);
+  const caption = left ? `Slowdown by worker; ${left}` : "Slowdown by worker";
+  return make(
+    "table",
+    { class: "workers" },
+    make("caption", {}, caption),
+    tableHead(["replica", ...stages.map((stage) => `stage ${stage}`)], 1),
+    make(
+      "tbody",
+      {},
+      dp_ranks.map((replica, row) =>
+        make(
+          "tr",
+          {},
+          make("th", { scope: "row" }, `${replica}`),
+          slowdowns[row].map((slowdown, column) =>
+            slowdown === null
+              ? make("td", { class: "number" }, "")
+              : make(
+                  "td",
+                  {
+                    class: "number",
+                    title: `rank ${ranks[row][column]}: ${slowdown.toFixed(3)} times`,
+                    vars: { heat: `${Math.round((STRONGEST * Math.max(slowdown - 1, 0)) / (most - 1))}%` },
+                  },
+                  slowdown.toFixed(2),
+                ),
+          ),
+        ),
+      ),
+    ),
+  );
+}

@@ -1,0 +1,88 @@
+"""The replays of a job, for the terminal: how long a step would take without stragglers, and who slows it."""
+
+from __future__ import annotations
+
+from pipesight._formatting import time
+from pipesight._plurals import plural
+from pipesight.analysis.what_if import WhatIf
+from pipesight.view.text_layout import Style, columns
+
+__all__ = ["what_if_block"]
+
+REPLICAS = 8
+"""How many data-parallel ranks are listed, those first that slow the job most."""
+OPERATIONS = 5
+"""How many kinds of operations are listed."""
+VISIBLE = 1.005
+"""Slowdowns below this are those of no straggler."""
+CELL = 8
+"""Columns of a number in the table of workers."""
+
+
+def what_if_block(found: WhatIf, style: Style, *, is_verdict: bool) -> list[str]:
+    """List the replays, and the slowdowns that they show, if anything slows the job.
+
+    Args:
+        found: What replays say.
+        style: How to write it.
+        is_verdict: Whether the report began with their verdict: then there is nothing but them.
+    """
+    more = "more" if found.error >= 0 else "less"
+    rows = [
+        ["Replayed step", time(found.replayed), f"as recorded it is {abs(found.error):.1%} {more}"],
+        ["Ideal step", time(found.ideal), "if all operations of a kind took the same"],
+        ["Slowdown", f"{found.slowdown:.2f}", "S: replayed by ideal step"],
+    ]
+    for name, share, who in (("M_W", found.m_w, "slowest 3% of workers are"), ("M_S", found.m_s, "last stage is")):
+        if share is not None:
+            rows.append([name, f"{round(share, 2) + 0.0:.2f}", f"share of the slowdown that goes if the {who} ideal"])
+    lines = [style.paint("What if there were no stragglers (replayed)", "bold")]
+    if not is_verdict:
+        lines += style.wrapped(found.verdict, indent="  ", first="  ")
+    if not is_verdict and not found.causes:
+        return lines + _doubts(found, style)
+    for head, (*_, note) in zip(columns([row[:2] for row in rows], align="lr"), rows, strict=True):
+        lines += style.wrapped(note, indent=" " * (len(head) + 4), first=f"  {head}  ")
+    kinds = sorted(found.by_operation.items(), key=lambda entry: -entry[1])
+    slow = [f"{name} {slowdown:.2f}" for name, slowdown in kinds[:OPERATIONS] if slowdown >= VISIBLE]
+    if slow:
+        lines += style.wrapped(f"Slowdown by {', '.join(slow)}", indent="    ", first="  ")
+    return lines + _doubts(found, style) + _workers(found, style)
+
+
+def _doubts(found: WhatIf, style: Style) -> list[str]:
+    sentences = (f"{remark[0].upper()}{remark[1:]}." for remark in found.remarks)
+    return [line for sentence in sentences for line in style.wrapped(sentence, indent="  ", first="  ")]
+
+
+def _workers(found: WhatIf, style: Style) -> list[str]:
+    """List the slowdown of each worker: a row per data-parallel rank, a column per stage."""
+    layout = found.layout
+    if len(layout.dp_ranks) * len(layout.stages) < 2:
+        return []
+    fits = max((style.width - 12) // CELL, 1)
+    worst = sorted(range(len(layout.stages)), key=lambda s: -found.by_stage[layout.stages[s]])[:fits]
+    shown = sorted(worst)
+    slowest = sorted(range(len(layout.dp_ranks)), key=lambda d: -found.by_dp_rank[layout.dp_ranks[d]])[:REPLICAS]
+    head = ["replica", *(f"stage {layout.stages[s]}" for s in shown)]
+    table = [[style.paint(cell, "dim") for cell in head]]
+    for d in slowest:
+        cells = ["" if layout.ranks[d][s] is None else f"{found.slowdown_of(d, s):.2f}" for s in shown]
+        table.append([str(layout.dp_ranks[d]), *(_marked(cell, style) for cell in cells)])
+    lines = ["  Slowdown by worker"]
+    lines += [f"    {line}" for line in columns(table, align="r" * len(head))]
+    left = [
+        f"{count} more {plural(count, name)}"
+        for count, name in (
+            (len(layout.dp_ranks) - len(slowest), "replica"),
+            (len(layout.stages) - len(shown), "stage"),
+        )
+        if count
+    ]
+    if left:
+        lines.append(style.paint(f"    and {' and '.join(left)}, slowing the job less", "dim"))
+    return lines
+
+
+def _marked(cell: str, style: Style) -> str:
+    return style.paint(cell, "red", "bold") if cell and float(cell) >= 1.05 else cell

@@ -1,0 +1,151 @@
+"""Which arguments are samples is guessed; where that is doubtful, a warning or an error names them and what to do."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipesight import Pipeline
+from pipesight.pipeline.batch_dims import BatchDims
+from pipesight.pipeline.calls import split_call
+from support.against_plain import rand
+
+
+class Scorer(nn.Module):
+    """Adds a table of positions, weighs samples by a list, and counts in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, table=None, weights=None, count=None) -> Tensor:
+        x = self.first(x)
+        if table is not None:
+            x = x + table
+        if count is not None:
+            count += 1
+        x = self.second(x)
+        return x if weights is None else x * torch.tensor(weights).view(-1, 1, 1)
+
+
+def piped(chunks=4, **options):
+    torch.manual_seed(0)
+    return Pipeline(Scorer(), ["second"], devices=["cpu", "cpu"], chunks=chunks, **options)
+
+
+def split(*args, batch_dim=None, chunks=2, **kwargs):
+    dims = BatchDims(batch_dim, inspect.signature(lambda x, table=None, names=None, mask=None: None))
+    return split_call(args, kwargs, chunks, dims)
+
+
+@pytest.mark.parametrize(
+    ("source", "kwargs", "words"),
+    [
+        (rand(8, 8, 4), {"table": rand(8, 4)}, ["'table'", "8 rows", "the samples and the steps of each in 'x'"]),
+        (torch.zeros(8, 8).long(), {"mask": torch.ones(8, 8).bool()}, ["'mask'", "batch_dim={'mask': None}"]),
+        (torch.zeros(8, 8).long(), {"table": torch.arange(8)}, ["'table'", "batch_dim={'table': 0}"]),
+        (rand(8, 3), {"table": nn.Parameter(rand(8, 5))}, ["'table' is a parameter with as many rows"]),
+        (rand(8, 3), {"names": list("abcdefgh")}, ["'names'", "as many items", "batch_dim={'names': 'items'}"]),
+        (rand(8, 3), {"names": numpy.zeros(8)}, ["'names'", "each micro-batch gets all of it"]),
+    ],
+)
+def test_doubtful_guesses_are_told_once(source, kwargs, words):
+    dims = BatchDims(None, inspect.signature(lambda x, table=None, names=None, mask=None: None))
+    with pytest.warns(RuntimeWarning, match=r"say which it is") as told:
+        split_call((source,), kwargs, 2, dims)
+    assert len(told) == 1
+    assert all(word in str(told[0].message) for word in words), told[0].message
+    split_call((source,), kwargs, 2, dims)
+    split_call((source,), kwargs, 1)  # one micro-batch gets all of everything
+
+
+@pytest.mark.parametrize(
+    ("source", "kwargs"),
+    [
+        (torch.zeros(8, 8).long(), {"mask": torch.ones(8, 8).long(), "names": None}),
+        (torch.zeros(8, 8).long(), {"mask": torch.zeros(8, 1, 8, 8), "table": rand(1, 8)}),
+        (rand(8, 3, 8, 8), {"table": torch.arange(8), "mask": rand(8, 8)}),  # pictures as large as the batch
+        (rand(8, 5, 4), {"table": rand(8, 3), "names": ["a"], "mask": rand(5, 5)}),
+        (rand(8, 5), {"names": [rand(8, 2) for _ in range(8)]}),  # of tensors with samples themselves
+    ],
+)
+def test_what_is_hardly_doubtful_is_not_told(source, kwargs):
+    split(source, **kwargs)
+
+
+def test_sequence_first():
+    split(rand(9, 6, 4), mask=torch.ones(6, 9).bool(), batch_dim={"x": 1, "output": 1})
+    with pytest.warns(RuntimeWarning, match=r"'mask' has 6 rows"):
+        split(rand(6, 6, 4), mask=torch.ones(6, 6).bool(), batch_dim={"x": 1, "output": 1})
+
+
+def test_what_the_user_says_is_not_doubted():
+    for rule in (0, None):
+        split(rand(8, 8, 4), table=rand(8, 4), batch_dim={"table": rule})
+    for rule in ("items", None):
+        split(rand(8, 4), names=list("abcdefgh"), batch_dim={"names": rule})
+
+
+def test_several_rows_for_each_sample():
+    """An argument that is named may have as many rows for each sample, such as the patches of a picture."""
+    patches = rand(12, 5, grad=True)
+    call = split(rand(4), table=patches, batch_dim={"table": 0})
+    assert [named["table"].shape for _, named in call.calls] == [(6, 5), (6, 5)]
+    assert torch.equal(call.join_gradients(0, [rand(6, 5), None]), torch.cat([rand(6, 5), torch.zeros(6, 5)]))
+    with pytest.raises(ValueError, match=r"4 samples in dimension 0, or so many rows for each"):
+        split(rand(4), table=rand(6, 5), batch_dim={"table": 0})
+
+
+def test_errors_of_the_model_tell_what_micro_batches_got():
+    """An error of the plain model's own, with a note that names the argument and what to do."""
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(5\) must match the size of tensor b \(2\)") as error:
+        piped()(rand(8, 5, 4).float(), table=rand(8, 4).float())
+    assert any("got of 'table' ([8, 4]) its samples" in note for note in error.value.__notes__)
+    assert any("batch_dim={'table': None} gives each all of it" in note for note in error.value.__notes__)
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2") as error:
+        piped()(rand(8, 5).float())
+    assert not any("micro-batches got" in note for note in error.value.__notes__)
+
+
+def test_a_whole_argument_that_is_changed_in_place_is_refused():
+    """Each micro-batch would change it once more, silently."""
+    with pytest.raises(RuntimeError, match=r"changes its argument 'count' in place.*count.clone\(\)"):
+        piped()(rand(8, 5, 4).float(), count=torch.zeros(3))
+    count = torch.zeros(3)
+    piped(chunks=1)(rand(8, 5, 4).float(), count=count)
+    assert count.tolist() == [1] * 3
+    samples = torch.zeros(8)
+    piped()(rand(8, 5, 4).float(), count=samples)
+    assert samples.tolist() == [1] * 8
+
+
+@pytest.mark.filterwarnings("ignore:.*say which it is")
+@pytest.mark.parametrize(
+    ("chunks", "kwargs", "words"),
+    [
+        (8, {"table": rand(8, 4).float()}, r"batch_dim=\{'table': None\}"),  # broadcast: silent otherwise
+        (4, {"table": rand(8, 4).float()}, r"\(it fails\).*batch_dim=\{'table': None\}"),
+        (8, {"weights": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]}, r"batch_dim=\{'weights': 'items'\}"),
+    ],
+)
+def test_verify_finds_the_argument_that_is_cut_wrongly(chunks, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        piped(chunks, verify=True)(rand(8, 8, 4).float(), **kwargs)
+
+
+def test_verify_warns_where_samples_see_each_other():
+    class Centred(Scorer):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return self.second(self.first(x - x.mean(0)))
+
+    pipe = Pipeline(Centred(), ["second"], devices=["cpu", "cpu"], chunks=2, verify=True)
+    with pytest.warns(RuntimeWarning, match=r"its samples see each other, or an argument is cut"):
+        pipe(rand(8, 5, 4).float())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        piped(verify=True)(rand(8, 5, 4).float(), table=rand(5, 4).float())
