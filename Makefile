@@ -46,9 +46,12 @@ demo: $(VENV)/.installed
 quick: $(VENV)/.developed
 	$(BIN)/pytest --quick -n $(JOBS) --dist worksteal
 
+# Some tests hold a stop-watch against the report. What fails beside other tests runs once more, with the machine to itself.
+ONCE_MORE = { echo "what failed, once more:"; $(BIN)/pytest -rs --last-failed --last-failed-no-failures none -m
+
 test: lint
-	$(BIN)/pytest -rs -n $(JOBS) --dist worksteal -m "not alone"
-	$(BIN)/pytest -rs -m alone
+	$(BIN)/pytest -rs -n $(JOBS) --dist worksteal --cache-clear -m "not alone" || $(ONCE_MORE) "not alone"; }
+	$(BIN)/pytest -rs --cache-clear -m alone || $(ONCE_MORE) alone; }
 
 cover: $(VENV)/.developed
 	$(BIN)/coverage erase
