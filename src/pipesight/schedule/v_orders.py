@@ -70,7 +70,8 @@ def dualpipev(stages: int, chunks: int, *, recompute: Sequence[bool] = ()) -> Sc
     homes, n = v_homes(stages, chunks), stages // 2
     if chunks < stages:
         raise ValueError(
-            f"dualpipev needs at least as many chunks as stages (chunks: {chunks}, stages: {stages}); use zbv"
+            f"dualpipev needs at least as many chunks as stages (chunks: {chunks}, stages: {stages}); "
+            "use schedule='zbv-zero-bubble'"
         )
     return schedule_of("dualpipev", homes, chunks, [_paired(d, n, chunks) for d in range(n)], recompute)
 
