@@ -149,6 +149,69 @@ def test_a_tensor_that_a_later_partition_changes_in_place() -> None:
     assert_same_gradients(pipe, plain)
 
 
+class Filling(nn.Module):
+    """Each block writes a part of what the model returns, which the first one has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        filled = torch.empty(x.size(0), 3, 4)
+        for k, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            filled[:, k] = x
+        return filled
+
+
+@pytest.mark.parametrize("schedule", [None, "zero-bubble"])
+def test_a_buffer_that_every_partition_writes_into(schedule: str | None) -> None:
+    plain = Filling()
+    plain(x := torch.randn(4, 4)).square().sum().backward()
+    options: Any = {"loss": lambda output: output.square().sum(), "loss_weight": "sum"}
+    pipe = Pipeline(Filling(), ["layers.1", "layers.2"], chunks=2, schedule=schedule or "gpipe", **options)
+    if schedule is None:
+        pipe(x).square().sum().backward()
+    else:
+        pipe.step(x)
+    assert_same_gradients(pipe, plain)
+
+
+@pytest.mark.parametrize("uses_base", [False, True])
+def test_a_view_that_a_later_partition_changes_is_refused(uses_base: bool) -> None:
+    """The plain model changes its base, too; the gradient of that would be lost."""
+
+    class Changing(Filling):
+        def forward(self, x: Tensor) -> Tensor:
+            base = self.layers[0](x) * 2
+            view = base[:, :2]
+            y = self.layers[1](base if uses_base else x)
+            view.add_(y[:, :2])
+            return self.layers[2](y) + base  # type: ignore[no-any-return]
+
+    pipe = Pipeline(Changing(), ["layers.1", "layers.2"], chunks=2)
+    with pytest.raises(RuntimeError, match=r"partition 1 changed a tensor of shape \(2, 2\) in place that shares"):
+        pipe(torch.randn(4, 4))
+
+
+def test_a_cut_that_is_called_without_gradients() -> None:
+    """What stands there for a tensor of an earlier partition is used with gradients later."""
+
+    class Gated(Filling):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layers[0](x)
+            with torch.no_grad():
+                gate = self.layers[1](y)
+            return self.layers[2](y) * gate  # type: ignore[no-any-return]
+
+    plain = Gated()
+    pipe = Pipeline(copy.deepcopy(plain), ["layers.1", "layers.2"], chunks=2)
+    for model in (plain, pipe):
+        model(torch.ones(4, 4)).square().sum().backward()
+    assert_same_gradients(pipe, plain)
+
+
 def test_dropout_repeats_itself_when_recomputed_and_with_a_seed() -> None:
     found = []
     for checkpoint in ("never", "always", "always"):

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from pipesight._nested import map_tensors
@@ -34,6 +33,7 @@ from pipesight.pipeline.local_graph import LocalGraph, edge_of, enter
 from pipesight.pipeline.partition import watch_backward
 from pipesight.pipeline.placed_units import Unit
 from pipesight.pipeline.randomness import begin_task, end_task
+from pipesight.pipeline.roots import Roots
 from pipesight.pipeline.unit_checkpoint import UnitCheckpoint
 
 if TYPE_CHECKING:
@@ -64,15 +64,6 @@ class TripGraph(LocalGraph):
         self.promised.append(True)
 
 
-@dataclass(slots=True)
-class _Root:
-    """A tensor of an earlier partition, and what stands for it here."""
-
-    tensor: Tensor
-    root: Tensor
-    node: Node | None  # that of the root, unless it was changed in place
-
-
 class Trip(TorchFunctionMode):
     """One micro-batch on its way.
 
@@ -92,7 +83,7 @@ class Trip(TorchFunctionMode):
         self.j = 0
         self.graphs: list[TripGraph] = []
         self._starts: list[int] = []
-        self._roots: list[dict[int, _Root]] = [{} for _ in range(trips.n)]
+        self.roots = Roots(trips.n)
         self._calls = 0
         self._unit: Unit | None = None
         self._entered: EnteredArguments | None = None  # its arguments
@@ -180,6 +171,7 @@ class Trip(TorchFunctionMode):
         end_task()
         if self._grad:
             self.graphs[self.j].marks = where.marks
+            self.roots.check(self.j)
         trips.end(where)
         trips.give_turn(self.i, self.j)
 
@@ -306,40 +298,35 @@ class Trip(TorchFunctionMode):
             if all(copy is not other for other in graph.parameters):
                 graph.parameters.append(copy)
             return copy
-        known = self._roots[j].get(id(tensor))
+        known = self.roots.get(j, tensor)
         if known is None:
-            known = self._roots[j][id(tensor)] = _Root(tensor, self._trips.moved(tensor, j, self.i), None)
-        return known.root
+            known = self.roots.add(j, tensor, self._trips.moved(self.roots.left(tensor), j, self.i))
+        return known
 
     def _root_of(self, tensor: Tensor, number: int) -> Tensor:
         """Return what stands here for a tensor of an earlier partition, whose node has this number."""
-        known = self._roots[self.j].get(id(tensor))
+        known = self.roots.get(self.j, tensor)
         if known is not None:
-            return known.root
+            return known
         if number < self._starts[0]:
             raise RuntimeError(
                 f"partition {self.j} uses a tensor of shape {tuple(tensor.shape)} that was computed before this call "
                 "of the model and has a graph: a model that keeps such state between calls cannot be a pipeline; "
                 "detach() what it keeps"
             )
-        source, origin = bisect.bisect_right(self._starts, number) - 1, tensor
-        for k in range(self.j - 1, source, -1):  # one between may have changed it in place
-            changed = self._roots[k].get(id(tensor))
-            if changed is not None and changed.root.grad_fn is not changed.node:
-                source, origin = k, changed.root
-                break
+        source, origin = self.roots.latest(tensor, bisect.bisect_right(self._starts, number) - 1)
         place = (source, len(self.graphs[source].outs))
         self.graphs[source].export(origin, self.j, place)
         moved = self._trips.moved(origin.detach(), self.j, self.i)
         graph = self.graphs[self.j]
-        (root,), (edge,), anchor = enter(self._trips.partitions[self.j].phony, [moved], [True])
+        with torch.enable_grad():  # the model may first use it without
+            (root,), (edge,), anchor = enter(self._trips.partitions[self.j].phony, [moved], [True])
         assert root is not None
         assert edge is not None
         graph.arriving.append((place, edge))
         graph.sources.append(source)
         graph.anchors.append(anchor)
-        self._roots[self.j][id(tensor)] = _Root(tensor, root, root.grad_fn)
-        return root
+        return self.roots.add(self.j, tensor, root)
 
     def export_output(self, k: int, tensor: Tensor) -> bool:
         """Note that a tensor leaves the pipeline, as output k; return whether it has a graph."""
@@ -350,6 +337,7 @@ class Trip(TorchFunctionMode):
                 tensor = tensor.view_as(tensor)
         assert tensor.grad_fn is not None
         source = bisect.bisect_right(self._starts, sequence_number(tensor.grad_fn)) - 1
+        source, tensor = self.roots.latest(tensor, source)
         self.graphs[source].export(tensor, self._trips.n, (self._trips.n, k))
         return True
 

@@ -202,6 +202,8 @@ class Trips(Pass):
     def keep(self, trip: Trip, output: Any) -> None:
         """Keep the output of a micro-batch, and put its graphs onto the tape."""
         flat = flatten_output(output, self.tape.call.dims)
+        if not self.placement.on_one_device:  # else what was changed is the tensor itself
+            flat.tensors[:] = map(trip.roots.left, flat.tensors)
         self._outputs[trip.i] = flat, self.keep_graphs(trip, flat.tensors)
 
     def keep_graphs(self, trip: Trip, outputs: Sequence[Tensor]) -> list[bool]:
