@@ -22,7 +22,7 @@ from pipesight._torch.module_internals import HOOK_TABLES, forward_hook_tables
 from pipesight._torch.operators import TorchDispatchMode
 from pipesight._torch.tensors import with_function_overrides, without_function_overrides
 from pipesight.context import Where, enter_thread
-from pipesight.distributed.loss_weights import mean_of
+from pipesight.distributed.loss_weights import LossMeans
 from pipesight.distributed.model_walk import Call, Doors, Name, UnitResult, Walk, signature
 from pipesight.distributed.stand_ins import META, ValueNeededError, place
 from pipesight.pipeline.checkpoint import versions_of
@@ -245,7 +245,7 @@ class _DryWalk(Walk):
         self.candidates: list[Plan] = []
         self.called: dict[str, int] = {}
         self.mean: tuple[float, int] | None = None
-        self._means: dict[int, tuple[float, int]] = {}
+        self._means = LossMeans()
         self._keys: dict[tuple[int, int], Any] = {}
         self._crossing: dict[Name, Crossing] = {}
         self._versions = {name: buffer._version for name, buffer in outline.buffers.items()}
@@ -279,9 +279,7 @@ class _DryWalk(Walk):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_function__(func, types, args, kwargs)
-        mean = mean_of(func, args, kwargs or {})
-        if mean is not None:
-            self._means[id(output)] = mean
+        self._means.note(func, args, kwargs or {}, output)
         return output
 
     def read_values(self, told: Any) -> None:
@@ -368,7 +366,7 @@ class _DryWalk(Walk):
         versions = versions_of(real)
         arguments = flatten(given)  # as they are now: a cache grows in the call
         before = versions_of(arguments.tensors)
-        detector = _RandomDetector()
+        detector, means = _RandomDetector(), len(self._means)
         needs_values: ValueNeededError | None = None
         try:
             with detector, with_function_overrides():
@@ -392,7 +390,9 @@ class _DryWalk(Walk):
                 "ranks do not see it; change a copy of it: clone()"
             )
         result = None
-        if not self._outside and key not in self._results and not self._outline.has_hooks(unit):
+        # What a loss is a mean over depends on values of targets.
+        must_be_called = self._outside or len(self._means) > means or self._outline.has_hooks(unit)
+        if not must_be_called and key not in self._results:
             changes = {name for name in self._outline.buffers_of(unit) if self._changed.get(name) == self.j}
             result = UnitResult.of(output, given, self._inside, detector.seen, changes)
         if result is None and needs_values is not None:
@@ -453,7 +453,7 @@ class _DryWalk(Walk):
             )
         for tensor in flatten(output).tensors:
             self.look(tensor)
-        self.mean = self._means.get(id(output))
+        self.mean = self._means.of(output)
 
     def plan(self, partitions: int) -> Plan:
         """Return what was found out."""

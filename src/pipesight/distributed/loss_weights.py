@@ -20,11 +20,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipesight._nested import tensors_in
 from pipesight._torch.module_internals import uncompiled
 from pipesight.distributed.shapes import Cut
 from pipesight.pipeline.loss_merging import LossWeight, check_loss_weight
 
-__all__ = ["LossFunction", "LossWeights", "mean_of"]
+__all__ = ["LossFunction", "LossMeans", "LossWeights"]
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
@@ -111,7 +112,7 @@ class LossWeights:
         return weights
 
 
-def mean_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[float, int] | None:
+def _mean_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[float, int] | None:
     """Return what a call of torch's ``cross_entropy`` or ``nll_loss`` divides by, and which targets it ignores.
 
     ``None`` for other functions, for sums, and for a target without values.
@@ -128,6 +129,32 @@ def mean_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[flo
     return float(_counted(settings, target)), settings.ignore_index
 
 
+class LossMeans:
+    """What the losses of a model are means over, noted while it computes them without values."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Tensor, tuple[float, int]]] = {}  # by id, of tensors that are kept alive
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        """Note what a call returns, if it is a mean, or made of one: scaled, converted, added to other losses."""
+        mean = _mean_of(func, args, kwargs)
+        if mean is None and self._found and getattr(func, "__name__", "").strip("_") in _KEEPING:
+            means = {self._found[id(t)][1] for t in tensors_in((args, kwargs)) if id(t) in self._found}
+            mean = means.pop() if len(means) == 1 else None
+        if mean is not None and isinstance(output, Tensor) and output.numel() == 1:
+            self._found[id(output)] = output, mean
+
+    def of(self, loss: Any) -> tuple[float, int] | None:
+        """Return of how many targets a loss is the mean, and which it ignores, if that was noted."""
+        found = self._found.get(id(loss))
+        return None if found is None else found[1]
+
+
+_KEEPING = {"add", "radd", "iadd", "sub", "isub", "mul", "rmul", "imul", "div", "truediv", "itruediv", "neg", "clone"}
+_KEEPING |= {"to", "float", "double", "view", "reshape", "squeeze", "unsqueeze", "mean", "sum", "stack"}
 _SETTINGS = ("weight", "size_average", "ignore_index", "reduce", "reduction")
 
 

@@ -12,6 +12,7 @@ its gradients are added on the way back. ::
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from pipesight.distributed.recomputing_layers import RecomputingLayers
 from pipesight.distributed.transfers import TransferringStage
 from pipesight.pipeline.checkpoint import Buffers
 from pipesight.pipeline.flattening import flatten
+from pipesight.pipeline.loss_watch import LossWatch
 from pipesight.pipeline.partition import Partition
 from pipesight.pipeline.split_backward import RestOfBackward, run_backward, run_input_backward
 from pipesight.pipeline.unit_checkpoint import UnitCheckpoint
@@ -46,10 +48,10 @@ class ModelBatch(MiniBatch):
     finish: Callable[[Any], Any] = lambda output: output
     """What is wanted of the output."""
     with_loss: bool = True
-    counts: Sequence[float] | None = None
-    """What the loss of each micro-batch is taken for a mean over, if it is one of torch's."""
     loss_parts: dict[int, Sequence[LossPart]] | None = None
     """What the losses are made of, if that is to be checked."""
+    watches: Sequence[LossWatch] = ()
+    """What to compute them under where they have no graphs."""
     results: dict[int, Any] = field(default_factory=dict)
     """What the last partition gives, where no loss is wanted."""
 
@@ -183,14 +185,12 @@ class ModelStage(TransferringStage):
             i=i,
             randomness=batch.randomness,
         )
-        if batch.counts is not None and self.is_last:
-            walk.means = {}
+        watch = batch.watches[i] if batch.watches and self.is_last else contextlib.nullcontext()
         try:
-            result = run_part(walk, parts.doors, parts.module, self._calls[i], batch.finish)
+            with watch:
+                result = run_part(walk, parts.doors, parts.module, self._calls[i], batch.finish)
         finally:
             walk.end_stream()
-        if walk.means and batch.counts is not None:
-            _check_count(walk.means.get(id(result)), batch.counts[i])
         graph = _Graph(leaves, {name: t for name, t in walk.made.items() if t.requires_grad}, units=walk.checkpoints)
         graph.loss = self._finish(i, result)
         return graph, walk.made
@@ -229,9 +229,12 @@ class ModelStage(TransferringStage):
         if not isinstance(result, Tensor) or result.numel() != 1:
             what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise TypeError(f"the loss must be one number, as a tensor, but is {what}")
-        if self.batch.loss_parts is not None and i not in self.batch.loss_parts and result.grad_fn is not None:
-            self.batch.loss_parts[i] = loss_parts(result)
-        return self.batch.loss.add(i, result.reshape(()), (tuple, []))
+        batch = self.batch
+        if batch.loss_parts is not None and batch.watches:
+            batch.loss_parts[i] = batch.watches[i].parts(result)
+        elif batch.loss_parts is not None and result.grad_fn is not None:
+            batch.loss_parts[i] = loss_parts(result)
+        return batch.loss.add(i, result.reshape(()), (tuple, []))
 
     # Backward.
 
@@ -301,14 +304,6 @@ class ModelStage(TransferringStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: stages of a rank may share parameters, whose gradients are reduced when all have ended."""
-
-
-def _check_count(mean: tuple[float, int] | None, count: float) -> None:
-    if mean is not None and mean[0] != count:
-        raise RuntimeError(
-            f"the loss of a micro-batch is a mean over {mean[0]:g} targets, but was weighed as one over {count:g}; say "
-            "what it is a mean over: DistributedPipeline(..., loss_weight=lambda *args, **kwargs: ...)"
-        )
 
 
 def _copied(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -63,9 +63,8 @@ class ModelStepRunner(CallRunner):
         self._dims, self._loss, self._loss_weight, self._adjusted = dims, loss, loss_weight, adjusted
         self._model: nn.Module = self._module
         self._merging = LossMerging()
-        self._trained = 0
+        self._checked: dict[str, int] = {}
         self._targets: _Targets | None = None
-        self._counts: list[float] | None = None
 
     def run(
         self,
@@ -111,7 +110,6 @@ class ModelStepRunner(CallRunner):
         self._calls += 1
         seed = messages[self._mesh.members[0]]["seed"]
         finish = self._loss if with_loss else _whole
-        self._counts = None
         plans, weights, total = self._agree(call, split, finish, surroundings, seed)
         if any(plan.random for plan in plans):
             draw_seed()  # on every rank, so that shuffles give the same samples on each
@@ -125,11 +123,10 @@ class ModelStepRunner(CallRunner):
         where = self._enter_pass(sum(split.sizes), m, n, learns)
         random = self._randomness(seed)
         batch = ModelBatch(plans, [], loss, learns, random, where, where.observers, self._monitor)
-        batch.calls, batch.finish, batch.with_loss, batch.counts = split.calls, finish, with_loss, self._counts
-        checks = learns and self._loss_weight is None and m > 1 and self._trained & (self._trained + 1) == 0
-        self._trained += learns
+        batch.calls, batch.finish, batch.with_loss = split.calls, finish, with_loss
+        checks = with_loss and self._loss_weight is None and m > 1
         if checks:
-            batch.loss_parts = {}
+            batch.loss_parts, batch.watches = {}, () if learns else self._merging.watches(split)
         self.steps, self._since = self.steps + learns, 0 if learns else self._since + 1
         with self._monitor.explaining("the weights that partitions share"):
             self._placement.send_values()
@@ -138,14 +135,14 @@ class ModelStepRunner(CallRunner):
             with self._monitor.explaining("the gradients of weights that partitions share"):
                 self._placement.collect_gradients()
         if checks:
-            self._check_weights(batch, split, weights, total is None)
+            self._check_weights(call, batch, split, weights, total is None)
         return batch, split
 
-    def _check_weights(self, batch: ModelBatch, split: SplitCall, weights: list[float], sums: bool) -> None:
-        """Raise on every rank if the losses of micro-batches were not weighed by what they are means over.
+    def _check_weights(self, call: str, batch: ModelBatch, split: SplitCall, weights: list[float], sums: bool) -> None:
+        """Raise if the losses of micro-batches were not weighed by what they are means over.
 
-        At the first step, the second, the fourth and so on: weights must be known before the losses are, so that they
-        come from the arguments.
+        Weights must be known before the losses are, so that they come from the arguments. At the first call, the
+        second, the fourth and so on, all ranks raise; at others the last one does, and the rest when they wait for it.
         """
         error: Exception | None = None
         parts, values = batch.loss_parts, batch.loss.values
@@ -161,9 +158,14 @@ class ModelStepRunner(CallRunner):
                         f"were weighed {_numbers(used)}; say what the loss of a micro-batch is a mean over, by its "
                         "arguments: loss_weight=lambda *args, **kwargs: ...; or use loss_weight='samples' or 'sum'"
                     )
-            except ValueError as wrong:
+            except Exception as wrong:  # of a warning, too, where these are errors
                 error = wrong
-        self._agreement.settle({"call": f"check of the loss {self._calls}"}, error)
+        number = self._checked[call] = self._checked.get(call, 0) + 1
+        if number & (number - 1) == 0:
+            self._agreement.settle({"call": f"check of the loss {self._calls}"}, error)
+        elif error is not None:
+            self._monitor.fail(error)
+            raise error
 
     def output(self, batch: ModelBatch, split: SplitCall) -> Any:
         """Return the output of the model for the whole mini-batch, on the last rank."""
@@ -279,7 +281,6 @@ class ModelStepRunner(CallRunner):
                 return False, samples
             counts = [plan.mean[0] for plan in plans if plan.mean is not None]
             self._targets = _Targets.find(split, counts, ignored)
-        self._counts = counts
         return False, counts
 
 

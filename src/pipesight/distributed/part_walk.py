@@ -22,7 +22,6 @@ from pipesight._torch.function_modes import innermost_mode, without_innermost_mo
 from pipesight._torch.tensors import with_function_overrides
 from pipesight.distributed import stand_ins
 from pipesight.distributed.dry_run import Plan
-from pipesight.distributed.loss_weights import mean_of
 from pipesight.distributed.model_walk import Call, Doors, Name, Walk
 from pipesight.pipeline.checkpoint import Buffers
 from pipesight.pipeline.entering import EnteredArguments
@@ -79,8 +78,6 @@ class PartWalk(Walk):
         """What goes to later partitions."""
         self.checkpoints: list[UnitCheckpoint] = []
         """The units to run again."""
-        self.means: dict[int, tuple[float, int]] | None = None
-        """What losses are means over, by their ids, if that is to be noted."""
 
     def arrive(self, cut: int) -> None:
         """Begin a partition; end the call if it is the next one."""
@@ -111,8 +108,6 @@ class PartWalk(Walk):
         if self.unit is None:
             self.next_stream()
         output = func(*args, **kwargs)
-        if self.means is not None and (mean := mean_of(func, args, kwargs)) is not None:
-            self.means[id(output)] = mean
         target = stand_ins.changed_by(func, args, kwargs)
         if target is not None:
             self.count()
