@@ -319,14 +319,25 @@ def _is_integer(value: Any) -> bool:
 
 
 def _described(flat: Flat, dims: BatchDims) -> str:
-    """Return the names, types and shapes of all tensors among the arguments."""
-    found = []
-    for names, tensor in zip(flat.names, flat.tensors, strict=True):
-        way, _, name = names[0].partition(".")
+    """Return the names, types and shapes of all tensors among the arguments, and other values with their names."""
+
+    def named(path: str) -> str:
+        way, _, name = path.partition(".")
         first, dot, rest = name.partition(".")
-        name = f"{dims.name_of(int(first))}{dot}{rest}" if way == "0" else name
-        found.append(f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
-    return ", ".join(found)
+        return f"{dims.name_of(int(first))}{dot}{rest}" if way == "0" else name
+
+    tensors = [
+        f"{named(names[0])} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        for names, tensor in zip(flat.names, flat.tensors, strict=True)
+    ]
+    pairs = zip(flat.value_names, flat.values, strict=True)
+    values = ", ".join(f"{named(path)}={value!r}" for path, value in pairs if isinstance(value, (int, float, str)))
+    if len(values) > _SHOWN:
+        values = f"other values with the digest {hashlib.blake2b(values.encode(), digest_size=4).hexdigest()}"
+    return ", ".join([*tensors, *filter(None, [values])])
+
+
+_SHOWN = 200  # characters
 
 
 def _checksum(flat: Flat) -> int:
