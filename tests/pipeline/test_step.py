@@ -192,6 +192,38 @@ def test_one_worker_for_all_partitions(checkpoint: Any) -> None:
     assert_same_gradients(pipe, plain)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "v-half"])
+def test_partitions_run_forwards_side_by_side(schedule: str) -> None:
+    """While a micro-batch is in the last partition of its way down, the next one has begun."""
+    began = threading.Event()
+
+    class First(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if current_microbatch() == 1:
+                began.set()
+            return x
+
+    class Last(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if current_microbatch() == 0 and not is_recomputing():
+                assert began.wait(timeout=20), "micro-batch 1 has not begun"
+            return x
+
+    parts = [nn.Sequential(nn.Linear(2, 2)) for _ in range(4)]
+    parts[0].append(First())
+    parts[3 if schedule != "v-half" else 1].append(Last())
+    pipe = Pipeline(
+        nn.Sequential(*parts),
+        balance=[1] * 4,
+        devices=["cpu"] * 4,
+        chunks=4,
+        checkpoint="never",
+        schedule=schedule,
+        loss_fn=nn.functional.mse_loss,
+    )
+    pipe.step(torch.randn(4, 2), torch.randn(4, 2))
+
+
 def test_steps_train() -> None:
     plain = make()
     pipe = Pipeline(copy.deepcopy(plain), CUTS, chunks=3, schedule="zero-bubble")

@@ -125,8 +125,8 @@ class Trip(TorchFunctionMode):
         return output
 
     def finish(self) -> None:
-        """End the last task, and let the next micro-batch have its turn."""
-        self._end_task()
+        """End the last task, let go of all graphs, and let the next task have its turn."""
+        self._end_task(last=True)
 
     def arrive(self, k: int) -> None:
         """Go on in partition k, whose first module is about to be called."""
@@ -166,13 +166,16 @@ class Trip(TorchFunctionMode):
         trips.begin(where, trips.partitions[j], self.i, "forward", checkpointing=self._checkpointed)
         begin_task(trips.minibatch.randomness, (self.i, j, "forward"))
 
-    def _end_task(self) -> None:
+    def _end_task(self, *, last: bool = False) -> None:
         trips, where = self._trips, self._trips.wheres[self.j]
         end_task()
         if self._grad:
             self.graphs[self.j].marks = where.marks
             self.roots.check(self.j)
         trips.end(where)
+        if last:  # this thread may not run again before others have gone on, and would keep alive what they free
+            self.graphs.clear()
+            self._roots.clear()
         trips.give_turn(self.i, self.j)
 
     # Units.

@@ -80,7 +80,7 @@ class WorkerOrders:
     alone: frozenset[int]
     """The micro-batches whose forwards follow each other on one worker, in which nothing else comes between."""
     flying: int
-    """How many of the other micro-batches are in the middle of their forward at once, at most."""
+    """How many of the other micro-batches are in the middle of their forward at once: so many threads run the model."""
     split: frozenset[tuple[int, int]]
     """The backwards, micro-batch and partition, that leave the gradients of the weights to a task of their own."""
 
@@ -142,7 +142,7 @@ def _worker_orders(
         schedule.device_of_stage,
         tuple(map(tuple, tasks)),
         alone,
-        in_flight(tasks, stages, alone),
+        in_flight(schedule, alone),
         frozenset((i, s) for row in tasks for kind, i, s in row if kind == W),
     )
 
@@ -267,46 +267,18 @@ def _follow(tasks: Sequence[Task], i: int, stages: int) -> bool:
     return list(tasks[at : at + stages]) == wanted
 
 
-def in_flight(orders: Sequence[Sequence[Task]], stages: int, alone: frozenset[int] = frozenset()) -> int:
-    """Return how many micro-batches are between their first forward and their last at once, if each starts late.
+def in_flight(schedule: Schedule, alone: frozenset[int] = frozenset()) -> int:
+    """Return how many micro-batches are between their first forward and their last at once, if none waits to begin.
 
-    >>> in_flight([[(0, 0, 0), (0, 1, 0)], [(0, 0, 1), (0, 1, 1)]], 2)
-    1
+    >>> in_flight(one_f_one_b(3, 8))
+    3
 
-    With fewer threads than that, one that a forward waits for could not begin. Those ``alone`` are not counted.
+    With fewer threads than that, a worker would be idle though there is a forward that it could begin. A backward takes
+    twice as long as a forward here. Those ``alone`` are not counted.
     """
-    at = [0] * len(orders)
-    done: set[Task] = set()
-    flying: set[int] = set()
-    most = 0
-
-    def run(*, starts: bool) -> bool:
-        ran = False
-        for d, tasks in enumerate(orders):
-            while at[d] < len(tasks):
-                kind, i, s = tasks[at[d]]
-                begins = kind == F and s == 0 and stages > 1 and i not in alone
-                if begins and not starts:
-                    break
-                if kind == F and s > 0 and (F, i, s - 1) not in done:
-                    break
-                if kind == B and (F, i, stages - 1) not in done:
-                    break
-                if kind == B and s < stages - 1 and (B, i, s + 1) not in done:
-                    break
-                done.add((kind, i, s))
-                at[d] += 1
-                if begins:
-                    flying.add(i)
-                elif kind == F and s == stages - 1:
-                    flying.discard(i)
-                ran = True
-                if begins:
-                    return True
-        return ran
-
-    while any(at[d] < len(tasks) for d, tasks in enumerate(orders)):
-        if not run(starts=False) and not run(starts=True):
-            raise ValueError("the order cannot run: workers wait for each other")
-        most = max(most, len(flying))
-    return most
+    times = np.ones((4, schedule.stages, schedule.chunks))
+    times[B] = np.where(schedule.split, 1.0, 2.0)
+    found = simulate(schedule, times)
+    begin, end = (np.delete(column, [*alone]) for column in (found.begin[F, 0], found.end[F, -1]))
+    at_once = (begin[:, None] <= begin) & (begin < end[:, None])
+    return int(at_once.sum(axis=0).max(initial=0))
