@@ -736,3 +736,53 @@ def test_perfetto_is_explained_in_a_file(page):
     page.click("#perfetto-help button")
     page.frame()
     assert not page.seen("#perfetto-help")
+
+
+# Links and ranges.
+
+
+def test_link(page, run):
+    """The address names the step, block and range, as the reader goes; opening it shows them, or says what is not there."""
+    assert page.run("location.hash") == "#step=3"
+    page.click_at(*page.place_of(2, 350))
+    selected = page.inspect()["selected"]["key"]
+    page.keys("[")  # nothing has the focus of the keyboard, so there is no range
+    page.focus("#timeline")
+    page.keys("\ue014", "[", "\ue014", "]")
+    facts = page.inspect()
+    address = page.run("location.href")
+    assert "block=forward.1.2" in address
+    assert facts["range"][0] < facts["range"][1] == facts["range"][0] + 2 * FORWARD
+    page.driver.get("about:blank")
+    page.open(address)
+    again = page.inspect()
+    assert (again["step"], again["selected"]["key"], again["range"]) == (3, selected, facts["range"])
+    assert not page.seen("#link-notice")
+    page.run("location.hash = '#step=77&block=forward.0.0'")
+    assert page.until(lambda seen: seen["step"] == STEPS - 1)["selected"] is None
+    assert "Step 77 of this link is not on the page; step 11 is the nearest" in page.text("#link-notice")
+    page.run("location.hash = '#timeline'")  # the link to skip the header
+    assert page.inspect()["step"] == STEPS - 1
+
+
+def test_range(page):
+    """Dragging with Shift selects a range: the totals of each partition are those of the schedule; Escape takes it away."""
+    whole = page.inspect()["view"]
+    page.point(*page.place_of(0, 0))
+    x, y = page.place_of(0, 100)
+    page.point(x, y, "mousePressed", button="left", clickCount=1, modifiers=8)
+    x, y = page.place_of(0, 400)
+    page.point(x, y, "mouseMoved", button="left", modifiers=8)
+    page.point(x, y, "mouseReleased", button="left", clickCount=1, modifiers=8)
+    facts = page.inspect()
+    assert facts["range"] == pytest.approx([100, 400], abs=3)
+    assert facts["view"] == whole
+    rows = [re.findall(r"([\d.]+)%", row) for row in page.text("#range tbody").splitlines()]
+    # Partition j computes forwards from 100 j to 100 (j + 4): shares of the range for forwards, busy and idle.
+    busy = [75, 100, 100, 66.7, 33.3]
+    assert [float(row[1]) for row in rows] == pytest.approx(busy, abs=1)
+    assert [float(row[2]) for row in rows] == pytest.approx([100 - share for share in busy], abs=1)
+    page.focus("#timeline")
+    page.keys("\ue00c")
+    assert page.inspect()["range"] is None
+    assert not page.seen("#range")

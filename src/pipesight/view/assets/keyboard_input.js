@@ -1,11 +1,13 @@
 // The keyboard on the timeline: moves from block to block, zooms and pans as the mouse does.
 
 import { byId } from "./dom.js";
+import { formatTime } from "./format.js";
 import { choose, focusBlock } from "./selection.js";
 import { shownStep, state } from "./state.js";
 import { firstAtOrAfter } from "./step_model.js";
 import { goToStep } from "./step_slider.js";
 import { middleOf, timeline } from "./timeline.js";
+import { clearRange, selectRange } from "./range_panel.js";
 import { hideTooltip, showTooltip } from "./tooltip.js";
 import { isWhole, lookAtAll, pan, zoom } from "./zoom.js";
 
@@ -26,6 +28,8 @@ const MOVES = {
   PageDown: () => goToStep(state.step + 1),
   Enter: () => choose(state.selected === state.focused ? null : state.focused),
   " ": () => choose(state.selected === state.focused ? null : state.focused),
+  "[": () => markRange("from"),
+  "]": () => markRange("to"),
   Escape: leave,
 };
 const SHIFTED = {
@@ -88,8 +92,19 @@ function firstSeen(step) {
   return null;
 }
 
+/** Begin or end a range at the focused block; the other edge stays or is that of the step. */
+function markRange(edge) {
+  if (state.focused === null) return;
+  const step = shownStep();
+  const [from, to] = state.range ?? [0, step.end];
+  if (edge === "from") selectRange(step.from[state.focused], Math.max(to, step.to[state.focused]));
+  else selectRange(Math.min(from, step.from[state.focused]), step.to[state.focused]);
+  if (state.range) byId("announce").textContent = `range from ${formatTime(state.range[0])} to ${formatTime(state.range[1])}`;
+}
+
 function leave() {
   if (state.selected !== null) choose(null);
+  else if (state.range !== null) clearRange();
   else if (!isWhole()) lookAtAll();
   else focusBlock(null);
 }

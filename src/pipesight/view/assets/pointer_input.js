@@ -3,13 +3,15 @@
 import { byId } from "./dom.js";
 import { choose, hover } from "./selection.js";
 import { state } from "./state.js";
-import { blockAt, placeAt } from "./timeline.js";
+import { selectRange } from "./range_panel.js";
+import { blockAt, placeAt, timeAt } from "./timeline.js";
 import { hideTooltip, showTooltip } from "./tooltip.js";
 import { isWhole, lookAt, zoom } from "./zoom.js";
 
 const CLICK = 4; // pixels: a longer move is a drag
 const pointers = new Map(); // pointers that are down, by id
 let grip = null; // the view and the pointers when the drag began
+let anchor = null; // the time at which a range began
 
 export function startPointing() {
   const canvas = byId("timeline");
@@ -45,6 +47,7 @@ function down(event) {
   if (event.button !== 0) return;
   byId("timeline").setPointerCapture(event.pointerId);
   pointers.set(event.pointerId, event);
+  anchor = event.shiftKey ? timeAt(event.offsetX) : null;
   hold();
   hideTooltip();
 }
@@ -64,6 +67,7 @@ function move(event) {
   const places = [...pointers.values()].map((pointer) => pointer.offsetX);
   if (!grip.moved && places.length === 1 && Math.abs(places[0] - grip.places[0]) < CLICK) return;
   grip.moved = true;
+  if (anchor !== null) return selectRange(anchor, timeAt(places[0]));
   byId("timeline").classList.add("dragging");
   const { from, to } = grip.view;
   const scale = (to - from) / canvasWidth();

@@ -16,10 +16,12 @@ import "./palette.js";
 import { unpackPayload } from "./payload.js";
 import { startPerfetto } from "./perfetto.js";
 import { startPointing } from "./pointer_input.js";
+import { startRange } from "./range_panel.js";
 import { Run } from "./run_model.js";
 import { startSearching } from "./search.js";
 import { shownStep, state, tell } from "./state.js";
 import { startStatistics, statisticsDrawn } from "./statistics_section.js";
+import { openLink, startLinks } from "./step_links.js";
 import { startStepping } from "./step_slider.js";
 import { startTheme } from "./theme.js";
 import { startTimeline, timeline } from "./timeline.js";
@@ -42,12 +44,14 @@ function update(payload) {
   else state.step = atEnd ? payload.shown.length - 1 : state.run.placeOf(step.number);
   const now = shownStep();
   state.selected = now?.blockOf(selected) ?? null;
+  if (now?.number !== step?.number) state.range = null;
   if (now && (whole || !step)) state.view = wholeView(now);
   const nothing = payload.live ? "Waiting for the first step." : "This run has no pipeline tasks to draw.";
   notify(payload.shown.length || payload.what_if ? "" : nothing);
   showLive(payload.live);
   tell("run");
   tell("selection");
+  if (!before) openLink();
 }
 
 /** Say what is missing, if anything, and show the page. */
@@ -82,6 +86,7 @@ function inspect() {
       step && state.selected !== null
         ? { key: step.keyOf(state.selected), layers: step.layersOf(state.selected) }
         : null,
+    range: state.range,
     focused: step && state.focused !== null ? step.keyOf(state.focused) : null,
     found: state.query
       ? { blocks: state.query.blocks.size, spans: state.query.spans.size, layers: state.query.layers.size, lines: state.query.lines.size }
@@ -99,6 +104,7 @@ for (const start of [
   startWhatIf,
   startNames,
   startSearching,
+  startRange,
   startBlock,
   startBlockTable,
   startLosses,
@@ -106,6 +112,7 @@ for (const start of [
   startCurves,
   startStatistics,
   startLog,
+  startLinks,
   startPointing,
   startKeys,
   startZooming,

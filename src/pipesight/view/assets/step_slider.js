@@ -31,7 +31,7 @@ export function goToStep(place) {
   const selected = state.selected === null ? null : shownStep().keyOf(state.selected);
   state.step = to;
   const step = shownStep();
-  state.hovered = state.focused = null;
+  state.hovered = state.focused = state.range = null;
   state.selected = selected === null ? null : step.blockOf(selected.replace(/^[^/]*/, step.number));
   const room = wholeView(step);
   if (whole || state.view.from >= room.to) state.view = room;

@@ -7,6 +7,7 @@ import { byId } from "./dom.js";
 import { layOut, rowAt } from "./lane_layout.js";
 import { Columns } from "./narrow_blocks.js";
 import { palette } from "./palette.js";
+import { drawRange } from "./range_panel.js";
 import { listen, shownStep, state } from "./state.js";
 import { firstAtOrAfter } from "./step_model.js";
 import { drawIdle, drawNonfinite, drawProgram, drawTransfers, drawWindows } from "./timeline_overlays.js";
@@ -36,7 +37,7 @@ export function startTimeline() {
     timeline.height = height;
     byId("timeline").style.height = `${height}px`;
   });
-  listen("run step view selection hover search theme", drawSoon);
+  listen("run step view selection range hover search theme", drawSoon);
 }
 
 /** Draw at the next frame, once, however often it is requested. */
@@ -69,6 +70,7 @@ function draw() {
   );
   drawTransfers(lanesPen, step, timeline.byLane);
   const crosses = drawNonfinite(lanesPen, step, timeline.byLane);
+  drawRange(lanesPen);
   drawFrames(step);
   const milliseconds = performance.now() - started;
   timeline.drawn = { ...counts, crosses, milliseconds, frames: timeline.drawn.frames + 1 };
@@ -148,7 +150,7 @@ export function placeAt(x, y) {
   return gap ? { what: "idle", lane: row.lane, from: gap[0], to: gap[1], share: gap[2] } : null;
 }
 
-const timeAt = (x) => state.view.from + (x / Math.max(lanesPen.width, 1)) * (state.view.to - state.view.from);
+export const timeAt = (x) => state.view.from + (x / Math.max(lanesPen.width, 1)) * (state.view.to - state.view.from);
 
 /** The middle of a block on the canvas. */
 export function middleOf(block) {
