@@ -742,7 +742,7 @@ def test_perfetto_is_explained_in_a_file(page):
 
 
 def test_link(page, run):
-    """The address names the step, block and range, as the reader goes; opening it shows them, or says what is not there."""
+    """The address names step, block and range, as the reader goes; opening it shows them, or says what is missing."""
     assert page.run("location.hash") == "#step=3"
     page.click_at(*page.place_of(2, 350))
     selected = page.inspect()["selected"]["key"]
@@ -766,7 +766,7 @@ def test_link(page, run):
 
 
 def test_range(page):
-    """Dragging with Shift selects a range: the totals of each partition are those of the schedule; Escape takes it away."""
+    """Shift and drag selects a range, with totals that are those of the schedule; Escape takes it away."""
     whole = page.inspect()["view"]
     page.point(*page.place_of(0, 0))
     x, y = page.place_of(0, 100)
