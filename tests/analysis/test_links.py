@@ -85,6 +85,8 @@ def test_times_and_waits_of_every_link(tmp_path, pieces):
         assert (link.size, link.bytes) == (65536, 65536 * 2 * STEPS)
         assert link.wait == time
         assert link.share == pytest.approx(time / 3120)
+        assert link.bandwidth == pytest.approx(65536 / time * 1e6)
+        assert link.overlap == pytest.approx(0.5)  # the other one travels while the receiver computes
     assert (found[1, 2].source_host, found[1, 2].target_host, found[1, 2].partitions) == ("near", "far", (2,))
     assert (found[1, 2].others, found[0, 1].others) == (10, 900)
     assert (found[0, 1].error, found[2, 1].error) == (2, 5)
@@ -101,6 +103,10 @@ def test_the_slow_link_is_named(tmp_path):
         "Links",
         "  rank 1 on near -> rank 2 on far: 1.00 ms for 64.0 KiB, others 10.0 µs; costs 32.1% of the step",
         "  rank 2 on far -> rank 1 on near: 800 µs for 64.0 KiB, others 10.0 µs; costs 25.6% of the step",
+        "",
+        "Messages",
+        "  40 messages of 2.50 MiB in total over 4 links, 62.5 MiB/s to 6.10 GiB/s; nobody waits for 50% of",
+        "    their time on the way",
     ]
     change = report.verdict.changes[0]
     assert change.what == "check the network between far and near; use larger micro-batches or fewer cuts there"

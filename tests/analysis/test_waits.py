@@ -80,6 +80,9 @@ def test_the_cause_is_named(tmp_path, doing, late):
     assert (collective.name, collective.ranks, collective.bytes) == ("all_gather", (0, 1, 2, 3), 64)
     assert (collective.last, collective.last_share) == (3, 1.0)
     assert collective.time == pytest.approx(NETWORK, abs=5)
+    assert collective.bandwidth == pytest.approx(64 / NETWORK * 1e6)
+    # In the background, the last rank does something else for 5 of its 20 microseconds; the others wait already.
+    assert collective.overlap == pytest.approx(5 / (RANKS * NETWORK) if late else 0)
     assert collective.wait == pytest.approx(WORK - 10, abs=10)
 
 
@@ -90,7 +93,10 @@ def test_terminal_and_json(tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "Look at rank 3: the others wait for its data loading." in text
     assert "rank 3: data loading keeps ranks 0-2 waiting" in text
-    assert "all_gather of 64 B among ranks 0-3: 8 calls, 20.0 µs each, after 990 µs of waiting; rank 3" in text
+    assert (
+        "all_gather of 64 B among ranks 0-3: 8 calls, 20.0 µs each (3.05 MiB/s), after 990 µs of waiting; rank 3"
+        in text
+    )
     assert main(["report", folder, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["held"][0]["rank"] == 3

@@ -25,7 +25,8 @@ BUBBLE = 1 / (2 * CHUNKS + 1)  # (p - 1) / (v m + p - 1), with v = 2 partitions 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Two replicas, each of two ranks on a host of its own; a rank has two partitions, and the schedule's bubble."""
-    made = Made(tmp_path_factory.mktemp("ranks") / "run", balance=[1] * 4, chunks=CHUNKS)
+    clock = {"error_ns": 0, "ranks": {str(rank): {"error_ns": 0} for rank in (1, 2, 3)}}
+    made = Made(tmp_path_factory.mktemp("ranks") / "run", balance=[1] * 4, chunks=CHUNKS, clock=clock)
     schedule = interleaved(4, CHUNKS, devices=2)
     made.pipeline = {"schedule": schedule.name, "ranks": [[j % 2, 2 + j % 2] for j in range(4)]}
     made.ranks = {rank: {"rank": rank, "host": "here" if rank < 2 else "there"} for rank in (1, 2, 3)}
@@ -33,6 +34,9 @@ def run(tmp_path_factory):
     for step in range(STEPS):
         end = [made.scheduled(step, schedule, TIMES, at=at, first_rank=first) for first in (0, 2)]
         made.span("compute", "step", begin=end[1] + 100, dur=200, rank=3)
+        for rank in range(4):  # they come 10 microseconds after each other, and all leave 30 after the last
+            call = {"begin": end[0] + 310 + 10 * rank, "dur": 60 - 10 * rank, "rank": rank, "step": step}
+            made.span("comm", "all_gather", **call, group="0,1,2,3", size=3000, **{"async": False})
         at = end[0] + 400
     write_page(made.write())
     return made.folder
@@ -66,6 +70,22 @@ def test_page(run, report, tmp_path):
         for lane in facts["lanes"]:
             assert lane["bubble"] == pytest.approx(BUBBLE, abs=1e-6)
             assert sum(share for _, _, share in lane["idle"]) == pytest.approx(BUBBLE)
+        titles, *rows = (
+            [cell.strip() for cell in row.split("\t")] for row in page.text("#traffic table").splitlines()[1:]
+        )
+        assert [dict(zip(titles, row, strict=True)) for row in rows] == [
+            {
+                "name": "all_gather",
+                "ranks": "0-3",
+                "calls": f"{STEPS}",
+                "size": "2.93 KiB",
+                "time": "30.0 µs",
+                "bandwidth": "95.4 MiB/s",
+                "in the background": "0.0%",
+                "waits for the last": "20.0 µs",
+                "came last": "rank 3 in 100.0%",
+            }
+        ]
         assert "mean of 3 training steps in 2 replicas" in page.text("#time-facts")
         assert "take turns" in page.text("#time")
         page.point(*page.place_of(5, 500))  # rank 2 computes for its other partition

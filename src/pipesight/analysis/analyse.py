@@ -218,6 +218,9 @@ def _without_tasks(run: Run, steps: range | None) -> Report:
             left=ExcludedSteps(program.warm_up),
             program=program,
             lead=pipelining_lead(program, run.description),
+            collectives=name_collectives(
+                match_calls(run.communications(), run.description), program.steps.where(program.counted).step
+            ),
             own_spans=own_spans_of(spans),
             curves=curves,
             moments=moments_of(points, program.edges()),

@@ -75,6 +75,11 @@ class Collective:
     """The rank that arrived last most often; ``None`` if the clocks are too inaccurate to tell."""
     last_share: float
     """The share of calls in which it arrived last."""
+    bandwidth: float | None
+    """Bytes per second once all are there; ``None`` if sizes were not recorded, or it took no time."""
+    overlap: float
+    """The share of that time in which ranks do something else, as the call runs in the background; an upper limit, as
+    it is not known when a call ended that nobody waited for yet."""
 
 
 def match_calls(calls: Communications, description: Mapping[str, Any]) -> list[MatchedCalls]:
@@ -195,16 +200,27 @@ def name_collectives(meetings: Sequence[MatchedCalls], steps: Column) -> tuple[C
         sure = (last == first) & (latest - others > error)
         end = np.take_along_axis(meeting.end, last[None], axis=0)[0]
         wait = np.maximum(np.minimum(latest, meeting.end) - meeting.begin, 0).sum(axis=0) / (len(meeting.ranks) - 1)
+        moving = np.maximum(end - latest, 0)
+        there = np.minimum(latest, meeting.end)
+        behind = np.clip(meeting.begin - there, 0, None).sum()
         found.append(
             Collective(
                 name=meeting.name,
                 ranks=meeting.ranks,
                 calls=len(meeting.step),
                 bytes=float(np.median(meeting.size)),
-                time=float(np.maximum(end - latest, 0).mean()),
+                time=float(moving.mean()),
                 wait=float(wait.mean()),
                 last=meeting.ranks[first] if sure.any() else None,
                 last_share=float(sure.mean()),
+                bandwidth=_bandwidth(meeting.size, moving),
+                overlap=min(float(behind / max((meeting.end - there).sum(), 1)), 1.0),
             )
         )
     return tuple(sorted(found, key=lambda entry: (-entry.calls * (entry.time + entry.wait), entry.name, entry.ranks)))
+
+
+def _bandwidth(size: Column, time: Column) -> float | None:
+    known = size >= 0
+    moved, spent = float(size[known].sum()), float(time[known].sum())
+    return moved / spent * 1e6 if moved > 0 and spent > 0 else None

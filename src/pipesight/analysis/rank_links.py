@@ -70,6 +70,10 @@ class LinkReport:
     """How long the receiver waits, in the mean step, for messages that were already sent."""
     share: float
     """Of the mean step."""
+    bandwidth: float | None
+    """Bytes per second of the messages that were timed, latency included; ``None`` if they took no time."""
+    overlap: float | None
+    """The share of the time on the way that nobody waits for, if every message takes ``time``; ``None`` without it."""
     notable: bool = False
     """Whether the report names it: it is much slower than others, or costs much, beyond the error of the clocks."""
 
@@ -112,6 +116,8 @@ def find_links(
         timed = own.where(own.waiting)
         period = periods.get(replica, np.zeros(0))
         wait = float(own.wait.sum()) / max(len(period), 1)
+        time = float(np.median(timed.time)) if len(timed) else None
+        spent = float(np.maximum(timed.time, 0).sum())
         found.append(
             LinkReport(
                 source=source,
@@ -124,11 +130,15 @@ def find_links(
                 bytes=int(own.size.sum()),
                 size=float(np.median(timed.size if len(timed) else own.size)),
                 timed=len(timed),
-                time=float(np.median(timed.time)) if len(timed) else None,
+                time=time,
                 others=None,
                 error=clock_error(description, source, target),
                 wait=wait,
                 share=min(wait / max(float(period.mean()), 1e-9), 1.0) if len(period) else 0.0,
+                bandwidth=float(timed.size.sum()) / spent * 1e6 if spent > 0 else None,
+                overlap=max(1 - float(own.wait.sum()) / (time * len(own)), 0.0)
+                if time is not None and time > 0
+                else None,
             )
         )
     compared = [replace(link, others=_others(link, found)) for link in found]

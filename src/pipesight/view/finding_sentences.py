@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipesight._formatting import percent, size, time
+from pipesight._formatting import percent, rough_percent, size, time
 from pipesight._plurals import count_of, plural
 from pipesight.analysis.collectives import Collective
 from pipesight.analysis.rank_links import LinkReport
@@ -62,6 +62,24 @@ def _links_in(report: Report) -> list[Finding]:
     return [_link(link) for link in report.links if link.notable]
 
 
+def _messages_in(links: Sequence[LinkReport]) -> list[Finding]:
+    """Sum up all messages between ranks."""
+    if not links:
+        return []
+    count, moved = sum(link.messages for link in links), sum(link.bytes for link in links)
+    text = f"{count_of(count, 'message')} of {size(moved)} in total over {count_of(len(links), 'link')}"
+    timed = [link for link in links if link.bandwidth is not None]
+    if timed:
+        slow, fast = (size(of(link.bandwidth or 0.0 for link in timed)) for of in (min, max))
+        text += f", {slow}/s" if slow == fast else f", {slow}/s to {fast}/s"
+    known = [link for link in links if link.overlap is not None]
+    if known:
+        weight = sum(link.messages for link in known)
+        hidden = sum((link.overlap or 0.0) * link.messages for link in known) / weight
+        text += f"; nobody waits for {rough_percent(hidden)} of their time on the way"
+    return [Finding(text)]
+
+
 def _held_in(report: Report) -> list[Finding]:
     """Say which ranks keep others waiting, and what they do meanwhile."""
     return [_held(held) for held in report.held]
@@ -79,6 +97,7 @@ def finding_groups(report: Report) -> list[tuple[str, list[Finding]]]:
         ("Waits for one rank", _held_in(report)),
         ("Links", _links_in(report)),
         ("Collectives", _collectives_in(report)),
+        ("Messages", _messages_in(report.links)),
     )
     return [(title, findings) for title, findings in groups if findings]
 
@@ -139,6 +158,8 @@ def _collective(collective: Collective) -> Finding:
         f"{collective.name}{moved} among ranks {ranks_named(collective.ranks)}: {count_of(collective.calls, 'call')}, "
     )
     text += f"{time(collective.time)} each"
+    text += f" ({size(collective.bandwidth)}/s)" if collective.bandwidth is not None else ""
+    text += f", {percent(collective.overlap)} of it in the background" if collective.overlap >= 0.0005 else ""
     if collective.last is not None:
         share = f"{collective.last_share:.0%} of the time"
         text += f", after {time(collective.wait)} of waiting; rank {collective.last} arrived last {share}"

@@ -28,7 +28,7 @@ __all__ = ["render"]
 
 FEW = 4
 """With fewer steps than this, they are not drawn one by one."""
-MOST = {"Stragglers": 5, "Waits for one rank": 5, "Links": 8, "Collectives": 5, "Remarks": 10}
+MOST = {"Stragglers": 5, "Waits for one rank": 5, "Links": 8, "Collectives": 5, "Messages": 1, "Remarks": 10}
 """How many findings are listed under each heading."""
 
 

@@ -17,6 +17,7 @@ import { unpackPayload } from "./payload.js";
 import { startPerfetto } from "./perfetto.js";
 import { startPointing } from "./pointer_input.js";
 import { startRange } from "./range_panel.js";
+import { startRankTables } from "./rank_tables.js";
 import { Run } from "./run_model.js";
 import { startSearching } from "./search.js";
 import { shownStep, state, tell } from "./state.js";
@@ -102,6 +103,7 @@ for (const start of [
   startSummary,
   startFindings,
   startWhatIf,
+  startRankTables,
   startNames,
   startSearching,
   startRange,

@@ -14,6 +14,7 @@ from pipesight.analysis.report import Report
 from pipesight.runs.reading.run import Run
 from pipesight.view.finding_sentences import nonfinite_in
 from pipesight.view.payload.log_lines import logs_of
+from pipesight.view.payload.rank_traffic import traffic_of
 from pipesight.view.payload.run_summary import facts_of, findings_of, title_of, verdict_of
 from pipesight.view.payload.size_limits import Limits
 from pipesight.view.payload.span_rows import Names, curve_columns, kind_of, moments_between, span_columns
@@ -105,6 +106,7 @@ def program_payload(
         "logs": logs_of(
             said, steps=shown_numbers, begin=int(begins.min()) if len(begins) else 0, most=limits.log_lines
         ),
+        "traffic": traffic_of(report),
         "names": [],
         "notes": _notes(shown, numbers),
         "traces": [],

@@ -17,6 +17,7 @@ from pipesight.view.payload.log_lines import logs_of
 from pipesight.view.payload.lost_time import losses_of, losses_of_step
 from pipesight.view.payload.nonfinite_marks import marks_of_step
 from pipesight.view.payload.program_payload import program_payload
+from pipesight.view.payload.rank_traffic import traffic_of
 from pipesight.view.payload.run_summary import alarm_of, facts_of, figures_of, findings_of, title_of, verdict_of
 from pipesight.view.payload.size_limits import LIMITS, Limits
 from pipesight.view.payload.span_rows import curve_columns
@@ -93,6 +94,7 @@ def page_payload(
         "curves": curve_columns(report.curves),
         "logs": logs,
         "what_if": what_if_of(report.what_if),
+        "traffic": traffic_of(report),
         "names": [[name.category, name.name, name.count, name.total] for name in report.names],
         "notes": _notes(timelines, shown, layered),
         "traces": _traces(run.path),
