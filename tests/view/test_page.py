@@ -786,3 +786,18 @@ def test_range(page):
     page.keys("\ue00c")
     assert page.inspect()["range"] is None
     assert not page.seen("#range")
+
+
+def test_critical_path(page):
+    """A key draws the chain that ends the step: here it fills the window with tasks, and so say its totals."""
+    assert page.inspect()["path"] is None
+    page.focus("#timeline")
+    page.keys("c")
+    facts = page.inspect()
+    assert dict(facts["path"]["totals"]) == {"forward": (M + N - 1) * FORWARD, "backward": (M + N - 1) * BACKWARD}
+    assert facts["drawn"]["path"] == len(facts["path"]["lane"]) == 2 * (M + N - 1)
+    assert "Critical path of 2.10 ms" in page.text("#path")
+    assert "forward\n700 µs · 33.3%" in page.text("#path")
+    page.click("#path-toggle")
+    assert page.inspect()["drawn"]["path"] == 0
+    assert not page.seen("#path")

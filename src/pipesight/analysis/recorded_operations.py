@@ -56,6 +56,8 @@ class RecordedOperations:
     """Of how many steps these were chosen."""
     recorded: float
     """The mean step, from its first forward to that of the next."""
+    origin: float
+    """The time from which begins of operations count, as events have it."""
 
 
 def recorded_operations(
@@ -91,7 +93,8 @@ def recorded_operations(
     made.add_calls(calls)
     made.add_gaps(spans)
     recorded = float(times.period[np.isin(times.step, minibatches.step)].mean())
-    return RecordedOperations(made.operations(), made.partition_of_worker, there, recorded)
+    operations, origin = made.operations()
+    return RecordedOperations(operations, made.partition_of_worker, there, recorded, origin)
 
 
 def _some_steps(minibatches: MiniBatchTable) -> MiniBatchTable:
@@ -314,8 +317,8 @@ class _Maker:
         """Return the replica and stage of the worker that each rank's main thread counts for."""
         return {rank: worker for (rank, _), worker in sorted(self._workers.items(), reverse=True)}
 
-    def operations(self) -> Operations:
-        """Return what was added, by step, replica, stage and begin."""
+    def operations(self) -> tuple[Operations, float]:
+        """Return what was added, by step, replica, stage and begin, and the time from which begins count."""
         columns = {name: np.concatenate([piece[name] for piece in self._pieces]) for name in self._pieces[0]}
         ranks = np.zeros(max(self._number(d, s) for d, s in self._workers.values()) + 1, np.int64)
         named = self.partition_of_worker
@@ -323,8 +326,9 @@ class _Maker:
             ranks[self._number(d, s)] = rank if named is None else self._number(d, s)
         worker = columns["replica"] * (int(self._stage_of.max()) + 1) + columns["stage"]
         made = Operations(**columns, rank=ranks[worker])
-        made.begin[:] -= made.begin.min()
-        return made.where(np.lexsort((made.begin, made.stage, made.replica, made.step)))
+        origin = float(made.begin.min())
+        made.begin[:] -= origin
+        return made.where(np.lexsort((made.begin, made.stage, made.replica, made.step))), origin
 
 
 class _Arrivals:

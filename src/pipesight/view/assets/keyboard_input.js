@@ -1,5 +1,6 @@
 // The keyboard on the timeline: moves from block to block, zooms and pans as the mouse does.
 
+import { togglePath } from "./critical_path.js";
 import { byId } from "./dom.js";
 import { formatTime } from "./format.js";
 import { choose, focusBlock } from "./selection.js";
@@ -28,6 +29,7 @@ const MOVES = {
   PageDown: () => goToStep(state.step + 1),
   Enter: () => choose(state.selected === state.focused ? null : state.focused),
   " ": () => choose(state.selected === state.focused ? null : state.focused),
+  c: togglePath,
   "[": () => markRange("from"),
   "]": () => markRange("to"),
   Escape: leave,

@@ -3,6 +3,7 @@
 import { startBlock } from "./block_panel.js";
 import { startBlockTable } from "./block_table.js";
 import { startCurves } from "./curves_section.js";
+import { startPath } from "./critical_path.js";
 import { byId } from "./dom.js";
 import { startFindings } from "./findings.js";
 import { startKeys } from "./keyboard_input.js";
@@ -88,6 +89,7 @@ function inspect() {
         ? { key: step.keyOf(state.selected), layers: step.layersOf(state.selected) }
         : null,
     range: state.range,
+    path: state.path && step?.path ? step.path : null,
     focused: step && state.focused !== null ? step.keyOf(state.focused) : null,
     found: state.query
       ? { blocks: state.query.blocks.size, spans: state.query.spans.size, layers: state.query.layers.size, lines: state.query.lines.size }
@@ -106,6 +108,7 @@ for (const start of [
   startRankTables,
   startNames,
   startSearching,
+  startPath,
   startRange,
   startBlock,
   startBlockTable,

@@ -13,6 +13,7 @@ export class Step {
     this.laneBubbles = packed.lane_bubbles;
     this.transfers = packed.transfers;
     this.spans = packed.spans;
+    this.path = packed.path ?? null; // {lane, kind, begin, time, totals}; each part begins where the one before ends
     this.moments = packed.moments ?? []; // [rank, time, name, arguments]
     this.spanRows = new Map();
     this.marks = packed.nonfinite; // [layer's name, lane, phase, micro-batch, text]; null is not known

@@ -2,6 +2,7 @@
 
 import { AXIS_HEIGHT, drawAxis, drawGrid } from "./axis.js";
 import { drawFrame, drawLane } from "./block_drawing.js";
+import { drawPath } from "./critical_path.js";
 import { Pen } from "./canvas_pen.js";
 import { byId } from "./dom.js";
 import { layOut, rowAt } from "./lane_layout.js";
@@ -37,7 +38,7 @@ export function startTimeline() {
     timeline.height = height;
     byId("timeline").style.height = `${height}px`;
   });
-  listen("run step view selection range hover search theme", drawSoon);
+  listen("run step view selection range path hover search theme", drawSoon);
 }
 
 /** Draw at the next frame, once, however often it is requested. */
@@ -70,10 +71,11 @@ function draw() {
   );
   drawTransfers(lanesPen, step, timeline.byLane);
   const crosses = drawNonfinite(lanesPen, step, timeline.byLane);
+  const path = drawPath(lanesPen, step, timeline.byLane);
   drawRange(lanesPen);
   drawFrames(step);
   const milliseconds = performance.now() - started;
-  timeline.drawn = { ...counts, crosses, milliseconds, frames: timeline.drawn.frames + 1 };
+  timeline.drawn = { ...counts, crosses, path, milliseconds, frames: timeline.drawn.frames + 1 };
 }
 
 function drawLanes(step, rows) {

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pipesight.analysis.critical_path import critical_paths
 from pipesight.analysis.described_pipelines import hosts_of
 from pipesight.analysis.report import Report
 from pipesight.runs.reading.event_tables import LayerRuns
@@ -108,6 +109,7 @@ def _shown(
     layers = {(layer.partition, layer.name): k for k, layer in enumerate(report.layers)}
     partitions = {layer.name: layer.partition for layer in reversed(report.layers)}
     bubbles = report.bubbles()
+    paths, path_room = critical_paths(run, report, timelines.chosen), limits.blocks // 8
     runs = _layer_runs(run, report, timelines.chosen, limits.layer_runs) if layers else {}
     room = limits.layer_runs
     found, layered = [], 0
@@ -115,6 +117,10 @@ def _shown(
         step = timelines.step(number)
         step["bubble"] = round(bubbles[number], 6) if number in bubbles else None
         step["losses"] = losses_of_step(report, number)
+        step["path"] = None
+        if number in paths and path_room >= len(paths[number].parts):
+            path_room -= len(paths[number].parts)
+            step["path"] = timelines.path(paths[number])
         step["nonfinite"] = marks_of_step(
             marks, number, lanes=timelines.lanes, partitions=partitions, tasks=step["tasks"]
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pipesight.analysis.critical_path import PATH_PARTS, CriticalPath
 from pipesight.analysis.curves import Moment
 from pipesight.analysis.lane_bubbles import lane_bubbles, lanes_of
 from pipesight.analysis.program_advice import part_title
@@ -116,6 +117,20 @@ class StepTimelines:
             "transfers": self._arrivals(number, begin),
             "spans": self._program(begin, end),
             "moments": moments_between(self._moments, begin, end),
+        }
+
+    def path(self, path: CriticalPath) -> dict[str, Any]:
+        """Return a critical path: its parts, lane by lane where there is one, and the totals by kind."""
+        begin = path.begin - int(self._begin[self.numbers.index(path.step)])
+        first = {lane.rank: k for k, lane in reversed([*enumerate(self.lanes)])}
+        parts = path.parts
+        edges = [round(begin + part.begin) for part in parts] + [round(begin + part.end) for part in parts[-1:]]
+        return {
+            "lane": [self._place.get((part.rank, part.partition), first.get(part.rank, -1)) for part in parts],
+            "kind": [PATH_PARTS.index(part.kind) for part in parts],
+            "begin": edges[0],
+            "time": np.diff(edges).tolist(),  # each begins where the one before ends
+            "totals": [[kind, round(time)] for kind, time in path.totals().items()],
         }
 
     def layers(self, number: int, runs: LayerRuns, numbers: Mapping[tuple[int, str], int]) -> dict[str, list[int]]:
