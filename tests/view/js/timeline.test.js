@@ -7,6 +7,7 @@ import { Run } from "./run_model.js";
 import { bounded, wordsOf } from "./search.js";
 import { state } from "./state.js";
 import { firstAtOrAfter } from "./step_model.js";
+import { barsOf, mostOf, placeBetween } from "./step_strip.js";
 import { isWhole, lookAt, lookAtAll, pan, reveal, wholeView, zoom } from "./zoom.js";
 
 const lane = (rank, partition, more = {}) => ({ rank, partition, replica: 0, takes_turns: false, layers: [], ...more });
@@ -109,6 +110,29 @@ test("rows do not overlap, and are found by their height", () => {
     assert.ok(rows.at(-1).top + rows.at(-1).height <= height);
     assert.equal(rowAt(rows, height + 1), null);
   }
+});
+
+test("folded, all lanes are in view, as far as they can be seen", () => {
+  const many = Array.from({ length: 64 }, (_, rank) => lane(rank, rank));
+  const { rows, height } = layOut(run(many), 400);
+  assert.equal(rows.length, 64);
+  assert.ok(height <= 400);
+  rows.forEach((row, place) => assert.ok(!place || rows[place - 1].top + rows[place - 1].height < row.top));
+  assert.ok(layOut(run(many.concat(many)), 100).rows.every((row) => row.height >= 3));
+});
+
+test("all steps are on the strip: those that share a bar have the slowest, and none is lost", () => {
+  const number = Array.from({ length: 10000 }, (_, step) => step + 5);
+  const time = number.map((step) => (step % 997 === 0 ? 900 : 100 + (step % 7)));
+  const shown = number.filter((step) => step % 100 === 5);
+  const bars = barsOf({ number, time, nonfinite: [4242] }, shown, 600);
+  assert.ok(bars.length <= 601);
+  assert.equal(bars.reduce((sum, bar) => sum + bar.steps, 0), 10000);
+  assert.equal(bars.filter((bar) => time[bar.step] === 900).length, 10);
+  assert.equal(bars.filter(({ bad }) => bad).length, 1);
+  assert.deepEqual([5, 55, 105, 9905, 10004].map((step) => placeBetween(shown, step) * 99), [0, 0.5, 1, 99, 99]);
+  assert.equal(mostOf([10, 10, 10, 500]), 30);
+  assert.equal(mostOf([10, 12]), 12);
 });
 
 test("firstAtOrAfter is a binary search", () => {

@@ -4,12 +4,18 @@ import { byId, make, put } from "./dom.js";
 import { formatRoughShare, formatShare } from "./format.js";
 import { blockColours, palette } from "./palette.js";
 import { LETTERS, PHASES } from "./phases.js";
-import { listen, shownStep, state } from "./state.js";
-import { timeline } from "./timeline.js";
+import { listen, shownStep, state, tell } from "./state.js";
+import { isFolded, timeline } from "./timeline.js";
 import { KIND_NAMES, KINDS } from "./timeline_overlays.js";
 
+const LINE = 12; // pixels that a label needs
+
 export function startLabels() {
-  listen("run step", showLabels);
+  listen("run step fold", showLabels);
+  byId("fold-toggle").addEventListener("click", () => {
+    state.fold = !isFolded();
+    tell("fold");
+  });
   listen("run step theme", showLegend);
 }
 
@@ -17,13 +23,27 @@ function showLabels() {
   const step = shownStep();
   const labels = byId("lane-labels");
   labels.style.height = `${timeline.height}px`;
+  const { lanes } = state.run;
+  byId("fold-toggle").hidden = lanes.length < 8;
+  byId("fold-toggle").textContent = isFolded() ? "All rows" : "Fold rows";
   put(
     labels,
-    ...timeline.rows.map((row) => {
+    ...labelled(timeline.rows).map((row) => {
       const place = { vars: { top: `${row.top}px`, height: `${row.height}px` } };
       return row.kind === "program" ? rankLabel(step, row, place) : laneLabel(step, row, place);
     }),
   );
+}
+
+/** The rows that have room for a label: of low ones, every second or third. */
+function labelled(rows) {
+  let free = -Infinity;
+  return rows.filter((row) => {
+    const middle = row.top + row.height / 2;
+    if (row.height < LINE && middle - LINE / 2 < free) return false;
+    free = middle + LINE / 2;
+    return true;
+  });
 }
 
 /** The name of a rank, and its bubble, where its partitions take turns. */
@@ -73,6 +93,7 @@ function laneLabel(step, row, place) {
     make(
       "span",
       { class: "which" },
+      isFolded() && state.run.payload.ranks > 1 && make("span", { class: "word" }, `rank ${row.rank}, `),
       make("span", { class: "word" }, "partition "),
       `${partition}`,
       bad.length > 0 &&

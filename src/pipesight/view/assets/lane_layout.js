@@ -1,4 +1,6 @@
 // Where the lanes lie: a row for each partition, grouped by rank, and one above them for the rank and its program.
+//
+// Folded, only lanes are left, low enough that all of them are in view.
 
 import { state } from "./state.js";
 
@@ -8,8 +10,14 @@ const ALONE = 20; // of programs without a pipeline
 const MOST_LEVELS = 24;
 const BETWEEN_RANKS = 10;
 
-/** Rows from top to bottom: {kind, rank, lane, top, height}; and how high they are together. */
-export function layOut(run) {
+const MANY = 40; // lanes, from which they are folded at first
+const LOWEST = 4; // a folded lane, in pixels, with the gap below it
+
+export const foldsAtFirst = (run) => run.lanes.length > MANY;
+
+/** Rows from top to bottom: {kind, rank, lane, top, height}; and how high they are together. `room`: to fold into. */
+export function layOut(run, room = null) {
+  if (room !== null && run.lanes.length) return foldInto(run, room);
   const height = laneHeight(run.lanes.length);
   const rows = [];
   let top = GAP;
@@ -30,6 +38,18 @@ export function layOut(run) {
       top = addProgram(rows, run, of, top, ALONE);
     }
   return { rows, height: top };
+}
+
+function foldInto(run, room) {
+  const pitch = Math.min(Math.max(Math.floor((room - 2 * GAP) / run.lanes.length), LOWEST), 16);
+  const rows = run.lanes.map(({ rank }, lane) => ({
+    kind: "lane",
+    rank,
+    lane,
+    top: GAP + lane * pitch,
+    height: pitch - (pitch > 6 ? 2 : 1),
+  }));
+  return { rows, height: 2 * GAP + run.lanes.length * pitch };
 }
 
 /** Add the rows of a rank's program, one below the other, as deep as its spans are nested. */

@@ -25,8 +25,9 @@ import { shownStep, state, tell } from "./state.js";
 import { startStatistics, statisticsDrawn } from "./statistics_section.js";
 import { openLink, startLinks } from "./step_links.js";
 import { startStepping } from "./step_slider.js";
+import { startStrip } from "./step_strip.js";
 import { startTheme } from "./theme.js";
-import { startTimeline, timeline } from "./timeline.js";
+import { isFolded, startTimeline, timeline } from "./timeline.js";
 import { startSummary } from "./verdict.js";
 import { startWhatIf } from "./what_if.js";
 import { isWhole, startZooming, wholeView } from "./zoom.js";
@@ -45,6 +46,7 @@ function update(payload) {
   if (!step) state.step = payload.start;
   else state.step = atEnd ? payload.shown.length - 1 : state.run.placeOf(step.number);
   const now = shownStep();
+  if (before && before.lanes.length !== state.run.lanes.length) state.fold = null;
   state.selected = now?.blockOf(selected) ?? null;
   if (now?.number !== step?.number) state.range = null;
   if (now && (whole || !step)) state.view = wholeView(now);
@@ -83,6 +85,7 @@ function inspect() {
       })) ?? [],
     view: { ...state.view, end: step?.end ?? null },
     drawn: { ...timeline.drawn },
+    folded: state.run ? isFolded() : false,
     rows: timeline.rows.map((row) => ({ ...row })),
     selected:
       step && state.selected !== null
@@ -102,6 +105,7 @@ for (const start of [
   startTimeline,
   startLabels,
   startStepping,
+  startStrip,
   startSummary,
   startFindings,
   startWhatIf,

@@ -7,6 +7,7 @@ export const state = {
   selected: null, // a block of the step that is open, or null
   focused: null, // the block with the keyboard's focus, or null
   hovered: null,
+  fold: null, // whether rows are folded; null is what the run has at first
   path: false, // whether the critical path is drawn
   range: null, // what is selected of the step, [from, to] in microseconds, or null
   query: null, // the search, or null
@@ -17,7 +18,7 @@ export const state = {
 
 const listeners = new Map();
 
-/** Call `listener` whenever one of `topics` changes: run, step, view, selection, range, path, hover, search, theme, series. */
+/** Call `listener` whenever one of `topics` changes: run, step, view, selection, range, path, fold, hover, search, theme, series. */
 export function listen(topics, listener) {
   for (const topic of topics.split(" ")) listeners.set(topic, [...(listeners.get(topic) ?? []), listener]);
 }

@@ -5,7 +5,7 @@ import { drawFrame, drawLane } from "./block_drawing.js";
 import { drawPath } from "./critical_path.js";
 import { Pen } from "./canvas_pen.js";
 import { byId } from "./dom.js";
-import { layOut, rowAt } from "./lane_layout.js";
+import { foldsAtFirst, layOut, rowAt } from "./lane_layout.js";
 import { Columns } from "./narrow_blocks.js";
 import { palette } from "./palette.js";
 import { drawRange } from "./range_panel.js";
@@ -31,15 +31,20 @@ export function startTimeline() {
   columns = new Columns();
   new ResizeObserver(drawSoon).observe(byId("timeline").parentElement);
   byId("stage").addEventListener("scroll", drawSoon, { passive: true });
-  listen("run", () => {
-    const { rows, height } = layOut(state.run);
+  listen("run fold", () => {
+    const { rows, height } = layOut(state.run, isFolded() ? stageRoom() : null);
     timeline.rows = rows;
     timeline.byLane = rows.filter((row) => row.kind === "lane");
     timeline.height = height;
     byId("timeline").style.height = `${height}px`;
   });
-  listen("run step view selection range path hover search theme", drawSoon);
+  listen("run step view selection range path fold hover search theme", drawSoon);
 }
+
+export const isFolded = () => state.fold ?? foldsAtFirst(state.run);
+
+/** The height that rows may have without scrolling: that of the stage at most, as the style sheet has it. */
+const stageRoom = () => Math.min(window.innerHeight * 0.62, 720) - AXIS_HEIGHT - 2;
 
 /** Draw at the next frame, once, however often it is requested. */
 function drawSoon() {

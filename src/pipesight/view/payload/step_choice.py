@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 from pipesight.runs.reading.event_tables import Column
 
 __all__ = ["choose_steps"]
+
+SLOWEST = 100
+"""How many of the slowest steps come before others."""
 
 
 def choose_steps(
@@ -21,7 +25,8 @@ def choose_steps(
 ) -> list[int]:
     """Return the places of steps to show, those that matter most first; the first of them always is one.
 
-    They are the one that is asked for, the typical one, the last, the slowest, the first, and others evenly between.
+    They are the one that is asked for, the typical one, the last, the slowest, the first, and others evenly between;
+    one in five of these is instead the next slowest.
 
     Example::
 
@@ -59,10 +64,18 @@ def _by_importance(times: Column, typical: int | None) -> Iterator[int]:
     yield len(times) - 1
     yield int(np.argmax(times))
     yield 0
-    # Halves, quarters, eighths: wherever it ends, they are spread over all steps.
-    parts = 2
-    while parts < 2 * len(times):
-        for number in range(1, parts, 2):
-            yield number * (len(times) - 1) // parts
-        parts *= 2
+    slow = iter(np.argsort(-times, kind="stable")[1:SLOWEST].tolist())
+    for number, place in enumerate(_evenly(len(times)), 1):
+        yield place
+        if number % 4 == 0:
+            yield from itertools.islice(slow, 1)
     yield from range(len(times))
+
+
+def _evenly(count: int) -> Iterator[int]:
+    """Return halves, quarters, eighths: wherever it ends, they are spread over all steps."""
+    parts = 2
+    while parts < 2 * count:
+        for number in range(1, parts, 2):
+            yield number * (count - 1) // parts
+        parts *= 2
