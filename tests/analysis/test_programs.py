@@ -91,6 +91,17 @@ def test_parts(made, numbered):
     assert program.samples_per_second == pytest.approx(4 / STEP * 1e6)
 
 
+def test_closure(made):
+    """What an optimizer's step calls is not its own time: it would be promised to a faster optimizer."""
+    for number in range(4):
+        at = number * STEP
+        made.span("compute", "step", begin=at, dur=900, step=number)
+        made.span("compute", "step.closure", begin=at + 50, dur=700, step=number)
+        made.span("compute", "forward", begin=at + 100, dur=200, module="Net", depth=0, step=number)
+        made.span("compute", "backward", begin=at + 400, dur=300, module="Net", depth=0, step=number)
+    assert program_of(made).parts == {"forward": 200, "backward": 300, "optimizer": 200, "between": 300}
+
+
 def test_spans_around_many_steps(made):
     """A span around an epoch says nothing about a step; one around the body of a step has what is left of it."""
     for number in range(4):

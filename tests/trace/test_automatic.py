@@ -1,5 +1,6 @@
 """PyTorch's own events, without code changes."""
 
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -133,6 +134,25 @@ def test_training_step():
     assert step["args"]["optimizer"] == "SGD"
 
 
+def test_closure(instrumented):
+    """What an optimizer's step calls is told apart from the optimizer, however often and however it is passed."""
+    model = nn.Linear(3, 1)
+    adam, lbfgs = torch.optim.Adam(model.parameters()), torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        loss = model(torch.ones(2, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    with capture_events() as events:
+        assert adam.step(closure).item() > 0
+        lbfgs.step(closure=closure)
+    events = [e for e in events if e["cat"] == "compute"]
+    parents = {e["id"]: e["name"] for e in events}
+    assert [parents[e["args"]["p_idx"]] for e in events if e["name"] == "step.closure"] == ["step"] * 3
+    assert [parents[e["args"]["p_idx"]] for e in events if e["name"] == "forward"] == ["step.closure"] * 3
+
+
 def test_backward_time_counts_once(instrumented):
     """The backwards of the modules that a program calls follow one another, and take no longer than the call."""
 
@@ -255,6 +275,17 @@ def test_checkpoints(instrumented, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # it says that there is one process
+def test_safetensors(instrumented, tmp_path):
+    """Files of safetensors are checkpoints too."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    path = tmp_path / "model.safetensors"
+    with capture_events() as events:
+        safetensors.save_file({"weight": torch.ones(2)}, path)
+        assert safetensors.load_file(path)["weight"].tolist() == [1, 1]
+    assert names(events) == ["checkpoint.capture", "checkpoint.restart"]
+    assert {(e["args"]["path"], e["args"]["size"]) for e in events} == {(str(path), path.stat().st_size)}
+
+
 def test_distributed_checkpoints(instrumented, tmp_path):
     """So do checkpoints in shards, each once."""
     from torch.distributed import checkpoint
@@ -300,6 +331,20 @@ def test_collectives(instrumented, group):
     assert [e["args"].get("async") for e in events[:3]] == [False, True, None]
     assert events[0]["args"]["size"] == 16
     assert {e["args"].get("group", "world") for e in events} == {"world"}
+
+
+def test_every_collective_is_recorded(group):
+    """Every function of torch.distributed that may run in the background is watched, by all the names it has had."""
+    public = {name: getattr(dist, name, None) for name in dist.distributed_c10d.__all__}
+    functions = {name: f for name, f in public.items() if type(f) is types.FunctionType}
+    background = {name for name, f in functions.items() if "async_op" in inspect.signature(f).parameters}
+    before = {name: functions[name].__code__ for name in background}
+    gather = functions.get("all_gather_single", dist.all_gather_into_tensor)  # as FSDP2 calls it
+    with trace.instrument(), capture_events() as events:
+        missing = {name for name in background if functions[name].__code__ is before[name]}
+        gather(torch.empty(4), torch.ones(4))
+    assert missing <= {"all_gather_coalesced"}  # which torch warns of
+    assert [(e["name"], e["args"]["size"]) for e in events if e["cat"] == "comm"] == [("all_gather", 16)]
 
 
 PAIR = """

@@ -38,6 +38,8 @@ REST = "between"
 
 _CONVENTIONAL = {"compute", "dataloader", "data", "comm", "device", "checkpoint", "pipeline"}
 _EVALUATING = ("evaluate", "test")
+_CLOSURE = ("compute", "step.closure")
+"""What an optimizer's step calls, such as a trainer's whole micro-batch: it is not the optimizer's time."""
 
 
 def is_own(spans: ProgramSpans) -> Column:
@@ -66,6 +68,8 @@ def _is_own(category: str, name: str) -> bool:
     if category not in _CONVENTIONAL:
         return True
     # A derived event, such as forward.attention, has a name of the user's own; a loop's is about the loop.
+    if (category, name) == _CLOSURE:
+        return False
     return "." in name and not name.endswith((".iter", ".block", ".init", ".wait"))
 
 
@@ -154,6 +158,8 @@ def _parts(spans: ProgramSpans, outer: Column) -> list[str]:
             inner = around in ("forward", "loss")
             is_loss = module.endswith("Loss")
             found.append("recompute" if again else around if inner else "loss" if is_loss else "forward")
+        elif (category, name) == _CLOSURE:
+            found.append(REST)
         elif category == "device":
             found.append("copies")
         elif category == "pipeline" and name.partition(".")[0] in _EVALUATING:

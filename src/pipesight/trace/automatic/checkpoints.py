@@ -20,6 +20,13 @@ def instrument_checkpoints(patches: Patches) -> None:
     """Record ``checkpoint.capture`` and ``checkpoint.restart``."""
     patches.wrap(torch.serialization, "save", _around(ai.checkpoint.capture, "f", 1))
     patches.wrap(torch.serialization, "load", _around(ai.checkpoint.restart, "f", 0))
+    try:
+        import safetensors.torch
+    except ImportError:
+        pass
+    else:
+        patches.wrap(safetensors.torch, "save_file", _around(ai.checkpoint.capture, "filename", 1))
+        patches.wrap(safetensors.torch, "load_file", _around(ai.checkpoint.restart, "filename", 0))
     if torch.distributed.is_available():
         from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 

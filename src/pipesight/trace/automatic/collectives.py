@@ -29,6 +29,7 @@ _CALLS: dict[str, tuple[str, str]] = {  # the event, and the argument that holds
     "reduce": ("reduce", "tensor"),
     "all_gather": ("all_gather", "tensor_list"),
     "all_gather_into_tensor": ("all_gather", "output_tensor"),
+    "all_gather_single": ("all_gather", "output_tensor"),  # the same, since torch 2.13; likewise below
     "all_gather_object": ("all_gather", ""),
     "gather": ("gather", "tensor"),
     "gather_object": ("gather", ""),
@@ -36,6 +37,7 @@ _CALLS: dict[str, tuple[str, str]] = {  # the event, and the argument that holds
     "scatter_object_list": ("scatter", ""),
     "reduce_scatter": ("reduce_scatter", "input_list"),
     "reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "reduce_scatter_single": ("reduce_scatter", "input"),
     "all_to_all": ("all_to_all", "input_tensor_list"),
     "all_to_all_single": ("all_to_all", "input"),
     "barrier": ("barrier", ""),

@@ -1,8 +1,10 @@
-"""Record the steps of optimizers."""
+"""Record the steps of optimizers, and in them the closure that computes the loss again, which trainers pass."""
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -19,9 +21,10 @@ __all__ = ["instrument_optimizers"]
 
 
 def instrument_optimizers(patches: Patches) -> None:
-    """Record ``compute.step``."""
+    """Record ``compute.step`` and ``compute.step.closure``."""
     steps: weakref.WeakKeyDictionary[Optimizer, tuple[Span, DeviceSpan | None]] = weakref.WeakKeyDictionary()
     node = ai.compute.step
+    closures = node.derive("closure")
 
     @harmless
     def started(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -43,5 +46,24 @@ def instrument_optimizers(patches: Patches) -> None:
         if span is not None:
             end(span, known)
 
-    patches.keep(register_optimizer_step_pre_hook(started))
+    def called(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        started(optimizer, args, kwargs)
+        if optimizer not in steps:
+            return None
+        # The optimizer comes first, then the closure, in all optimizers of torch.
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], recorded(args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": recorded(kwargs["closure"])}
+        return None
+
+    def recorded(closure: Callable[[], Any]) -> Callable[[], Any]:
+        @functools.wraps(closure)
+        def call() -> Any:
+            with closures(args=with_step({})):
+                return closure()
+
+        return call
+
+    patches.keep(register_optimizer_step_pre_hook(called))
     patches.keep(register_optimizer_step_post_hook(ended))
