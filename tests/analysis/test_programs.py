@@ -216,6 +216,28 @@ def test_advice(made):
     assert not any("fused" in change.what for change in changes)
 
 
+@pytest.mark.parametrize(
+    ("workers", "loading", "rest", "advised"),
+    [
+        (0, 700, 300, "DataLoader(num_workers=3)"),  # each batch takes 700
+        (2, 600, 400, "DataLoader(num_workers=5,"),  # two side by side take 1000 for one each
+        (1, 990, 10, "DataLoader(num_workers=...,"),  # a hundred workers
+        (2, 0, 300, None),
+    ],
+)
+def test_workers_that_keep_up(made, workers, loading, rest, advised):
+    """So many workers are advised as load batches as fast as the rest of a step uses them."""
+    made.description["program"] = {"loaders": [{"num_workers": workers}]}
+    for number in range(6):
+        at = number * (loading + rest)
+        if loading:
+            made.span("dataloader", "fetch", begin=at, dur=loading, step=number)
+        made.span("compute", "backward", begin=at + loading, dur=rest - 5, module="Net", depth=0, step=number)
+        made.span("compute", "step", begin=at + loading + rest - 5, dur=5, step=number)
+    changes = [change.what for change in report_of(made).verdict.changes if "DataLoader" in change.what]
+    assert [advised in change for change in changes] == ([True] if advised else [])
+
+
 def test_lead_into_pipelining(made):
     """The planner says what a pipeline would give at most, from the modules as they were recorded."""
     for number in range(6):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from pipesight._formatting import percent, time
 from pipesight._plurals import count_of
@@ -36,6 +39,8 @@ _FUSED = {"torch.optim.adam", "torch.optim.adamw", "torch.optim.sgd", "torch.opt
 """Optimizers that have a fused form on every device."""
 MOST = 4
 """How many changes are listed."""
+MOST_WORKERS = 64
+"""How many workers of a loader are advised at most."""
 NOT_ANNOTATED = (
     "The bubble cannot be computed: torch's schedule has annotated no tasks, as Schedule1F1B never does, and those of "
     "several stages a rank only since torch 2.9; record the program with pipesight run."
@@ -78,13 +83,13 @@ def program_changes(program: ProgramReport, description: Mapping[str, Any]) -> l
     """Return the changes that could gain more than 1% of the step, the largest first."""
     total = max(sum(program.parts.values()), 1e-9)
     shares = {part: spent / total for part, spent in program.parts.items()}
-    found = [change for change in _changes(shares, description) if change.gain > WORTH]
+    found = [change for change in _changes(shares, program, description) if change.gain > WORTH]
     return sorted(found, key=lambda change: -change.gain)[:MOST]
 
 
-def _changes(shares: Mapping[str, float], description: Mapping[str, Any]) -> Iterator[Change]:
+def _changes(shares: Mapping[str, float], program: ProgramReport, description: Mapping[str, Any]) -> Iterator[Change]:
     if (loading := shares.get("data_loading", 0.0)) > WORTH:
-        yield Change(*_about_loading(description), loading, AT_MOST)
+        yield Change(*_about_loading(description, program), loading, AT_MOST)
     if (stepping := shares.get("optimizer", 0.0)) > WORTH:
         slow = [one for one in facts_about(description, "optimizers") if one.get("module") in _FUSED]
         slow = [one for one in slow if not one.get("fused")]
@@ -110,19 +115,37 @@ def _changes(shares: Mapping[str, float], description: Mapping[str, Any]) -> Ite
             yield Change(f"{part_title(part)} (a span of yours): less often, or in the background", why, share, AT_MOST)
 
 
-def _about_loading(description: Mapping[str, Any]) -> tuple[str, str]:
+def _about_loading(description: Mapping[str, Any], program: ProgramReport) -> tuple[str, str]:
     """Say what to change about loading, and why."""
     loaders = facts_about(description, "loaders")
-    workers = {loader.get("num_workers") for loader in loaders}
+    workers = {int(loader.get("num_workers") or 0) for loader in loaders}
+    first = "load data in the background"
     if not loaders:
-        return "load data in the background: DataLoader(num_workers=...)", "training waits for the next batch"
-    if workers == {0}:
-        return (
-            "load data in the background: DataLoader(num_workers=...)",
-            "the main thread loads each batch itself (num_workers=0)",
-        )
-    few = max(int(number or 0) for number in workers)
-    text = "more workers, or less work for each batch: DataLoader(num_workers=..., prefetch_factor=...)"
+        return f"{first}: DataLoader(num_workers=...)", "training waits for the next batch"
+    most = max(workers)
+    enough = _workers_that_keep_up(program, most) if len(workers) == 1 else None
+    number = enough or "..."
+    text = "" if enough is None else f"; {count_of(enough, 'worker')} should keep up, if each has a core"
+    if most == 0:
+        why = f"the main thread loads each batch itself (num_workers=0){text}"
+        return f"{first}: DataLoader(num_workers={number})", why
+    change = f"more workers, or less work for each batch: DataLoader(num_workers={number}, prefetch_factor=...)"
     if not all(loader.get("persistent_workers") for loader in loaders):
-        text += "; persistent_workers=True, if epochs are short"
-    return text, f"training waits for the next batch, although {count_of(few, 'worker')} load them"
+        change += "; persistent_workers=True, if epochs are short"
+    loads = "1 worker loads them" if most == 1 else f"{most} workers load them"
+    return change, f"training waits for the next batch, although {loads}{text}"
+
+
+def _workers_that_keep_up(program: ProgramReport, workers: int) -> int | None:
+    """Return how many workers load batches as fast as the rest of a step uses them; ``None`` if that is not known.
+
+    Without workers, loading takes what the main thread spends on it. With them, a step that waits takes as long as
+    they need for its batches side by side.
+    """
+    steps = program.steps.where(program.counted)
+    loading = steps.parts[steps.names.index("data_loading")]
+    waits, rest = float(np.median(loading)), float(np.median(steps.period - loading))
+    if rest <= 0 or waits < MUCH * (waits + rest):  # few steps wait long, as the first of an epoch does
+        return None
+    enough = math.ceil(waits / rest if workers == 0 else workers * (waits + rest) / rest)
+    return enough if workers < enough <= MOST_WORKERS else None
