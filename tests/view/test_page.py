@@ -15,6 +15,7 @@ from pipesight.view.comparison_text import part_rows, quantity_rows, settings_te
 from pipesight.view.finding_sentences import finding_groups, nonfinite_in, remarks_in, warm_up_in
 from pipesight.view.page import write_comparison, write_page
 from support import browser
+from support.analysed import analysed
 from support.synthetic import Made
 
 pytestmark = pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)
@@ -484,6 +485,26 @@ def test_a_comparison_has_a_page(window, tmp_path):
     for size in ((1280, 800), (400, 800)):
         window.resize(*size)
         assert window.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert window.complaints() == []
+
+
+def test_several_runs_have_a_page(window, tmp_path):
+    """A page of three programs has a bar, a column and, in each chart, a line for each run."""
+    runs = [Made(tmp_path / name, pipelines=[]) for name in "abc"]
+    for k, made in enumerate(runs):
+        for step in range(4):
+            made.span("compute", "backward", begin=step * 1_000 * (k + 1), dur=500, module="Net", depth=0, step=step)
+            made.span("compute", "step", begin=step * 1_000 * (k + 1) + 600, dur=100, step=step)
+    reports = [analysed(made) for made in runs]
+    pairs = [compare(reports[0], other) for other in reports[1:]]
+    window.driver.get(write_comparison(*pairs).as_uri())
+    window.wait("!document.getElementById('main').classList.contains('waiting')")
+    shown = window.run("[...document.querySelectorAll('#parts tbody tr')].map(r => r.innerText)")
+    assert [row.split("\t") for row in shown] == part_rows(*pairs)
+    counts = {".stack-bar": 3, "#curves figure": 1, "#curves path": 3, "#runs > section": 3}
+    for name, count in counts.items():
+        assert window.run("document.querySelectorAll(arguments[0]).length", name) == count
+    assert not window.seen("#layers-section")
     assert window.complaints() == []
 
 

@@ -46,7 +46,8 @@ class LayerChange:
 def layer_changes(first: Report, second: Report) -> list[LayerChange]:
     """Return the layers of both runs, those that differ most first."""
     before, after = _times(first), _times(second)
-    step = first.overall.time.mean if first.overall is not None else 0.0
+    whole = first.overall or first.program
+    step = whole.time.mean if whole is not None else 0.0
     found = []
     for name in {**before, **after}:
         (j, a), (k, b) = before.get(name, (None, None)), after.get(name, (None, None))
@@ -56,11 +57,13 @@ def layer_changes(first: Report, second: Report) -> list[LayerChange]:
 
 
 def _times(report: Report) -> dict[str, tuple[int | None, float | None]]:
-    """Return the partition of each layer, and what it takes in the mean step of a replica."""
-    if not report.counted.any():
-        return {}
-    often = float(report.steps.microbatches[report.counted].mean())
+    """Return the partition of each layer, and what it takes in the mean step of a replica; of a program, modules."""
     found: dict[str, tuple[int | None, float | None]] = {}
+    for module in report.program.modules.modules if report.program is not None else ():
+        found[module.name] = None, (found.get(module.name, (None, 0.0))[1] or 0.0) + module.total
+    if not report.counted.any():
+        return found
+    often = float(report.steps.microbatches[report.counted].mean())
     for layer in report.layers:
         partition, time = found.get(layer.name, (layer.partition, 0.0))
         found[layer.name] = partition, (time or 0.0) + layer.cost * often

@@ -1,4 +1,4 @@
-"""Two runs compared: what differs, and which loss explains it."""
+"""Two runs compared, of pipelines or of any programs: what differs, and which part of the step explains it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipesight._formatting import signed_time
+from pipesight.analysis.compared_curves import ComparedCurve, compared_curves
 from pipesight.analysis.compared_layers import LayerChange, layer_changes, same_layers
+from pipesight.analysis.program_advice import facts_about, part_title
 from pipesight.analysis.report import Report
+from pipesight.analysis.step_times import Summary
 from pipesight.analysis.verdict import TITLES
 
-__all__ = ["Comparison", "Difference", "compare"]
+__all__ = ["Comparison", "Difference", "compare", "title_of"]
 
 ALIKE = 0.01
 """The share of the first run's step by which two runs may differ and still count as alike."""
@@ -43,6 +46,22 @@ class Comparison:
     """Of both runs, those that differ most first."""
     settings: Mapping[str, tuple[Any, Any]]
     """Settings that differ, as far as both runs record them: name, value in the first run, value in the second."""
+    curves: Sequence[ComparedCurve] = ()
+    """Step times and counters of both runs over steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What is compared of a run's steps."""
+
+    time: Summary
+    quantities: Mapping[str, float]
+    parts: Mapping[str, float]
+
+
+def title_of(part: str) -> str:
+    """Return what a part of a step is called, be it a pipeline's or another program's."""
+    return TITLES[part] if part in TITLES else part_title(part)
 
 
 def compare(first: Report, second: Report) -> Comparison:
@@ -51,29 +70,52 @@ def compare(first: Report, second: Report) -> Comparison:
     Raises:
         ValueError: One of them has no complete step.
     """
-    for report in (first, second):
-        if report.overall is None:
-            raise ValueError(f"{report.path!r} has no complete step to compare")
-    one, other = first.overall, second.overall
-    assert one is not None
-    assert other is not None
-    quantities = {
-        "step_time": Difference(one.time.median, other.time.median),
-        "steps_per_second": Difference(one.steps_per_second, other.steps_per_second),
-        "microbatches_per_second": Difference(one.microbatches_per_second, other.microbatches_per_second),
-        "bubble": Difference(one.bubble, other.bubble),
-        "bound": Difference(one.bound, other.bound),
-        "recompute": Difference(one.recompute, other.recompute),
-    }
-    if one.samples_per_second is not None and other.samples_per_second is not None:
-        quantities["samples_per_second"] = Difference(one.samples_per_second, other.samples_per_second)
-    parts = {name: Difference(one.parts[name], other.parts[name]) for name in one.parts}
+    one, other = _steps_of(first), _steps_of(second)
+    names = [name for name in one.quantities if name in other.quantities]
+    quantities = {name: Difference(one.quantities[name], other.quantities[name]) for name in names}
+    # A part that one of them does not have takes no time there.
+    both = dict.fromkeys([*one.parts, *other.parts])
+    parts = {name: Difference(one.parts.get(name, 0.0), other.parts.get(name, 0.0)) for name in both}
     text = _sentence(one.time.median, other.time.median, parts)
     if (same := same_layers(first, second)) is not None:
         quantities["same_layers"] = Difference(same.first, same.second)
         if (machine := same.sentence()) is not None:
             text = f"{text} {machine}"
-    return Comparison(first, second, text, quantities, parts, layer_changes(first, second), _settings(first, second))
+    return Comparison(
+        first,
+        second,
+        text,
+        quantities,
+        parts,
+        layer_changes(first, second),
+        _settings(first, second),
+        compared_curves([first, second]),
+    )
+
+
+def _steps_of(report: Report) -> _Steps:
+    found: dict[str, float | None]
+    if (overall := report.overall) is not None:
+        found = {
+            "step_time": overall.time.median,
+            "steps_per_second": overall.steps_per_second,
+            "microbatches_per_second": overall.microbatches_per_second,
+            "bubble": overall.bubble,
+            "bound": overall.bound,
+            "recompute": overall.recompute,
+            "samples_per_second": overall.samples_per_second,
+        }
+        time, parts = overall.time, overall.parts
+    elif (program := report.program) is not None:
+        found = {
+            "step_time": program.time.median,
+            "steps_per_second": program.count / program.elapsed * 1e6,
+            "samples_per_second": program.samples_per_second,
+        }
+        time, parts = program.time, program.parts
+    else:
+        raise ValueError(f"{report.path!r} has no complete step to compare")
+    return _Steps(time, {name: value for name, value in found.items() if value is not None}, parts)
 
 
 def _settings(first: Report, second: Report) -> dict[str, tuple[Any, Any]]:
@@ -85,7 +127,7 @@ def _settings(first: Report, second: Report) -> dict[str, tuple[Any, Any]]:
 
 def _settings_of(report: Report) -> dict[str, Any]:
     if not report.pipelines:
-        return {}
+        return _settings_of_program(report)
     pipeline = max(report.pipelines, key=lambda pipeline: pipeline.minibatches)
     facts = pipeline.facts
     devices = facts.devices and list(facts.devices)
@@ -105,6 +147,19 @@ def _settings_of(report: Report) -> dict[str, Any]:
     }
 
 
+def _settings_of_program(report: Report) -> dict[str, Any]:
+    loaders, optimizers = (facts_about(report.description, what) for what in ("loaders", "optimizers"))
+    loader, optimizer = (facts[0] if facts else {} for facts in (loaders, optimizers))
+    return {
+        "ranks": len(report.ranks),
+        "batch": loader.get("batch_size"),
+        "workers of the loader": loader.get("num_workers"),
+        "optimizer": optimizer.get("class"),
+        "fused": bool(optimizer.get("fused")) if optimizer else None,
+        "stats": _statistics_of(report),
+    }
+
+
 def _statistics_of(report: Report) -> str | None:
     """Return the configuration of the statistics that were measured, or ``"none"``; ``None`` if that is not known."""
     observed = report.description.get("observed")
@@ -120,7 +175,7 @@ def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> s
         text = f"The median step takes the same time in both, to within {ALIKE:.0%}"
         if abs(parts[largest].change) < ALIKE * before:
             return f"{text}, spent in the same way."
-        differs = f"{TITLES[largest]} ({signed_time(parts[largest].change)})"
+        differs = f"{title_of(largest)} ({signed_time(parts[largest].change)})"
         return f"{text}; the largest difference in the mean step is {differs}."
     text = f"The second run takes {abs(change) / before:.1%} {'more' if change > 0 else 'less'} time per step: "
     text += f"{signed_time(change)} in the median step."
@@ -140,7 +195,7 @@ def _causes(change: float, parts: Mapping[str, Difference]) -> str:
     for name in causes[:3]:
         if abs(sum_so_far) >= 0.8 * abs(change) or abs(parts[name].change) < 0.05 * abs(change):
             break
-        named.append(f"{TITLES[name]} ({signed_time(parts[name].change)})")
+        named.append(f"{title_of(name)} ({signed_time(parts[name].change)})")
         sum_so_far += parts[name].change
     if not named:
         return "spread over all parts"

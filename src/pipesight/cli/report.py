@@ -18,6 +18,8 @@ __all__ = ["add_to", "run"]
 
 FAILED, WRONG, OVER = 1, 2, 3
 """Exit codes: reading or writing failed; no such run, or wrong usage; the bubble is larger than allowed."""
+MOST_OTHERS = 25
+"""How many runs are compared with the first; each has a letter."""
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,7 +27,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = subcommands.add_parser(
         "report",
         help="show how large the bubble of a run is, why, and what to change",
-        description="Show how large the bubble of a run is, why, and what to change; or compare two runs. The bubble "
+        description="Show how large the bubble of a run is, why, and what to change; or compare runs. The bubble "
         "is the share of the time from the first forward to the last backward of a mini-batch in which partitions are "
         "idle.",
         epilog="exit codes: 0 success; 1 reading or writing failed; 2 no such run, attempt, step, partition or layer; "
@@ -33,7 +35,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add = parser.add_argument
     add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or one trace")
-    add("other_path", type=Path, metavar="RUN_B", nargs="?", help="a second run, to compare with the first")
+    add("other_paths", type=Path, metavar="RUN_B", nargs="*", help="further runs, to compare with the first")
     add("--json", action="store_true", help="print JSON, described by report.schema.json")
     add("--steps", type=_steps, metavar="A:B", help="only steps A to B, both included; also 10:, :20 or 15")
     add("--partition", type=int, metavar="J", help="only partition J and its layers")
@@ -52,8 +54,8 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=Path,
         const=True,
         metavar="FILE",
-        help="also write an HTML page to FILE (default: report.html in RUN, or next to it if RUN is a file; for two "
-        "runs, comparison.html in RUN_B)",
+        help="also write an HTML page to FILE (default: report.html in RUN, or next to it if RUN is a file; of "
+        "several runs, comparison.html in RUN_B)",
     )
     add(
         "--fail-over",
@@ -81,16 +83,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    first = _analyse(options.run_path, options)
-    if options.other_path is not None:
+    first = latest = _analyse(options.run_path, options)
+    if len(options.other_paths) > MOST_OTHERS:
+        return _fail(f"at most {MOST_OTHERS + 1} runs can be compared (runs: {len(options.other_paths) + 1})", WRONG)
+    if options.other_paths:
         from pipesight.analysis.comparison import compare
         from pipesight.view.comparison_json import comparison_as_json
         from pipesight.view.comparison_text import render_comparison
         from pipesight.view.page import write_comparison
 
-        second = _analyse(options.other_path, options)
-        comparison = compare(first, second)
-        _print(comparison_as_json(comparison) if options.json else render_comparison(comparison, **_look(options)))
+        comparisons = []
+        for path in options.other_paths:
+            latest = _analyse(path, options)
+            comparisons.append(compare(first, latest))
+        _print(comparison_as_json(*comparisons) if options.json else render_comparison(*comparisons, **_look(options)))
     elif options.json:
         from pipesight.view.report_json import as_json
 
@@ -101,11 +107,8 @@ def _report(options: argparse.Namespace) -> int:
         _print(render(first, step=options.step, **_look(options)))
     if options.html is not None:
         output = None if options.html is True else options.html
-        page = (
-            _write_page(options, output) if options.other_path is None else write_comparison(comparison, output=output)
-        )
+        page = write_comparison(*comparisons, output=output) if options.other_paths else _write_page(options, output)
         print(f"the page is {page}", file=sys.stderr if options.json else sys.stdout)
-    latest = first if options.other_path is None else second
     if options.fail_over is not None and latest.overall is None:
         return _fail("--fail-over: the bubble cannot be computed, since no step of a pipeline is complete", WRONG)
     if options.fail_over is not None and latest.overall is not None and latest.overall.bubble > options.fail_over:

@@ -1,27 +1,37 @@
-"""A comparison of two runs as text; the page shows the same rows."""
+"""A comparison of two or more runs as text; the page shows the same rows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from string import ascii_uppercase
 from typing import Any
 
 from pipesight._formatting import percent, rate, signed_time, time
 from pipesight._plurals import plural
+from pipesight.analysis.compared_curves import STEP_TIME, compared_curves
 from pipesight.analysis.compared_layers import CHANGED, LayerChange
-from pipesight.analysis.comparison import Comparison, Difference
-from pipesight.analysis.verdict import TITLES
-from pipesight.view.text_layout import Style, columns, shown_width
+from pipesight.analysis.comparison import Comparison, Difference, title_of
+from pipesight.analysis.report import Report
+from pipesight.view.text_layout import Style, columns, shown_width, spark
 
 __all__ = [
+    "MARKS",
+    "compared_runs",
     "layer_rows",
     "part_rows",
     "quantity_rows",
     "render_comparison",
     "settings_text",
+    "text_of",
 ]
 
 LAYERS = 8
 """How many layers that changed are listed."""
+CURVES = 8
+"""Likewise curves."""
+MARKS = ascii_uppercase
+"""What runs are called, in their order."""
 
 
 def settings_text(comparison: Comparison) -> str:
@@ -34,50 +44,121 @@ def _plain(value: Any) -> str:
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
-def render_comparison(comparison: Comparison, *, width: int = 80, colour: bool = False, ascii: bool = False) -> str:
-    """Write a comparison as text."""
-    style = Style(max(width, 60), colour, ascii)
-    runs = comparison.first, comparison.second
-    lines = [style.paint(line, "bold") for line in style.wrapped(comparison.text)]
+def render_comparison(
+    comparison: Comparison, *more: Comparison, width: int = 80, colour: bool = False, ascii: bool = False
+) -> str:
+    """Write a comparison as text; ``more`` compares further runs with the same first one."""
+    style = Style(max(width, 40), colour, ascii)
+    runs = compared_runs(comparison, *more)
+    lines = []
+    for mark, one in zip(MARKS[1:], (comparison, *more), strict=False):
+        text = style.wrapped(text_of(one, mark) if more else one.text)
+        lines += [style.paint(line, "bold") for line in text]
     lines.append("")
-    for mark, report in zip("AB", runs, strict=True):
+    for mark, report in zip(MARKS, runs, strict=False):
         lines.append(f"{mark}  {style.cut(report.path, style.width - 3)}")
-    lines += style.wrapped(settings_text(comparison), indent="   ", first="")
-    rows = [["", "A", "B", "difference"], *quantity_rows(comparison), [""] * 4, *part_rows(comparison)]
-    changed = [layer for layer in comparison.layers if layer.changed]
-    if changed:
-        rows += [[""] * 4, ["layers that changed", "", "", ""]]
-        names = 32 if style.width >= 80 else 20
-        rows += [[f"  {style.cut(name, names)}", *cells] for name, *cells in layer_rows(changed[:LAYERS])]
-    rows[0] = [style.paint(cell, "dim") for cell in rows[0]]
-    tables = [columns(rows, align="lrrr", gap=gap) for gap in (4, 2, 1)]
-    fitting = [table for table in tables if max(map(shown_width, table)) <= style.width]
-    lines += ["", *(fitting or tables[-1:])[0]]
-    if comparison.layers:
-        lines += [style.paint(line, "dim") for line in style.wrapped(_others(comparison, len(changed)), indent="  ")]
+        if mark != MARKS[0] and (more or mark == MARKS[1]):
+            lines += style.wrapped(settings_text((comparison, *more)[MARKS.index(mark) - 1]), indent="   ", first="")
+    lines += ["", *_fitting(_rows(comparison, more, style), style)]
+    if comparison.layers and not more:
+        changed = sum(layer.changed for layer in comparison.layers)
+        lines += [style.paint(line, "dim") for line in style.wrapped(_others(comparison, changed), indent="  ")]
+    lines += _curve_lines(runs, style)
     text = "\n".join(map(style.fit, lines)) + "\n"
     return text.replace("µs", "us") if ascii else text
 
 
-def quantity_rows(comparison: Comparison) -> list[list[str]]:
-    """Write each quantity: its name, in the first run, in the second, and what differs."""
-    known = comparison.quantities
-    return [[title, *_cells(known[name], write)] for name, title, write in _QUANTITIES if name in known]
+def compared_runs(comparison: Comparison, *more: Comparison) -> list[Report]:
+    """Return the runs that are compared, the first one first."""
+    return [comparison.first, comparison.second, *(other.second for other in more)]
 
 
-def part_rows(comparison: Comparison) -> list[list[str]]:
+def text_of(comparison: Comparison, mark: str) -> str:
+    """Return the headline with what the second run is called, where there are more than two."""
+    return comparison.text.replace("The second run", mark).replace("the second run", mark)
+
+
+def _rows(comparison: Comparison, more: Sequence[Comparison], style: Style) -> list[list[str]]:
+    heads = [*MARKS[: len(more) + 2], *(() if more else ("difference",))]
+    gap = [""] * (len(heads) + 1)
+    rows = [["", *heads], *quantity_rows(comparison, *more), gap, *part_rows(comparison, *more)]
+    changed = [] if more else [layer for layer in comparison.layers if layer.changed]
+    if changed:
+        rows += [gap, ["layers that changed", *gap[1:]]]
+        names = 32 if style.width >= 80 else 20
+        rows += [[f"  {style.cut(name, names)}", *cells] for name, *cells in layer_rows(changed[:LAYERS])]
+    return rows
+
+
+def _fitting(rows: Sequence[Sequence[str]], style: Style) -> list[str]:
+    painted = [[style.paint(cell, "dim") for cell in rows[0]], *rows[1:]]
+    tables = [columns(painted, align="l" + "r" * (len(rows[0]) - 1), gap=gap) for gap in (4, 2, 1)]
+    found = next((table for table in tables if max(map(shown_width, table)) <= style.width), None)
+    return found or [line for row in rows[1:] for line in _stacked(row, rows[0], style)]
+
+
+def _stacked(row: Sequence[str], heads: Sequence[str], style: Style) -> list[str]:
+    """Write a row of a table that is too wide as a line for its name, and one or more for its cells."""
+    marked = zip(heads[1:], row[1:], strict=True)
+    cells = [f"{mark} {cell}" if mark in MARKS else cell for mark, cell in marked if cell]
+    lines = [row[0], *style.wrapped(" | ".join(cells), indent="    ")]
+    return lines if cells else lines[:1]
+
+
+def _curve_lines(runs: Sequence[Report], style: Style) -> list[str]:
+    """Draw each curve of all runs over the same steps and the same values."""
+    curves = compared_curves(runs)
+    if not curves:
+        return []
+    drawn = max(8, min(40, style.width - 30))
+    lines = ["", style.paint("Curves over steps (first -> last)", "bold")]
+    for curve in curves[:CURVES]:
+        finite = [value for own in curve.values for value in own if value is not None and math.isfinite(value)]
+        low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+        write = time if curve.name == STEP_TIME else "{:.4g}".format
+        lines.append(f"  {style.cut(curve.name, style.width - 2)}")
+        rows = []
+        for mark, own in zip(MARKS, curve.values, strict=False):
+            values = [value for value in own if value is not None]
+            if values:
+                above = [0.0 if value is None or not math.isfinite(value) else value - low for value in own]
+                line = spark(above, drawn, top=(high - low) or 1.0, ascii=style.ascii)
+                rows.append([f"  {mark}", line, write(values[0]), "->", write(values[-1])])
+        lines += columns(rows, align="llrlr", gap=1)
+    if len(curves) > CURVES:
+        lines.append(style.paint(f"  and {len(curves) - CURVES} more", "dim"))
+    return lines
+
+
+def quantity_rows(comparison: Comparison, *more: Comparison) -> list[list[str]]:
+    """Write each quantity: its name, in the first run, in the second, and what differs; with more, in each of them."""
+    all_known = [one.quantities for one in (comparison, *more)]
+    shown = [row for row in _QUANTITIES if all(row[0] in known for known in all_known)]
+    return [[title, *_cells([known[name] for known in all_known], write)] for name, title, write in shown]
+
+
+def part_rows(comparison: Comparison, *more: Comparison) -> list[list[str]]:
     """Write the mean step in the same way, then the parts that matter."""
-    parts = comparison.parts.values()
-    whole = Difference(sum(part.first for part in parts), sum(part.second for part in parts))
-    least = max(whole.first, 1e-9) * 0.0005
-    shown = {name: part for name, part in comparison.parts.items() if max(part.first, part.second) >= least}
-    own = [[TITLES[name], *_cells(part, time)] for name, part in shown.items()]
-    return [["step time, mean", *_cells(whole, time)], *own]
+    all_parts = [one.parts for one in (comparison, *more)]
+    wholes = [
+        Difference(sum(part.first for part in parts.values()), sum(part.second for part in parts.values()))
+        for parts in all_parts
+    ]
+    least = max(wholes[0].first, 1e-9) * 0.0005
+    # A run that has no such part spends no time on it, and the first run's is then known from another comparison.
+    names = dict.fromkeys(name for parts in all_parts for name in parts)
+    firsts = {name: max(parts[name].first for parts in all_parts if name in parts) for name in names}
+    rows = [["step time, mean", *_cells(wholes, time)]]
+    for name in names:
+        row = [parts.get(name, Difference(firsts[name], 0.0)) for parts in all_parts]
+        if max(max(part.first, part.second) for part in row) >= least:
+            rows.append([title_of(name), *_cells(row, time)])
+    return rows
 
 
 def layer_rows(layers: Sequence[LayerChange]) -> list[list[str]]:
     """Write layers in the same way."""
-    return [[layer.name, *_cells(Difference(layer.first or 0.0, layer.second or 0.0), time)] for layer in layers]
+    return [[layer.name, *_cells([Difference(layer.first or 0.0, layer.second or 0.0)], time)] for layer in layers]
 
 
 def _others(comparison: Comparison, changed: int) -> str:
@@ -101,13 +182,22 @@ _QUANTITIES = (
 )
 
 
-def _cells(difference: Difference, write: Any) -> list[str]:
+def _cells(differences: Sequence[Difference], write: Any) -> list[str]:
+    """Write a row: the first run, and the second with what differs; of several, each with its own difference."""
+    values = [differences[0].first, *(one.second for one in differences)]
+    shown = [write(value) if value or write is not time else "-" for value in values]
+    if len(differences) == 1:
+        return [*shown, _change(differences[0], write)]
+    changes = [_change(one, write, short=True) for one in differences]
+    pairs = zip(shown[1:], changes, strict=True)
+    return [shown[0], *(value if "-" in (value, change) else f"{value} {change}" for value, change in pairs)]
+
+
+def _change(difference: Difference, write: Any, *, short: bool = False) -> str:
     if write is percent:
-        change = f"{difference.change * 100:+.1f} points" if abs(difference.change) >= 0.0005 else "-"
-    else:
-        share = difference.change / difference.first if difference.first else 0.0
-        change = f"{share:+.{int(abs(share) < 10)}%}" if difference.first and abs(share) >= 0.0005 else "-"
-        if write is time and abs(difference.change) >= 0.05:
-            change = f"{signed_time(difference.change)}" + (f" ({change})" if difference.first else "")
-    shown = [write(value) if value or write is not time else "-" for value in (difference.first, difference.second)]
-    return [*shown, change]
+        return f"{difference.change * 100:+.1f} points" if abs(difference.change) >= 0.0005 else "-"
+    share = difference.change / difference.first if difference.first else 0.0
+    change = f"{share:+.{int(abs(share) < 10)}%}" if difference.first and abs(share) >= 0.0005 else "-"
+    if write is time and abs(difference.change) >= 0.05 and not short:
+        change = f"{signed_time(difference.change)}" + (f" ({change})" if difference.first else "")
+    return change

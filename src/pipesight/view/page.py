@@ -100,8 +100,8 @@ def write_page(
     return _write(page, _beside(run_path, "report.html") if output is None else Path(output))
 
 
-def write_comparison(comparison: Comparison, *, output: str | os.PathLike[str] | None = None) -> Path:
-    """Write a page that compares two runs to ``comparison.html`` in the second, or to ``output``; return where it is.
+def write_comparison(comparison: Comparison, *more: Comparison, output: str | os.PathLike[str] | None = None) -> Path:
+    """Write a page that compares runs to ``comparison.html`` in the second, or to ``output``; return where it is.
 
     Example::
 
@@ -110,7 +110,7 @@ def write_comparison(comparison: Comparison, *, output: str | os.PathLike[str] |
     """
     from pipesight.view.payload.comparison_payload import comparison_payload
 
-    page = page_html(comparison_payload(comparison), name="comparison_page")
+    page = page_html(comparison_payload(comparison, *more), name="comparison_page")
     return _write(page, _beside(Path(comparison.second.path), "comparison.html") if output is None else Path(output))
 
 

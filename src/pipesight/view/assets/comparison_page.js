@@ -1,33 +1,38 @@
-// Two runs side by side: the headline, quantities, parts of a step, layers that changed, and what each run is.
+// Runs side by side: the headline, quantities, parts of a step, curves, layers that changed, and what each run is.
 
+import { showComparedCurves } from "./compared_curves.js";
 import { byId, make, put, tableHead } from "./dom.js";
 import { formatShare, formatTime } from "./format.js";
 import "./palette.js";
 import { unpackPayload } from "./payload.js";
 import { startTheme } from "./theme.js";
 
-const MARKS = ["A", "B"];
+let marks = []; // what the runs are called: A, B and so on
 
 byId("incomplete").remove(); // the page loaded completely
 
 function show(payload) {
   document.title = `${payload.title} \u2013 pipesight`;
-  const [first, ...rest] = payload.text.split(/(?<=[.!?]) /);
-  byId("headline").textContent = first;
-  byId("headline-more").textContent = rest.join(" ");
-  byId("settings").textContent = payload.settings;
+  marks = payload.marks;
+  const alone = payload.text.length === 1; // two runs
+  const [first, ...rest] = payload.text[0].split(/(?<=[.!?]) /);
+  byId("headline").textContent = alone ? first : payload.title;
+  byId("headline-more").textContent = alone ? rest.join(" ") : "";
+  const said = (index) => `${payload.text[index]} ${payload.settings[index]}.`;
+  put(byId("settings"), alone ? payload.settings[0] : payload.text.map((_, index) => make("span", { class: "of-run" }, said(index))));
   table("quantities", "", payload.quantities);
   showParts(payload.parts);
+  showComparedCurves(payload.curves, marks);
   showLayers(payload.layers);
   put(byId("runs"), ...payload.runs.map(runCard));
   byId("main").classList.remove("waiting");
 }
 
-/** A table of names, both values, and the difference. */
+/** A table of names, the values of all runs, and the difference if there are two. */
 function table(id, name, rows) {
   put(
     byId(id),
-    tableHead([name, ...MARKS, "difference"], 1),
+    tableHead([name, ...marks, ...(marks.length === 2 ? ["difference"] : [])], 1),
     make(
       "tbody",
       {},
@@ -44,11 +49,11 @@ function table(id, name, rows) {
 }
 
 function showParts({ keys, times, rows }) {
-  const totals = MARKS.map((_, side) => times.reduce((sum, both) => sum + both[side], 0));
+  const totals = marks.map((_, side) => times.reduce((sum, both) => sum + both[side], 0));
   const most = Math.max(...totals, 1);
   put(
     byId("bars"),
-    MARKS.map((mark, side) =>
+    marks.map((mark, side) =>
       make(
         "div",
         { class: "stack all" },
@@ -91,8 +96,8 @@ function showLayers({ rows, changed, all }) {
 function runCard({ title, path, alarm, verdict, findings, facts }, side) {
   return make(
     "section",
-    { class: "card", "aria-label": `Run ${MARKS[side]}` },
-    make("div", { class: "bar" }, make("h2", {}, `${MARKS[side]}  ${title}`), make("p", { class: "facts" }, path)),
+    { class: "card", "aria-label": `Run ${marks[side]}` },
+    make("div", { class: "bar" }, make("h2", {}, `${marks[side]}  ${title}`), make("p", { class: "facts" }, path)),
     alarm && make("p", { class: "alarm" }, alarm),
     make("p", {}, verdict),
     findings.map((group) => [
