@@ -220,6 +220,22 @@ def test_pipe_from_nothing(run):
     assert lines[4:] == [f"{run.folder}: ended: ValueError: too bad"]
 
 
+def test_pace_in_pipe(run):
+    """Steps that take longer than those before are said once, though every look finds them."""
+    run.begin()
+    for step in range(45):
+        run.step(task=1000 if step < 30 else 1500)
+    with piped(run.folder) as watch:
+        assert watch.stdout is not None
+        before = [watch.stdout.readline() for _ in range(45)]
+        run.step(task=1500)
+        run.end()
+        lines = before + watch.stdout.read().splitlines()
+    slower = [line for line in lines if line.startswith("Since step ")]
+    text = "Since step 30, steps take 1.50 times as long: 10.5 ms instead of 7.00 ms. "
+    assert [line.strip() for line in slower] == [f"{text}Computing takes longer everywhere: 50% of a step before."]
+
+
 def test_pipe_restarted(run):
     """An attempt that torchrun starts after one that failed is followed from its first step."""
     run.description.update(launch="job_1", ppid=os.getpid(), restart=0)

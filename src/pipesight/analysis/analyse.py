@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pipesight.analysis.advice import Situation, find_changes
 from pipesight.analysis.batch_sizes import of_usual_size, with_common_samples
 from pipesight.analysis.collectives import match_calls, name_collectives, waits_in
@@ -18,6 +20,7 @@ from pipesight.analysis.measured_costs import Measured, measure_steps
 from pipesight.analysis.nonfinite import first_nonfinite
 from pipesight.analysis.overall import overall_of
 from pipesight.analysis.own_spans import own_times, pipeline_edges
+from pipesight.analysis.pace_change import pace_change
 from pipesight.analysis.pipeline_report import PipelineReport, describe_pipelines, partition_times
 from pipesight.analysis.pipelining_lead import pipelining_lead
 from pipesight.analysis.program_advice import NOT_ANNOTATED, program_changes, program_verdict
@@ -40,7 +43,14 @@ from pipesight.analysis.run_remarks import (
     with_losses,
     with_waits,
 )
-from pipesight.analysis.step_grouping import EVALUATION, INCOMPLETE, find_minibatches, forward_only, replicas_of
+from pipesight.analysis.step_grouping import (
+    EVALUATION,
+    INCOMPLETE,
+    MiniBatchTable,
+    find_minibatches,
+    forward_only,
+    replicas_of,
+)
 from pipesight.analysis.stragglers import find_stragglers
 from pipesight.analysis.timed_steps import time_steps
 from pipesight.analysis.verdict import Verdict, verdict_on
@@ -103,8 +113,14 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     layers = layer_reports(layer_times, [layer for pipeline in described for layer in pipeline.layers])
     complete = own.where(timed.counted_minibatches & (own.kind != INCOMPLETE))
     links = find_links(complete, tasks, transfers, counted, run.description)
-    replayed = recorded_operations(complete, tasks, transfers, spans, calls, timed.placements, counted)
-    replays, doubts = _replayed(replayed)
+
+    def operations_of(minibatches: MiniBatchTable) -> RecordedOperations | None:
+        return recorded_operations(minibatches, tasks, transfers, spans, calls, timed.placements, counted)
+
+    replays, doubts = _replayed(operations_of(complete))
+    pace = None
+    if run.followed:
+        pace = pace_change(counted, lambda steps: operations_of(complete.where(np.isin(complete.step, steps))))
     measured, changes = None, []
     if overall is not None and len(pipelines) == 1:
         facts = pipelines[0].facts
@@ -152,6 +168,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         stragglers=tuple(entry for entry in stragglers if partition in (None, entry.partition)),
         links=tuple(link for link in links if partition is None or partition in link.partitions),
         what_if=replays,
+        pace=pace,
         held=held,
         collectives=name_collectives(calls, counted.step),
         nonfinite=nonfinite,

@@ -17,6 +17,7 @@ from pipesight.analysis.measured_costs import Measured
 from pipesight.analysis.nonfinite import NonFinite
 from pipesight.analysis.overall import Overall
 from pipesight.analysis.own_spans import OwnTime
+from pipesight.analysis.pace_change import PaceChange
 from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.pipelining_lead import PipeliningLead
 from pipesight.analysis.program_report import OwnSpan, ProgramReport
@@ -105,6 +106,8 @@ class Report:
     """Of the main threads, those that take longest first."""
     what_if: WhatIf | None = None
     """How much faster it would be without stragglers; ``None`` if there is nothing to replay."""
+    pace: PaceChange | None = None
+    """Since when steps take longer than before, and why; only of a run that is followed."""
     nonfinite: NonFinite | None = None
     """The first tensor with NaN or Inf, if statistics were recorded and there was one."""
     gpus: tuple[GpuTimes, ...] = ()

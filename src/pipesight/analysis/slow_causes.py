@@ -15,11 +15,11 @@ import numpy as np
 
 from pipesight._formatting import rough_percent
 from pipesight._plurals import plural
-from pipesight.analysis.usual_durations import usual_durations
+from pipesight.analysis.usual_durations import UsualDurations
 from pipesight.runs.reading.event_tables import Column, Operations
 from pipesight.runs.reading.operation_kinds import KINDS, codes_of, collectives, computing, number_of
 
-__all__ = ["Cause", "CauseKind", "Fixes", "verdict_of"]
+__all__ = ["TOGETHER", "WORTH", "Cause", "CauseKind", "Fixes", "doing", "names_of", "verdict_of"]
 
 CauseKind: TypeAlias = Literal["rank", "replica", "stage", "microbatches", "link", "collective", "messages", "jitter"]
 
@@ -33,6 +33,8 @@ MOSTLY = 0.7
 """The share of what a wider cause saves from which a narrower one is named instead."""
 SLOWEST = 0.03
 """The share of workers that can be named at once, and that M_W makes ideal; at least one."""
+LOCAL: tuple[CauseKind, ...] = ("rank", "replica", "link")
+"""Of many ranks or links, some are the slowest by chance."""
 ALIKE = 0.5
 """Of the slowest rank's excess, what another of the slowest 3% must have to be named with it."""
 
@@ -73,12 +75,16 @@ class Fixes:
     Args:
         operations: All of them.
         recorded: Their durations; of communications, the transfer.
-        ideal: Their ideal durations.
+        ideal: What communications take if nothing slows them.
+        usual: What computing takes then.
+        before: Whether that is what it took before some step, so that a stage, too, may take longer by chance.
     """
 
-    def __init__(self, operations: Operations, recorded: Column, ideal: Column) -> None:
-        self._operations, self._recorded, self._ideal = operations, recorded, ideal
-        self.usual = usual_durations(operations, recorded)
+    def __init__(
+        self, operations: Operations, recorded: Column, ideal: Column, usual: UsualDurations, *, before: bool = False
+    ) -> None:
+        self._operations, self._recorded, self._ideal, self._usual = operations, recorded, ideal, usual
+        self._before = before
         self._stages = int(operations.stage.max()) + 1
         self._worker = operations.replica.astype(np.int32) * self._stages + operations.stage
         self._workers = len(np.unique(self._worker))
@@ -96,14 +102,14 @@ class Fixes:
         """
         causes: list[Cause] = []
         noise = 0.0
-        durations, usual = self._recorded, self.usual.usual
+        durations, usual = self._recorded, self._usual.usual
         while len(causes) < ROUNDS:
             fixes = list(self._fixes(durations, usual, {cause.kind for cause in causes}))
             shares: list[float] = []
             for first in range(0, len(fixes), TOGETHER):
                 times = run(*(fix.make() for fix in fixes[first : first + TOGETHER]))
                 shares += ((now - times) / max(ideal, 1e-9)).tolist()
-            found = _best(fixes, shares, noise)
+            found = _best(fixes, shares, noise, LOCAL if not self._before else (*LOCAL, "stage"))
             if found is None:
                 break
             fix, share = found
@@ -111,7 +117,7 @@ class Fixes:
             now -= share * ideal
             durations = fix.make()
             if fix.cause.kind == "stage":
-                usual = usual * self.usual.even_stages
+                usual = self._usual.usual_even
             causes.append(replace(fix.cause, share=share))
         return tuple(causes)
 
@@ -121,15 +127,16 @@ class Fixes:
         over = np.where(self._computing, durations - usual, 0.0)
         by_worker = np.bincount(self._worker, over, len(self._rank))
         yield self._slow_ranks(durations, usual, over, by_worker)
-        if len(self._rank) > self._stages > 1:
+        has_replicas = len(self._rank) > self._stages
+        if has_replicas and self._stages > 1:
             replica = int(by_worker.reshape(-1, self._stages).sum(axis=1).argmax())
             own = self._computing & (self._operations.replica == replica)
             yield _Fix(Cause("replica", 0.0, replica=replica), lambda: np.where(own, usual, durations))
-        if "stage" not in done and self._stages > 1:
-            stage = int(self.usual.stages.argmax())
-            yield _Fix(Cause("stage", 0.0, stage=stage), lambda: durations * self.usual.even_stages)
+        if "stage" not in done and self._stages > 1 and (has_replicas or not self._before):
+            stage = int(self._usual.stages.argmax())
+            yield _Fix(Cause("stage", 0.0, stage=stage), lambda: durations * self._usual.even_stages)
         if "microbatches" not in done:
-            yield _Fix(Cause("microbatches", 0.0), lambda: durations * self.usual.even_microbatches)
+            yield _Fix(Cause("microbatches", 0.0), lambda: durations * self._usual.even_microbatches)
         messages = np.isin(kind, codes_of("message"))
         if messages.any():
             yield self._slow_link(durations, messages)
@@ -138,7 +145,13 @@ class Fixes:
             if (kind == number).any():
                 cause = Cause("collective", 0.0, operation=KINDS[number].name)
                 yield _Fix(cause, partial(self._with_ideal, durations, number))
-        yield _Fix(Cause("jitter", 0.0), lambda: np.where(self._computing, usual, durations), wide=True)
+        every = Cause("jitter", 0.0, operation=self._main_kind(over, self._computing))
+        yield _Fix(every, lambda: np.where(self._computing, usual, durations), wide=True)
+
+    def _main_kind(self, over: Column, own: Column) -> str | None:
+        """Return the kind of operation that most of what is beyond the usual is lost in, if there is one."""
+        lost = np.bincount(self._operations.kind[own], np.maximum(over[own], 0), len(KINDS))
+        return KINDS[int(lost.argmax())].name if lost.max() > MOSTLY * lost.sum() else None
 
     def _with_ideal(self, durations: Column, kind: int) -> Column:
         return np.where(self._operations.kind == kind, self._ideal, durations)
@@ -148,9 +161,7 @@ class Fixes:
         most = np.argsort(-by_worker, kind="stable")[: max(1, round(SLOWEST * self._workers))]
         most = most[by_worker[most] >= ALIKE * by_worker[most[0]]]
         own = self._computing & np.isin(self._worker, most)
-        kinds = np.bincount(self._operations.kind[own], np.maximum(over[own], 0), len(KINDS))
-        main = KINDS[int(kinds.argmax())].name if kinds.max() > MOSTLY * kinds.sum() else None
-        cause = Cause("rank", 0.0, tuple(self._rank[most].tolist()), operation=main)
+        cause = Cause("rank", 0.0, tuple(self._rank[most].tolist()), operation=self._main_kind(over, own))
         return _Fix(cause, lambda: np.where(own, usual, durations))
 
     def _slow_link(self, durations: Column, messages: Column) -> _Fix:
@@ -168,17 +179,20 @@ class Fixes:
         return _Fix(cause, lambda: np.where(own, self._ideal, durations))
 
 
-def _best(fixes: Sequence[_Fix], shares: Sequence[float], noise: float) -> tuple[_Fix, float] | None:
+def _best(
+    fixes: Sequence[_Fix], shares: Sequence[float], noise: float, local: Collection[CauseKind]
+) -> tuple[_Fix, float] | None:
     """Return the cause to name next: the largest, a rank rather than its replica, and a wide one only if need be.
 
     Where computing, or messages, take longer at times everywhere, some rank or link is the worst by chance: one is
-    named only if it loses most of what all of them do. ``noise`` is what wide causes that were removed lost.
+    named only if it loses most of what all of them do. ``noise`` is what wide causes that were removed lost; ``local``
+    are the kinds to which this applies.
     """
     noise = max([noise, *(share for fix, share in zip(fixes, shares, strict=True) if fix.wide)])
     for wide in (False, True):
         worth = []
         for fix, share in zip(fixes, shares, strict=True):
-            least = MOSTLY * noise if fix.cause.kind in ("rank", "replica", "link") else 0.0
+            least = MOSTLY * noise if fix.cause.kind in local else 0.0
             if fix.wide == wide and share >= max(WORTH, least):
                 worth.append((fix, share))
         if not worth:
@@ -217,11 +231,7 @@ def verdict_of(
     first = f"A step takes {slowdown:.2f} times as long as without stragglers"
     if not causes:
         return f"{first}, for no single cause."
-    names = {worker: f"rank {worker}" for worker in by_worker}
-    if partitions is not None:
-        several = len({rank for rank, _ in partitions.values()}) > 1
-        names = {w: f"partition {part}" + f" of rank {rank}" * several for w, (rank, part) in partitions.items()}
-    words = "; ".join(_in_words(cause, by_worker, names, stages) for cause in causes)
+    words = "; ".join(_in_words(cause, by_worker, names_of(cause.ranks, partitions), stages) for cause in causes)
     shares = " of an ideal step" if any(cause.kind != "rank" for cause in causes) else ""
     more = ""
     if sum(cause.share for cause in causes) > slowdown - 1 + WORTH:
@@ -229,13 +239,26 @@ def verdict_of(
     return f"{first}. {words[0].upper()}{words[1:]}{shares}.{more}"
 
 
-def _in_words(cause: Cause, by_worker: Mapping[int, float], names: Mapping[int, str], stages: Sequence[int]) -> str:
+def names_of(workers: Sequence[int], partitions: Mapping[int, tuple[int, int]] | None = None) -> list[str]:
+    """Name workers: by rank or, where workers are partitions, by these."""
+    if partitions is None:
+        return [f"rank {worker}" for worker in workers]
+    several = len({rank for rank, _ in partitions.values()}) > 1
+    own = [partitions[worker] for worker in workers]
+    return [f"partition {part}" + f" of rank {rank}" * several for rank, part in own]
+
+
+def doing(cause: Cause) -> str:
+    """Say in brackets what a slow worker does, if it is not computing."""
+    return "" if cause.operation in (None, "forward-compute", "backward-compute") else f" ({cause.operation})"
+
+
+def _in_words(cause: Cause, by_worker: Mapping[int, float], who: Sequence[str], stages: Sequence[int]) -> str:
     """Name a cause, and what it costs: for ranks, how many times the job is slowed, otherwise the share of a step."""
-    share, who = rough_percent(cause.share), [names[worker] for worker in cause.ranks]
+    share = rough_percent(cause.share)
     if cause.kind == "rank":
         times = max(by_worker[worker] for worker in cause.ranks)
-        doing = "" if cause.operation in (None, "forward-compute", "backward-compute") else f" ({cause.operation})"
-        return f"{' and '.join(who)} {plural(len(who), 'slows', 'slow')} the job by {times:.2f} times{doing}"
+        return f"{' and '.join(who)} {plural(len(who), 'slows', 'slow')} the job by {times:.2f} times{doing(cause)}"
     if cause.kind == "replica":
         return f"data-parallel rank {cause.replica} is slow: {share}"
     if cause.kind == "stage":
@@ -245,7 +268,5 @@ def _in_words(cause: Cause, by_worker: Mapping[int, float], names: Mapping[int, 
         return f"micro-batches differ: {share}"
     if cause.kind == "link":
         return f"the link between {who[0]} and {who[1]} is slow: {share}"
-    if cause.kind == "jitter":
-        return f"computing takes longer at times: {share}"
-    what = "messages" if cause.operation is None else cause.operation
-    return f"{what} {plural(1 if cause.operation else 2, 'takes', 'take')} longer at times: {share}"
+    what = f"computing{doing(cause)}" if cause.kind == "jitter" else cause.operation or "messages"
+    return f"{what} {'take' if what in ('messages', 'collectives') else 'takes'} longer at times: {share}"

@@ -19,7 +19,7 @@ from pipesight.analysis.operation_graph import BACKWARD, FORWARD
 from pipesight.runs.reading.event_tables import Column, Operations
 from pipesight.runs.reading.operation_kinds import KINDS
 
-__all__ = ["UsualDurations", "usual_durations"]
+__all__ = ["UsualDurations", "usual_before", "usual_durations"]
 
 FEWEST = 3
 """Micro-batches, from which their durations can be correlated."""
@@ -34,6 +34,8 @@ class UsualDurations:
 
     usual: Column
     """What the same takes usually, in the same part of the model."""
+    usual_even: Column
+    """The same once no part of the model takes longer than the mean of all."""
     even_stages: Column
     """The ratio to the recorded ones if no part of the model took longer than the mean of all."""
     even_microbatches: Column
@@ -67,7 +69,56 @@ def usual_durations(operations: Operations, durations: Column) -> UsualDurations
         there, at = np.unique(part, return_index=True)
         even_stages[rows] = np.minimum(by_part[there].mean() / np.maximum(by_part[part], TINY), 1.0)
         np.add.at(stages, operations.stage[rows[at]], by_part[there])
-    return UsualDurations(usual, even_stages, even_microbatches, stages, correlation)
+    return UsualDurations(usual, usual * even_stages, even_stages, even_microbatches, stages, correlation)
+
+
+def usual_before(
+    before: Operations, took: Column, after: Operations, durations: Column
+) -> tuple[UsualDurations, UsualDurations]:
+    """Find what operations took before some step: each worker is compared with itself, each link too.
+
+    Args:
+        before: Those of the steps before.
+        took: Their durations; of communications, without waiting.
+        after: Those of the steps from there on, of the same workers.
+        durations: The same of these.
+
+    Returns:
+        For the operations before, and for those after, what the same took at the median before: communications, too.
+        ``stages`` says how much longer than before each stage takes on all of its replicas.
+    """
+    both = Operations.joined(before, after)
+    was, now = usual_durations(before, took), usual_durations(after, durations)
+    every = np.concatenate([took * was.even_microbatches, durations * now.even_microbatches])
+    _, code = np.unique(
+        np.stack([both.replica, both.stage, both.kind, both.part, both.chunk]), axis=1, return_inverse=True
+    )
+    code = code.ravel()
+    medians = np.full(int(code.max()) + 1, np.nan)
+    early = np.arange(len(every)) < len(before)
+    order = np.lexsort((every[early], code[early]))
+    begins = np.flatnonzero(np.concatenate([[True], np.diff(code[early][order]) > 0]))
+    count = np.diff(np.concatenate([begins, [len(order)]]))
+    medians[code[early][order[begins]]] = every[early][order[begins + (count - 1) // 2]]
+    usual = np.where(np.isnan(medians[code]), every, medians[code])  # what there was none of before is no change
+    even, stages = np.ones(len(every)), np.zeros(int(both.stage.max()) + 1)
+    for number, kind in enumerate(KINDS):
+        rows = np.flatnonzero((both.kind == number) & (both.part >= 0))
+        if kind.is_communication or not (early[rows].any() and not early[rows].all()):
+            continue
+        part, late = _part(both, rows), ~early[rows]
+        own = rows[late]
+        now_by_part = _by_part(part[late], both.replica[own], every[own])
+        was_by_part = _by_part(part[late], both.replica[own], usual[own])
+        even[own] = np.minimum(was_by_part / np.maximum(now_by_part, TINY), 1.0)[part[late]]
+        there, at = np.unique(part[late], return_index=True)
+        np.add.at(stages, both.stage[own[at]], (now_by_part - was_by_part)[there])
+    only = np.where(both.stage == int(stages.argmax()), even, 1.0)
+    was_usual, now_usual = usual[early], usual[~early]
+    return (
+        UsualDurations(was_usual, was_usual, only[early], was.even_microbatches, stages, was.correlation),
+        UsualDurations(now_usual, now_usual, only[~early], now.even_microbatches, stages, now.correlation),
+    )
 
 
 def _part(operations: Operations, rows: Column) -> Column:

@@ -16,6 +16,7 @@ from pipesight._plurals import count_of
 from pipesight.analysis.operation_graph import OperationGraph, graph_of, widest_groups
 from pipesight.analysis.replay import Scenarios, replay, transfers
 from pipesight.analysis.slow_causes import SLOWEST, Cause, Fixes, verdict_of
+from pipesight.analysis.usual_durations import usual_durations
 from pipesight.runs.reading.event_tables import Column, Operations
 from pipesight.runs.reading.operation_kinds import KINDS
 
@@ -179,8 +180,8 @@ def what_if(
         for s, worker in enumerate(row)
         if worker is not None
     }
-    fixes = Fixes(operations, durations, ideal)
-    causes = fixes.greedy(replays.run_whole, now=now, ideal=best)
+    usual = usual_durations(operations, durations)
+    causes = Fixes(operations, durations, ideal, usual).greedy(replays.run_whole, now=now, ideal=best)
     remarks = tuple(_remarks(error, replays.alone))
     return WhatIf(
         steps=len(np.unique(operations.step)),
@@ -197,7 +198,7 @@ def what_if(
         by_stage=dict(zip(stages.tolist(), by_stage.tolist(), strict=True)),
         by_worker={_name(worker, partitions): slowdown for worker, slowdown in workers.items()},
         layout=layout if partitions is None else _with_ranks(layout, partitions),
-        correlation=fixes.usual.correlation,
+        correlation=usual.correlation,
         causes=causes if partitions is None else tuple(_with_partitions(cause, partitions) for cause in causes),
         verdict=verdict_of(causes, workers, now / max(best, 1e-9), stages=stages.tolist(), partitions=partitions),
         remarks=remarks,

@@ -26,6 +26,8 @@ WRONG = 2
 INTERVAL = 1.0  # seconds from one look to the next, at least
 SHARE = 2
 """Pause at least so many times as long as the last look took."""
+AGAIN = 20
+"""Steps from which a change of pace is a new one, though the same is named; when it began is known to a few steps."""
 LEAST = (40, 8)
 """Columns and lines of the smallest terminal that is drawn in; below, one line per step is printed."""
 
@@ -82,6 +84,7 @@ def _print(follower: Follower, *, ascii: bool) -> None:
 
     shown, attempt = -1, 0
     said: set[str] = set()
+    slower: dict[str, int] = {}  # since when, by what was named
 
     def say(words: str) -> None:
         if words not in said:
@@ -107,6 +110,11 @@ def _print(follower: Follower, *, ascii: bool) -> None:
                 if step.step > shown:
                     print(line_of(step, ascii=ascii), flush=True)
                     shown = step.step
+            if (pace := report.pace) is not None:
+                what = [(cause.kind, cause.ranks) for cause in pace.causes[:1]]
+                if str(what) not in slower or pace.since > slower[str(what)] + AGAIN:
+                    print(pace.text.replace("µs", "us") if ascii else pace.text, flush=True)
+                slower[str(what)] = pace.since
         if follower.state.phase == "ended":
             say(f"{follower.path}: {_state(follower)}")
             return

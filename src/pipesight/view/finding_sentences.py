@@ -52,6 +52,11 @@ def nonfinite_in(report: Report) -> Finding | None:
     return Finding(f"{text}.", (found.iteration,))
 
 
+def _pace_in(report: Report) -> list[Finding]:
+    """Say since when steps take longer."""
+    return [] if report.pace is None else [Finding(report.pace.text, (report.pace.since,))]
+
+
 def _stragglers_in(report: Report) -> list[Finding]:
     """Name the ranks that delay the others, the slowest first."""
     return [_straggler(straggler, ranks=len(report.ranks) > 1) for straggler in report.stragglers]
@@ -93,6 +98,7 @@ def _collectives_in(report: Report) -> list[Finding]:
 def finding_groups(report: Report) -> list[tuple[str, list[Finding]]]:
     """Return what stands out, heading by heading, without the remarks."""
     groups = (
+        ("Change of pace", _pace_in(report)),
         ("Stragglers", _stragglers_in(report)),
         ("Waits for one rank", _held_in(report)),
         ("Links", _links_in(report)),

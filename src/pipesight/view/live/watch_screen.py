@@ -106,13 +106,15 @@ def _head(frame: Frame, style: Style) -> list[str]:
 
 
 def _warnings(frame: Frame, style: Style) -> list[str]:
+    pace = frame.report.pace if frame.report is not None else None
+    slower = [] if pace is None else [style.paint(line, "yellow") for line in style.wrapped(pace.text)]
     found = frame.report.nonfinite if frame.report is not None else None
     if found is None:
-        return []
+        return slower
     counts = [f"{count:,} {what}" for count, what in ((found.nans, "NaN"), (found.infs, "Inf")) if count]
     text = f"First non-finite tensor: {found.tensor} of {found.layer}, in {found.where}"
     text += f" ({', '.join(counts)})" if counts else ""
-    return [style.paint(line, "red", "bold") for line in style.wrapped(text)]
+    return [*(style.paint(line, "red", "bold") for line in style.wrapped(text)), *slower]
 
 
 def _numbers(figures: LatestStep, style: Style) -> list[str]:
