@@ -30,6 +30,7 @@ from benchmarks import (
     spans,
     statistics,
     stragglers,
+    uneven,
     watching_memory,
 )
 from benchmarks.harness import Options
@@ -54,6 +55,7 @@ BENCHMARKS: dict[str, tuple[Callable[[Options], bool], str]] = {
         planning,
         frames,
         stragglers,
+        uneven,
         soak,
     )
 }

@@ -36,7 +36,7 @@ def run(options: Options) -> bool:
     publish(Table("What was injected, and what the report says", ["cause", "runs", "right", "a wrong one"], rows))
     right = sum(right for injected, right, _ in found if injected.cause is not None)
     false = sum(not right for injected, right, _ in found if injected.cause is None)
-    show_limit("runs with a cause named right", right / causes, RIGHT, met=right >= RIGHT * causes)
+    show_limit("runs with a cause named right", right / causes, RIGHT, met=right >= RIGHT * causes, least=True)
     show_limit("runs without a cause that have one", false / causes, FALSE, met=false <= FALSE * causes)
     return True
 

@@ -197,8 +197,8 @@ def show_goals(outcomes: Sequence[Outcome], goals: Sequence[Goal], quantity: Qua
         print(f"  goal: {aim}: {limit}: {text(measured)} {verdict}", flush=True)
 
 
-def show_limit(what: str, measured: float, limit: float, *, met: bool) -> None:
-    """The same for a figure that must not be above a limit."""
-    verdict = "met" if met else "NOT MET"
-    _kept[-1].goals.append([what, measured, f"at most {text(limit)}", verdict])
-    print(f"  goal: {what}: at most {text(limit)}: {text(measured)} {verdict}", flush=True)
+def show_limit(what: str, measured: float, limit: float, *, met: bool, least: bool = False) -> None:
+    """The same for a figure that must not be above a limit or, with ``least``, not below it."""
+    verdict, bound = "met" if met else "NOT MET", f"at {'least' if least else 'most'} {text(limit)}"
+    _kept[-1].goals.append([what, measured, bound, verdict])
+    print(f"  goal: {what}: {bound}: {text(measured)} {verdict}", flush=True)

@@ -177,7 +177,7 @@ def test_a_slow_rank_is_named(tmp_path):
 def test_micro_batches_that_differ_are_named(tmp_path):
     """Removing what they differ by saves what is said: a run with even ones of the same work takes that much less."""
     report = with_tasks(tmp_path, lambda phase, i, j, rank: 4 if i == 1 else 1)
-    found = change(report, "give all micro-batches")
+    found = change(report, "even micro-batches")
     evened = with_tasks(tmp_path / "even", lambda phase, i, j, rank: 7 / 4)
     assert found.gain == pytest.approx(1 - evened.overall.time.mean / report.overall.time.mean, rel=0.05)
 

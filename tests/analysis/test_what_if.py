@@ -13,6 +13,7 @@ import pytest
 from pipesight._formatting import rough_percent
 from pipesight.analysis.what_if import what_if
 from pipesight.runs.reading.operation_trace import read_operations
+from pipesight.schedule.packing import pack
 from support.made_jobs import MadeJob
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +127,34 @@ def test_causes(tmp_path, compute, kind, words):
     if kind in ("rank", "stage", "microbatches") and compute is not slow_rank:
         alone = found_in(dataclasses.replace(job, replicas=1), tmp_path)
         assert [cause.kind for cause in alone.causes] == [kind]
+
+
+def only_lengths(step, replica, task):
+    return MEANS[task[0]] * (1 + 3 * random.Random(f"{step} {replica} {task[2]}").random() ** 4)
+
+
+def test_other_orders_of_microbatches(tmp_path):
+    """What the longest micro-batches in the middle give, and exchanging some among replicas, is what such jobs take."""
+    job = MadeJob(3, 2, microbatches=8, compute=only_lengths)
+    found = found_in(job, tmp_path)
+
+    def arranged(exchange):
+        def compute(step, replica, task):
+            length = [only_lengths(step, k // 8, ("forward", 0, k % 8)) for k in range(24)]
+            own = pack(length, 3)[8 * replica : 8 * replica + 8] if exchange else range(8 * replica, 8 * replica + 8)
+            k = sorted(own, key=length.__getitem__)
+            k = (k[::2] + k[1::2][::-1])[task[2]]
+            return only_lengths(step, k // 8, (task[0], task[1], k % 8))
+
+        return seconds(dataclasses.replace(job, compute=compute)) * 1e6
+
+    assert found.reordered == pytest.approx(arranged(False), rel=1e-3)
+    assert found.exchanged == pytest.approx(arranged(True), rel=1e-2)
+    assert found.causes[0].kind == "microbatches"
+    assert found.replayed - found.exchanged >= 0.5 * found.causes[0].share * found.ideal
+    assert found_in(dataclasses.replace(job, replicas=1), tmp_path).exchanged is None
+    even = found_in(MadeJob(compute=usually), tmp_path)
+    assert (even.reordered, even.exchanged) == (None, None)
 
 
 def test_slow_link(tmp_path):

@@ -266,7 +266,9 @@ def _replayed(recorded: RecordedOperations | None) -> tuple[WhatIf | None, list[
     if recorded is None:
         return None, []
     try:
-        found = what_if(recorded.operations, recorded.partition_of_worker, recorded=recorded.recorded)
+        found = what_if(
+            recorded.operations, recorded.partition_of_worker, recorded=recorded.recorded, chunks=recorded.chunks
+        )
     except ValueError as error:
         return None, [Remark(None, f"what if there were no stragglers is not known: {error}")]
     if found.steps < recorded.steps:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipesight._formatting import rough_percent
 from pipesight.analysis.planned_changes import AT_MOST, Change
 from pipesight.analysis.slow_causes import Cause
 from pipesight.analysis.what_if import WhatIf
+from pipesight.plan.plans import WORTH
 
 __all__ = ["changes_by_causes"]
 
@@ -40,7 +42,15 @@ def _words(cause: Cause, found: WhatIf) -> tuple[str, str] | None:
     if cause.kind == "replica":
         return f"check the machines of data-parallel rank {cause.replica}", usual
     if cause.kind == "microbatches":
-        return "give all micro-batches the same work: samples of similar length", "some take longer in all stages"
+        why = "some take longer in all stages"
+        ways = (
+            ("the same ones, the longest in the middle,", found.reordered),
+            ("exchanged among replicas,", found.exchanged),
+        )
+        for way, step in ways if found.trusted else ():
+            if step is not None and (saved := 1 - step / max(found.replayed, 1e-9)) > WORTH:
+                why += f"; {way} save {rough_percent(saved)} in a replay"
+        return "even micro-batches: batch[pipesight.balance.pack(costs, chunks)]", why
     return None
 
 

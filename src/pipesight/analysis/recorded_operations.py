@@ -58,6 +58,8 @@ class RecordedOperations:
     """The mean step, from its first forward to that of the next."""
     origin: float
     """The time from which begins of operations count, as events have it."""
+    chunks: int
+    """The micro-batches of a batch."""
 
 
 def recorded_operations(
@@ -94,7 +96,7 @@ def recorded_operations(
     made.add_gaps(spans)
     recorded = float(times.period[np.isin(times.step, minibatches.step)].mean())
     operations, origin = made.operations()
-    return RecordedOperations(operations, made.partition_of_worker, there, recorded, origin)
+    return RecordedOperations(operations, made.partition_of_worker, there, recorded, origin, made.chunks)
 
 
 def _some_steps(minibatches: MiniBatchTable) -> MiniBatchTable:
@@ -120,13 +122,13 @@ class _Maker:
         self._tasks = tasks.where(own.task_rows())
         self._row = np.repeat(np.arange(len(own)), own.count)
         self._stage_of = np.array(placement.workers)
-        self._chunks = int(own.chunks.max())
+        self.chunks = int(own.chunks.max())
         self._parts = int(own.partitions[0])
         turn = np.arange(len(own)) - np.maximum.accumulate(
             np.where(_changes(own.step, own.replica), np.arange(len(own)), 0)
         )
-        self._microbatch = turn[self._row] * self._chunks + self._tasks.microbatch
-        code = ((self._row * 4 + self._tasks.phase) * self._parts + self._tasks.partition) * self._chunks
+        self._microbatch = turn[self._row] * self.chunks + self._tasks.microbatch
+        code = ((self._row * 4 + self._tasks.phase) * self._parts + self._tasks.partition) * self.chunks
         code = code + self._tasks.microbatch
         self._order = np.argsort(code, kind="stable")
         self._codes = code[self._order]
@@ -164,7 +166,7 @@ class _Maker:
 
     def _find(self, row: Column, phase: int, partition: Column, microbatch: Column) -> Column:
         """Return the places of tasks, -1 where there is none."""
-        code = ((row * 4 + phase) * self._parts + partition) * self._chunks + microbatch
+        code = ((row * 4 + phase) * self._parts + partition) * self.chunks + microbatch
         at = np.minimum(np.searchsorted(self._codes, code), len(self._codes) - 1)
         inside = (partition >= 0) & (partition < self._parts)
         found: Column = np.where(inside & (self._codes[at] == code), self._order[at], -1)
@@ -200,7 +202,7 @@ class _Maker:
     def add_messages(self, transfers: Transfers) -> None:
         """Add what workers sent each other: it leaves when its task ends, and is there when the wait for it does."""
         tasks, row = self._tasks, self._row
-        known = _Arrivals(arrivals_of(self._minibatches, self._every, transfers), self._parts, self._chunks)
+        known = _Arrivals(arrivals_of(self._minibatches, self._every, transfers), self._parts, self.chunks)
         start = self._minibatches.begin[row]
         for phase, way, step in ((FORWARD, "forward", -1), (BACKWARD, "backward", 1)):
             target = np.flatnonzero(tasks.phase == phase)

@@ -13,6 +13,7 @@ import numpy as np
 
 from pipesight._formatting import rough_percent
 from pipesight._plurals import count_of
+from pipesight.analysis.microbatch_order import rearranged
 from pipesight.analysis.operation_graph import OperationGraph, graph_of, widest_groups
 from pipesight.analysis.replay import Scenarios, replay, transfers
 from pipesight.analysis.slow_causes import SLOWEST, Cause, Fixes, verdict_of
@@ -77,6 +78,10 @@ class WhatIf:
     """Which rank is the worker of each data-parallel rank and stage."""
     correlation: float | None
     """Of forwards and backwards of the same micro-batches; near 1 where sequences differ."""
+    reordered: float | None
+    """The mean step if the longest micro-batches of each batch came in the middle; ``None`` if they do not differ."""
+    exchanged: float | None
+    """The same if replicas exchanged micro-batches, too, to have the same work; ``None`` if they cannot."""
     causes: tuple[Cause, ...]
     """What slows the job, the largest first; each is what removing it saves once those before it are removed."""
     verdict: str
@@ -130,6 +135,7 @@ def what_if(
     partitions: Mapping[int, tuple[int, int]] | None = None,
     *,
     recorded: float | None = None,
+    chunks: int | None = None,
 ) -> WhatIf:
     """Replay a job in all scenarios.
 
@@ -137,6 +143,7 @@ def what_if(
         operations: By step, replica, stage and begin.
         partitions: Rank and partition of each worker, where workers are partitions and ``rank`` numbers them.
         recorded: The mean step; by default, steps last from their first begin to their last end.
+        chunks: The micro-batches of a batch, where a step may have several batches.
 
     Raises:
         ValueError: The operations contradict each other, so they cannot be replayed.
@@ -182,6 +189,15 @@ def what_if(
     }
     usual = usual_durations(operations, durations)
     causes = Fixes(operations, durations, ideal, usual).greedy(replays.run_whole, now=now, ideal=best)
+    reordered = exchanged = None
+    if any(cause.kind == "microbatches" for cause in causes):
+        reordered, exchanged = (
+            None if other is None else float(replays.run_whole(other)[0])
+            for other in (
+                rearranged(operations, durations, usual.even_microbatches, chunks=chunks, exchange=exchange)
+                for exchange in (False, True)
+            )
+        )
     remarks = tuple(_remarks(error, replays.alone))
     return WhatIf(
         steps=len(np.unique(operations.step)),
@@ -199,6 +215,8 @@ def what_if(
         by_worker={_name(worker, partitions): slowdown for worker, slowdown in workers.items()},
         layout=layout if partitions is None else _with_ranks(layout, partitions),
         correlation=usual.correlation,
+        reordered=reordered,
+        exchanged=exchanged,
         causes=causes if partitions is None else tuple(_with_partitions(cause, partitions) for cause in causes),
         verdict=verdict_of(causes, workers, now / max(best, 1e-9), stages=stages.tolist(), partitions=partitions),
         remarks=remarks,

@@ -11,8 +11,9 @@ from pipesight.distributed.agreement import Message
 from pipesight.distributed.loss_weights import LossWeights
 from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.shapes import Flow, Meta, Skeleton, meta_of
-from pipesight.pipeline.microbatch import Form, as_tuple, chunk_sizes, form_of, lone, scatter
+from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone, scatter
 from pipesight.pipeline.randomness import draw_seed, next_seed, seed_of
+from pipesight.schedule.packing import chunk_sizes
 from pipesight.schedule.supported_schedules import RankSchedule
 
 __all__ = ["StepInputs"]

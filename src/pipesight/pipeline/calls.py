@@ -23,7 +23,7 @@ from pipesight.pipeline.batch_dims import BatchDim, BatchDims, Rule
 from pipesight.pipeline.checkpoint import versions_of
 from pipesight.pipeline.flattening import Flat, equal, flatten, items_of
 from pipesight.pipeline.guesses import Share, doubt, handed_out
-from pipesight.pipeline.microbatch import chunk_sizes
+from pipesight.schedule.packing import chunk_sizes
 
 __all__ = ["SplitCall", "is_batch_size", "split_call"]
 

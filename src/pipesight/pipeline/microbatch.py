@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Form", "TensorOrTensors", "as_tuple", "chunk_sizes", "form_of", "gather", "lone", "scatter"]
+__all__ = ["Form", "TensorOrTensors", "as_tuple", "form_of", "gather", "lone", "scatter"]
 
 TensorOrTensors: TypeAlias = Tensor | tuple[Tensor, ...]
 
@@ -58,16 +58,6 @@ def scatter(tensors: tuple[Tensor, ...], chunks: int) -> list[tuple[Tensor, ...]
     if sizes[0] == 0:
         return [tensors]
     return list(zip(*(t.chunk(chunks) for t in tensors), strict=True))
-
-
-def chunk_sizes(size: int, chunks: int) -> list[int]:
-    """Return the sizes of the pieces that ``torch.chunk`` cuts a batch into.
-
-    >>> chunk_sizes(10, 4)
-    [3, 3, 3, 1]
-    """
-    piece = -(-size // chunks)
-    return [min(piece, size - start) for start in range(0, size, piece)] if size else [0]
 
 
 def gather(outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:

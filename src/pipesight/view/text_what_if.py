@@ -31,8 +31,12 @@ def what_if_block(found: WhatIf, style: Style, *, is_verdict: bool) -> list[str]
     rows = [
         ["Replayed step", time(found.replayed), f"as recorded it is {abs(found.error):.1%} {more}"],
         ["Ideal step", time(found.ideal), "if all operations of a kind took the same"],
-        ["Slowdown", f"{found.slowdown:.2f}", "S: replayed by ideal step"],
     ]
+    if found.reordered is not None:
+        rows.append(["Reordered step", time(found.reordered), "if the longest micro-batches came in the middle"])
+    if found.exchanged is not None:
+        rows.append(["Exchanged step", time(found.exchanged), "if replicas exchanged some, too, to have the same work"])
+    rows.append(["Slowdown", f"{found.slowdown:.2f}", "S: replayed by ideal step"])
     for name, share, who in (("M_W", found.m_w, "slowest 3% of workers are"), ("M_S", found.m_s, "last stage is")):
         if share is not None:
             rows.append([name, f"{round(share, 2) + 0.0:.2f}", f"share of the slowdown that goes if the {who} ideal"])

@@ -14,6 +14,8 @@ export function startWhatIf() {
     byId("what-if-facts").textContent = listed(
       `replayed step ${formatTime(found.replayed)}`,
       `ideal ${formatTime(found.ideal)}`,
+      found.reordered !== null && `with the longest micro-batches in the middle ${formatTime(found.reordered)}`,
+      found.exchanged !== null && `and exchanged among replicas ${formatTime(found.exchanged)}`,
       `slowdown ${found.slowdown.toFixed(2)}`,
       found.m_w !== null && `M_W ${found.m_w.toFixed(2)}`,
       found.m_s !== null && `M_S ${found.m_s.toFixed(2)}`.replace("-0.00", "0.00"),

@@ -25,6 +25,8 @@ def what_if_of(found: WhatIf | None) -> dict[str, Any] | None:
         "verdict": found.verdict,
         "replayed": found.replayed,
         "ideal": found.ideal,
+        "reordered": found.reordered,
+        "exchanged": found.exchanged,
         "slowdown": round(found.slowdown, 4),
         "m_w": None if found.m_w is None else round(found.m_w, 4),
         "m_s": None if found.m_s is None else round(found.m_s, 4),
