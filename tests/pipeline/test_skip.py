@@ -137,6 +137,28 @@ def test_isolated_pairs(balance, checkpoint):
 
 
 @modes
+def test_one_class_declared_twice(checkpoint):
+    """A class declared once more gives another class for the other names, also one derived from it; the first stays."""
+
+    class Carry(Fn):
+        def forward(self, x):
+            for name in self.stashable_names:
+                yield stash(name, x * self.a)
+            for name in self.poppable_names:
+                x = x + (yield pop(name)) * self.b
+            return x.sin()
+
+    class Derived(Carry):
+        pass
+
+    first, second, third = skippable(["a"])(Carry), skippable(["b"], ["a"])(Carry), skippable(pop=["b"])(Derived)
+    assert (first is Carry, second.__name__, third is Derived) == (True, "Carry", True)
+    model = nn.Sequential(first(None), second(None), third(None))
+    assert_same(model, rand(5, 3, grad=True), [1, 1, 1], chunks=2, checkpoint=checkpoint)
+    assert [layer.stashable_names | layer.poppable_names for layer in model] == [{"a"}, {"a", "b"}, {"b"}]
+
+
+@modes
 def test_isolate_only_some_names(checkpoint):
     """isolate(only=...) moves those names and leaves the others."""
     space = Namespace()
@@ -521,9 +543,9 @@ def test_every_wrong_pair_is_named_at_once():
         message = str(caught.value)
         for line in (
             r"layer 'early' declared 'early' as poppable but it was not stashed by an earlier layer",
-            r"layer 'second' redeclared 'twice' as stashable, after layer 'first'",
+            r"layer 'second' redeclared 'twice' as stashable but not isolated by namespace, after layer 'first'",
             r"layer 'second' declared 'unknown' as poppable but it was not stashed",
-            r"layer 'fourth' redeclared 'twice' as poppable, after layer 'third'",
+            r"layer 'fourth' redeclared 'twice' as poppable but not isolated by namespace, after layer 'third'",
             r"no module declared 'forgotten' as poppable but stashed by layer 'first'",
         ):
             assert re.search(line, message), message
@@ -600,7 +622,12 @@ def wrong_tensor(self, x):
         (undeclared_pop, {}, RuntimeError, r"'other' has not been declared as poppable: @skippable\(pop=\['other'\]\)"),
         (double_stash, {"stash": ["skip"]}, RuntimeError, "'skip' is used twice"),
         (double_pop, {"pop": ["skip"]}, RuntimeError, "'skip' is used twice"),
-        (wrong_command, {}, TypeError, r"must yield stash\(...\) or pop\(...\), but yielded tensor"),
+        (
+            wrong_command,
+            {},
+            TypeError,
+            r"is not a command from @skippable: forward must yield stash\(...\) or pop\(...\)",
+        ),
         (wrong_tensor, {"stash": ["skip"]}, TypeError, "only a Tensor or None can be stashed, but 'skip' is list"),
     ],
 )

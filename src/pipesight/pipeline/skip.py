@@ -132,7 +132,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
     The class itself is kept, and with it parameters, pickling and ``isinstance``; it gains
     ``isolate(namespace, *, only=None)``, which moves its names (or those in ``only``) into a namespace and returns
-    the layer.
+    the layer. A class that is declared once more, with other names, is kept too, and a class derived from it returned.
     """
     if isinstance(stash, type):
         raise TypeError(
@@ -145,12 +145,15 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     def decorate(cls: type[M]) -> type[M]:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(f"skippable decorates an nn.Module class, but got {_class(cls)}")
-        original = cls.forward
+        original = getattr(cls.forward, "skippable_forward", cls.forward)
+        if "stashable_names" in vars(cls):
+            cls = type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
         @functools.wraps(original)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return _drive(self, original(self, *args, **kwargs), stashes, pops)
 
+        forward.skippable_forward = original  # type: ignore[attr-defined]
         cls.forward = forward
         cls.stashable_names = stashes  # type: ignore[attr-defined]
         cls.poppable_names = pops  # type: ignore[attr-defined]
@@ -180,7 +183,9 @@ def _drive(layer: nn.Module, body: object, stashes: frozenset[str], pops: frozen
                     _take(due_pops, pops, command.name, "pop")
                     answer = _pop(layer, command.name)
                 else:
-                    raise TypeError(f"forward must yield stash(...) or pop(...), but yielded {command!r:.80}")
+                    raise TypeError(
+                        f"{command!r:.80} is not a command from @skippable: forward must yield stash(...) or pop(...)"
+                    )
                 resume = functools.partial(body.send, answer)
             except Exception as error:  # raised at the yield, so that the traceback shows the user's line
                 resume = functools.partial(body.throw, error)
@@ -251,11 +256,17 @@ def verify_skippables(module: nn.Sequential) -> None:
         stashes, pops = skip_keys(layer)
         for key in stashes:
             if key in stashed:
-                wrong.append(f"layer '{name}' redeclared '{key.name}' as stashable, after layer '{stashed[key]}'")
+                wrong.append(
+                    f"layer '{name}' redeclared '{key.name}' as stashable but not isolated by namespace, "
+                    f"after layer '{stashed[key]}'"
+                )
             stashed.setdefault(key, name)
         for key in pops:
             if key in popped:
-                wrong.append(f"layer '{name}' redeclared '{key.name}' as poppable, after layer '{popped[key]}'")
+                wrong.append(
+                    f"layer '{name}' redeclared '{key.name}' as poppable but not isolated by namespace, "
+                    f"after layer '{popped[key]}'"
+                )
             elif key not in stashed:
                 wrong.append(
                     f"layer '{name}' declared '{key.name}' as poppable but it was not stashed by an earlier layer"
