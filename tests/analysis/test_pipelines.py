@@ -112,6 +112,16 @@ def test_bubble_of_ranks_with_several_partitions(tmp_path):
         assert measure(run).bubble == pytest.approx(report.overall.bubble)
 
 
+def test_bubble_of_workers_in_one_process(tmp_path):
+    """Partitions that share a worker of a process take turns there: the bubble and its bound are those of workers."""
+    made = interleaved_run(tmp_path / "run", 4)
+    made.events = {0: [{**event, "pid": 4000} for rank in (0, 1) for event in made.events[rank]]}
+    made.pipeline = {"schedule": "interleaved-1f1b", "workers": [0, 1, 0, 1]}
+    (pipeline,) = analysed(made).pipelines
+    assert (pipeline.partitions, pipeline.workers) == (4, 2)
+    assert [pipeline.bubble, pipeline.bound] == pytest.approx([1 / 17] * 2)
+
+
 def test_several_partitions_a_rank_are_no_fault(tmp_path):
     """The verdict counts ranks, not partitions, against processors, and does not advise against what is on purpose."""
     verdict = analysed(interleaved_run(tmp_path / "enough", 4)).verdict
