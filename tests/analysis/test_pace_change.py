@@ -62,7 +62,7 @@ def found_in(job, folder):
     )
 
     def of_steps(steps):
-        return RecordedOperations(operations.where(np.isin(operations.step, steps)), None, len(steps), 0.0, 4)
+        return RecordedOperations(operations.where(np.isin(operations.step, steps)), None, len(steps), 0.0, 0.0, 4)
 
     return pace_change(times, of_steps)
 
