@@ -78,6 +78,11 @@ class Roots:
                 if known is not changed:
                     _refuse_alias(j, changed.tensor, known.tensor)
 
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        for known in self._of:
+            known.clear()
+
 
 def _refuse_alias(k: int, changed: Tensor, tensor: Tensor) -> None:
     """Raise if two tensors share memory, of which partition k changed one. The plain model would change both."""

@@ -175,7 +175,7 @@ class Trip(TorchFunctionMode):
         trips.end(where)
         if last:  # this thread may not run again before others have gone on, and would keep alive what they free
             self.graphs.clear()
-            self._roots.clear()
+            self.roots.clear()
         trips.give_turn(self.i, self.j)
 
     # Units.
