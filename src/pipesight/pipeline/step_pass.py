@@ -82,6 +82,8 @@ class StepPass(TripBackward):
         except BaseException:
             self.tape.graphs = {}
             raise
+        finally:
+            self._trips.attributes.end()
         for partition in self.partitions:
             partition.new = False
         return self.total()

@@ -27,6 +27,7 @@ from pipesight._nested import map_tensors
 from pipesight._torch.autograd import next_sequence_number, sequence_number
 from pipesight._torch.function_modes import DEVICE_GETTERS, innermost_mode
 from pipesight._torch.module_internals import forward_hook_tables, not_compiled
+from pipesight.pipeline.attributes import Attributes, watch_attributes
 from pipesight.pipeline.dependencies import Place
 from pipesight.pipeline.entering import EnteredArguments
 from pipesight.pipeline.local_graph import LocalGraph, edge_of, enter
@@ -84,6 +85,7 @@ class Trip(TorchFunctionMode):
         self.graphs: list[TripGraph] = []
         self._starts: list[int] = []
         self.roots = Roots(trips.n)
+        self.attributes = Attributes(trips.attributes)
         self._calls = 0
         self._unit: Unit | None = None
         self._entered: EnteredArguments | None = None  # its arguments
@@ -106,7 +108,8 @@ class Trip(TorchFunctionMode):
         self._begin_task(0)
         self._look(self._cuts_graph or self._moves)
         try:
-            output = model(*args, **kwargs)
+            with self.attributes.used():
+                output = model(*args, **kwargs)
             while self.j < self._trips.n - 1:  # the model did not call the other cuts
                 self._switch()
             if loss is not None:
@@ -156,7 +159,8 @@ class Trip(TorchFunctionMode):
     def _begin_task(self, j: int) -> None:
         trips = self._trips
         trips.take_turn(self.i, j)
-        self.j, self._calls = j, 0
+        self.j = self.attributes.partition = j
+        self._calls = 0
         where = trips.enter(j)
         if self._grad:
             self._starts.append(next_sequence_number())
@@ -215,7 +219,7 @@ class Trip(TorchFunctionMode):
             self._look(False)
         if self._checkpointed and unit.is_checkpointed and torch.is_grad_enabled():
             self._checkpoint = UnitCheckpoint(
-                unit.name, unit.module, unit.buffers, args, kwargs, trips.minibatch.randomness, task
+                unit.name, unit.module, unit.buffers, args, kwargs, trips.minibatch.randomness, task, self.attributes
             )
             self._checkpoint.begin()
         return args, kwargs
@@ -359,6 +363,7 @@ def is_under_way() -> bool:
 
 def hook(modules: Iterable[nn.Module]) -> None:
     """Let modules report their calls to the trip that calls them, if there is one. They keep these hooks."""
+    watch_attributes()
     for module in modules:
         if _before in forward_hook_tables(module)[1].values():  # of another pipeline of this model, or of its copy
             continue

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pipesight.context import Unrepeatable, Where, enter_thread
+from pipesight.pipeline.attributes import PassAttributes
 from pipesight.pipeline.backward import BackwardPass
 from pipesight.pipeline.calls import SplitCall
 from pipesight.pipeline.dependencies import LeakError
@@ -128,6 +129,7 @@ class Trips(Pass):
     ) -> None:
         super().__init__(tape, len(tape.minibatch.sizes), tape.minibatch.engine.workers.forward_pace)
         self.placement = placement
+        self.attributes = PassAttributes(self.m)
         self.called: set[int] = set()
         """The partitions whose first module was called."""
         self._copies, self._copying = tape.copies, threading.Lock()
@@ -159,7 +161,10 @@ class Trips(Pass):
             for partition in self.partitions:
                 self.tape.parameters[partition.j] = partition.trainable()
         coming = iter(range(self.m))
-        self.run_jobs(threads, [functools.partial(self.travel_on, coming, call) for _ in threads.threads[: self.m]])
+        try:
+            self.run_jobs(threads, [functools.partial(self.travel_on, coming, call) for _ in threads.threads[: self.m]])
+        finally:
+            self.attributes.end()
         self.tape.note_versions(self.partitions)
         return [self._outputs[i] for i in range(self.m)]
 

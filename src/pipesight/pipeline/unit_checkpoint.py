@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipesight import context
 from pipesight._torch.autograd import next_sequence_number
+from pipesight.pipeline.attributes import Attributes
 from pipesight.pipeline.checkpoint import Buffers, SavedBuffers, versions_of
 from pipesight.pipeline.flattening import flatten
 from pipesight.pipeline.randomness import PassRandomness, SavedGenerators, Task, begin_task, end_task
@@ -37,6 +38,7 @@ class UnitCheckpoint:
         kwargs: Of the call.
         randomness: That of the pass.
         task: Names the random stream of the call.
+        attributes: What the micro-batch has written into modules.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class UnitCheckpoint:
         kwargs: Mapping[str, Any],
         randomness: PassRandomness,
         task: Task,
+        attributes: Attributes | None = None,
     ) -> None:
+        self._written = None if attributes is None else attributes.values()
         self._name, self._module, self._buffers = name, module, buffers
         self._arguments = flatten((args, dict(kwargs)))  # as they are now: a cache may grow in the call
         self._randomness, self._task = randomness, task
@@ -104,6 +108,8 @@ class UnitCheckpoint:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
+                if self._written is not None:
+                    stack.enter_context(self._written.used())
                 for state in self._autocast:
                     kind, enabled, dtype = state
                     if state != (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):

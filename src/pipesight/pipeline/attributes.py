@@ -1,0 +1,227 @@
+"""What a model writes into attributes of its modules while it is called: each micro-batch reads what it wrote itself.
+
+A model may note a mask, a list of states or an auxiliary loss on a module, and read it further on. In a pipeline, the
+next micro-batch has by then written there, too. So what a micro-batch writes is also kept apart, for itself::
+
+    micro-batch 0   self.mask = a ────────────────────────> self.mask is a
+    micro-batch 1                     self.mask = b ──────────────────────────> self.mask is b
+    everyone else                                                               self.mask is b, the last one
+
+What it did not write itself, it reads as it is, so that counters and running means go on from call to call. A tensor
+that another micro-batch wrote, or that is read after the call, has a graph that is not the reader's. It can be looked
+at, but not differentiated.
+
+A module whose attributes are written gets a class that derives from its own, which looks them up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesight._nested import map_tensors
+from pipesight._patches import Patches
+
+__all__ = ["Attributes", "PassAttributes", "watch_attributes"]
+
+
+class PassAttributes:
+    """What the micro-batches of a mini-batch have written last.
+
+    Args:
+        count: How many they are.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
+        self.last: dict[tuple[int, str], nn.Module] = {}
+        self.readers: dict[tuple[int, str], int] = {}
+        """The first partitions that read what their micro-batch had not written."""
+
+    def end(self) -> None:
+        """Let nobody differentiate what is left in the modules."""
+        for (_, name), module in self.last.items():
+            if name in vars(module):
+                vars(module)[name] = map_tensors(functools.partial(_guarded, module, name), vars(module)[name])
+        self.last = {}
+
+
+class Attributes:
+    """What one micro-batch has written.
+
+    Args:
+        all: What all of its mini-batch have.
+    """
+
+    def __init__(self, all: PassAttributes) -> None:
+        self._all = all
+        self.partition = 0
+        """Where the micro-batch is now."""
+        self._written: dict[tuple[int, str], tuple[nn.Module, Any]] = {}  # modules too, so that ids stay their own
+
+    def note(self, module: nn.Module, name: str, value: Any) -> None:
+        """Keep what was just written into an attribute.
+
+        Raises:
+            RuntimeError: It is read in an earlier partition, where the next micro-batch may have been by now.
+        """
+        key = id(module), name
+        self._written[key] = (module, value)
+        self._all.last[key] = module
+        if self._all.count > 1 and (reader := self._all.readers.get(key, self.partition)) < self.partition:
+            raise RuntimeError(
+                f"{type(module).__name__}.{name} is read in partition {reader} and written in partition "
+                f"{self.partition}, for the next call of the model: in a pipeline, that has begun by then; keep no "
+                "state from one call to the next, write it before the first cut, or use chunks=1"
+            )
+
+    def forget(self, module: nn.Module, name: str) -> None:
+        """Note that an attribute was deleted."""
+        self._written.pop((id(module), name), None)
+
+    def read(self, module: nn.Module, name: str, left: Any) -> Any:
+        """Return what this micro-batch wrote into an attribute; else what is ``left`` there."""
+        key = id(module), name
+        if key in self._written:
+            return self._written[key][1]
+        self._all.readers[key] = min(self._all.readers.get(key, self.partition), self.partition)
+        return map_tensors(functools.partial(_guarded, module, name), left) if key in self._all.last else left
+
+    def values(self) -> Attributes | None:
+        """Return a copy to compute with once more, with values alone; None if nothing was written."""
+        if not self._written:
+            return None
+        other = Attributes(PassAttributes())
+        pairs = self._written.items()
+        other._written = {key: (module, map_tensors(_value, value)) for key, (module, value) in pairs}
+        return other
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Let this thread write and read these within the block."""
+        before, _here.attributes = _here.attributes, self
+        try:
+            yield
+        finally:
+            _here.attributes = before
+
+
+class _PerThread(threading.local):
+    attributes: Attributes | None = None
+
+
+_here = _PerThread()
+_deriving = threading.Lock()
+
+
+@functools.cache
+def watch_attributes() -> None:
+    """Notice from now on, for good, what is written into attributes of modules."""
+    Patches().wrap(nn.Module, "__setattr__", _write, may_raise=True)
+
+
+def _write(original: Callable[..., None], module: nn.Module, name: str, value: Any) -> None:
+    original(module, name, value)
+    attributes = _here.attributes
+    if attributes is not None and vars(module).get(name) is value and not isinstance(module, torch.jit.ScriptModule):
+        _derive(module, name)
+        attributes.note(module, name, value)
+
+
+def _derive(module: nn.Module, name: str) -> None:
+    """Let a module look an attribute up with the micro-batch that asks."""
+    cls = type(module)
+    if isinstance(vars(cls).get(name), _Attribute):
+        return
+    with _deriving:
+        if _OWN not in vars(cls := type(module)):
+            object.__setattr__(module, "__class__", _derived(cls))
+        setattr(type(module), name, _Attribute(name))
+
+
+_OWN = "_pipesight_derived_from"
+
+
+def _derived(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a class like that of a module; copies and pickles of the module have its own."""
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        made: Any = cls.__reduce_ex__(self, protocol)
+        if not isinstance(made, tuple):
+            return made
+        arguments = tuple(cls if one is type(self) else one for one in made[1])
+        return (_new if made[0] is copyreg.__newobj__ else made[0], arguments, *made[2:])  # type: ignore[attr-defined]
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    metaclass: Any = type(cls)
+    derived: type[nn.Module] = metaclass(cls.__name__, (nn.Module,), {**names, _OWN: cls, "__reduce_ex__": reduce})
+    derived.__bases__ = (cls,)  # not at once: that would call its `__init_subclass__`, which may keep a list of classes
+    return derived
+
+
+def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
+    return cls.__new__(cls, *args)
+
+
+class _Attribute:
+    """Looks up an attribute of a module."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: Any, owner: Any) -> Any:
+        if module is None:
+            return getattr(vars(owner)[_OWN], self._name)
+        left = vars(module)[self._name] if self._name in vars(module) else self._of_class(module, owner)
+        attributes = _here.attributes
+        return left if attributes is None else attributes.read(module, self._name, left)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)[self._name] = value
+
+    def __delete__(self, module: Any) -> None:
+        if _here.attributes is not None:
+            _here.attributes.forget(module, self._name)
+        if self._name not in vars(module):
+            raise AttributeError(self._name)
+        del vars(module)[self._name]
+
+    def _of_class(self, module: Any, owner: Any) -> Any:
+        found = getattr(vars(owner)[_OWN], self._name)  # or `AttributeError`, and `nn.Module.__getattr__` goes on
+        return found.__get__(module, owner) if hasattr(found, "__get__") else found
+
+
+class _Guard(torch.autograd.Function):
+    """A tensor that can be looked at but not differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, where: str) -> Tensor:
+        ctx.where = where
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        raise RuntimeError(
+            f"{ctx.where} is a tensor with a graph that one micro-batch has left there, and it was differentiated in "
+            "another, or outside the pipeline, where that graph cannot be reached; return it from forward, or write "
+            "detach() of it into the attribute"
+        )
+
+
+def _guarded(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is None or isinstance(tensor.grad_fn, _Guard._backward_cls):
+        return tensor
+    with torch.enable_grad():
+        guarded: Tensor = _Guard.apply(tensor.detach().requires_grad_(), f"{type(module).__name__}.{name}")  # type: ignore[no-untyped-call]
+    return guarded
+
+
+def _value(tensor: Tensor) -> Tensor:
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()

@@ -1,0 +1,113 @@
+"""What a model writes into attributes of its modules is read by the micro-batch that wrote it, and by no other."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipesight import Pipeline
+
+
+class Block(nn.Module):
+    """Uses what the model has written, and writes what the model uses; other micro-batches overtake meanwhile."""
+
+    def __init__(self, model: list[nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.model = model
+        self.aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        self.aux = self.gate(x).square().mean(1)
+        model: Any = self.model[0]
+        y: Tensor = self.layer(x).tanh() * model.mask + model.first
+        return y
+
+
+class Model(nn.Module):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block([self]) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        self.mask, self.first, self.states = (x > 0).float(), x * self.blocks[0].layer.bias, [x]
+        for block in self.blocks:
+            self.states.append(block(self.states[-1]))
+        return torch.stack(self.states, 1), sum(block.aux for block in self.blocks)  # type: ignore[return-value]
+
+
+CUTS = ["blocks.1", "blocks.2"]
+
+
+def objective(output: tuple[Tensor, Tensor]) -> Tensor:
+    return output[0].square().sum() + output[1].sum()
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_each_micro_batch_reads_its_own(checkpoint: Any, schedule: str | None) -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    plain = Model()
+    expected = plain(x)
+    objective(expected).backward()
+    options: Any = {"checkpoint": checkpoint, "loss": objective, "loss_weight": "sum"}
+    pipe = Pipeline(Model(), CUTS, chunks=3, schedule=schedule or "gpipe", **options)
+    for call in (1, 2):
+        pipe.zero_grad()
+        if schedule is None:
+            output = pipe(x)
+            torch.testing.assert_close(output, expected)
+            objective(output).backward()
+        else:
+            torch.testing.assert_close(pipe.step(x), objective(expected).detach())
+        for (name, truth), parameter in zip(plain.named_parameters(), pipe.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, truth.grad, msg=name)
+        assert pipe.calls == 3 * call  # what a micro-batch did not write itself goes on
+
+
+def test_copies_and_pickles_are_of_the_models_class() -> None:
+    pipe = Pipeline(Model(), CUTS, chunks=2)
+    with torch.no_grad():
+        output = pipe(x := torch.randn(4, 4))
+    for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        assert {type(module) for module in other.module.modules()} == {Model, Block, nn.ModuleList, nn.Linear}
+        with torch.no_grad():
+            torch.testing.assert_close(other(x), output)
+
+
+def test_a_tensor_that_is_left_there_cannot_be_differentiated() -> None:
+    """The loss would lack what other micro-batches add to it."""
+    pipe = Pipeline(Model(), CUTS, chunks=2)
+    output = pipe(torch.randn(4, 4))
+    assert pipe.blocks[1].aux.shape == (2,)
+    with pytest.raises(RuntimeError, match=r"Block\.aux is a tensor with a graph that one micro-batch has left there"):
+        (objective(output) + pipe.blocks[1].aux.sum()).backward()
+
+
+def test_a_state_for_the_next_call_is_refused() -> None:
+    """The next micro-batch has read it before it is written."""
+
+    class Recurrent(Model):
+        state: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Any:
+            states, aux = super().forward(x if self.state is None else x + self.state)
+            self.state = states[:, -1].detach()
+            return states, aux
+
+    pipe = Pipeline(Recurrent(), CUTS, chunks=2)
+    with pytest.raises(RuntimeError, match=r"Recurrent\.state is read in partition 0 and written in partition 2"):
+        [pipe(torch.randn(4, 4)) for _ in range(2)]
+    pipe.chunks = 1
+    pipe(torch.randn(2, 4))
