@@ -111,3 +111,13 @@ def test_a_state_for_the_next_call_is_refused() -> None:
         [pipe(torch.randn(4, 4)) for _ in range(2)]
     pipe.chunks = 1
     pipe(torch.randn(2, 4))
+
+
+def test_modules_made_in_a_call_are_left_alone() -> None:
+    class Criterion(Model):
+        def forward(self, x: Tensor) -> Any:
+            criterion = nn.CrossEntropyLoss()
+            criterion.note = x  # type: ignore[assignment]
+            return type(criterion) is nn.CrossEntropyLoss, criterion(super().forward(x)[0][:, -1], x)
+
+    assert Pipeline(Criterion(), CUTS, chunks=2)(torch.rand(4, 4))[0]

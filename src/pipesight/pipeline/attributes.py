@@ -7,9 +7,9 @@ next micro-batch has by then written there, too. So what a micro-batch writes is
     micro-batch 1                     self.mask = b ──────────────────────────> self.mask is b
     everyone else                                                               self.mask is b, the last one
 
-What it did not write itself, it reads as it is, so that counters and running means go on from call to call. A tensor
-that another micro-batch wrote, or that is read after the call, has a graph that is not the reader's. It can be looked
-at, but not differentiated.
+What it did not write itself, it reads as it is; a number that it reads before it writes it is a counter, which all
+share. A tensor that another micro-batch wrote, or that is read after the call, has a graph that is not the reader's. It
+can be looked at, but not differentiated.
 
 A module whose attributes are written gets a class that derives from its own, which looks them up.
 """
@@ -20,13 +20,13 @@ import contextlib
 import copyreg
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipesight._nested import map_tensors
+from pipesight._nested import map_tensors, tensors_in
 from pipesight._patches import Patches
 
 __all__ = ["Attributes", "PassAttributes", "watch_attributes"]
@@ -37,10 +37,11 @@ class PassAttributes:
 
     Args:
         count: How many they are.
+        modules: Those of the model, by id; others are made in a call, for itself.
     """
 
-    def __init__(self, count: int = 1) -> None:
-        self.count = count
+    def __init__(self, count: int = 1, modules: Container[int] = ()) -> None:
+        self.count, self.modules = count, modules
         self.last: dict[tuple[int, str], nn.Module] = {}
         self.readers: dict[tuple[int, str], int] = {}
         """The first partitions that read what their micro-batch had not written."""
@@ -62,20 +63,33 @@ class Attributes:
 
     def __init__(self, all: PassAttributes) -> None:
         self._all = all
+        self.modules = all.modules
         self.partition = 0
         """Where the micro-batch is now."""
-        self._written: dict[tuple[int, str], tuple[nn.Module, Any]] = {}  # modules too, so that ids stay their own
+        self._written: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        self._read: set[tuple[int, str]] = set()  # before they were written, as a counter is
 
-    def note(self, module: nn.Module, name: str, value: Any) -> None:
-        """Keep what was just written into an attribute.
+    def note(self, module: nn.Module, name: str, value: Any, *, counts: bool = False) -> None:
+        """Keep what was just written into an attribute, unless it is a number that goes on from what was there.
+
+        Args:
+            module: Whose attribute it is.
+            name: That of the attribute.
+            value: What was written.
+            counts: Whether it may go on from what was there: that is not known, since nobody watched yet.
 
         Raises:
-            RuntimeError: It is read in an earlier partition, where the next micro-batch may have been by now.
+            RuntimeError: A tensor is read in an earlier partition, where the next micro-batch may have been by now.
         """
         key = id(module), name
-        self._written[key] = (module, value)
         self._all.last[key] = module
-        if self._all.count > 1 and (reader := self._all.readers.get(key, self.partition)) < self.partition:
+        if counts:
+            self._read.add(key)
+        has_tensors = next(tensors_in(value), None) is not None
+        if has_tensors or key not in self._read:
+            self._written[key] = (module, value)
+        reader = self._all.readers.get(key, self.partition)
+        if has_tensors and self._all.count > 1 and reader < self.partition:
             raise RuntimeError(
                 f"{type(module).__name__}.{name} is read in partition {reader} and written in partition "
                 f"{self.partition}, for the next call of the model: in a pipeline, that has begun by then; keep no "
@@ -91,6 +105,7 @@ class Attributes:
         key = id(module), name
         if key in self._written:
             return self._written[key][1]
+        self._read.add(key)
         self._all.readers[key] = min(self._all.readers.get(key, self.partition), self.partition)
         return map_tensors(functools.partial(_guarded, module, name), left) if key in self._all.last else left
 
@@ -98,7 +113,7 @@ class Attributes:
         """Return a copy to compute with once more, with values alone; None if nothing was written."""
         if not self._written:
             return None
-        other = Attributes(PassAttributes())
+        other = Attributes(PassAttributes(modules=self.modules))
         pairs = self._written.items()
         other._written = {key: (module, map_tensors(_value, value)) for key, (module, value) in pairs}
         return other
@@ -128,11 +143,16 @@ def watch_attributes() -> None:
 
 
 def _write(original: Callable[..., None], module: nn.Module, name: str, value: Any) -> None:
-    original(module, name, value)
     attributes = _here.attributes
-    if attributes is not None and vars(module).get(name) is value and not isinstance(module, torch.jit.ScriptModule):
+    if attributes is None or id(module) not in attributes.modules:
+        original(module, name, value)
+        return
+    before = vars(module).get(name)
+    original(module, name, value)
+    if vars(module).get(name) is value:
+        counts = isinstance(before, (int, float)) and not isinstance(vars(type(module)).get(name), _Attribute)
         _derive(module, name)
-        attributes.note(module, name, value)
+        attributes.note(module, name, value, counts=counts)
 
 
 def _derive(module: nn.Module, name: str) -> None:
@@ -142,7 +162,8 @@ def _derive(module: nn.Module, name: str) -> None:
         return
     with _deriving:
         if _OWN not in vars(cls := type(module)):
-            object.__setattr__(module, "__class__", _derived(cls))
+            known = (sub for sub in cls.__subclasses__() if vars(sub).get(_OWN) is cls)
+            object.__setattr__(module, "__class__", next(known, None) or _derived(cls))
         setattr(type(module), name, _Attribute(name))
 
 

@@ -76,6 +76,7 @@ class Placement:
         modules = dict(model.named_modules())
         self.cuts = {modules[name]: k for k, name in enumerate(cuts, start=1)}
         self.names = ["", *cuts]
+        self.module_ids = {id(module) for module in modules.values() if not isinstance(module, torch.jit.ScriptModule)}
         self.units = {
             module: Unit(name, module, Buffers(module), next(module.children(), None) is not None, _compiled(module))
             for name, module in find_units(model, cuts).items()
