@@ -521,3 +521,46 @@ def test_what_losses_are_means_over(tmp_path):
     """
     output, _ = torchrun(2, body, tmp_path, begin=BEGIN)
     assert output.split() == ["done"] * 2
+
+
+def test_verify(tmp_path):
+    """With `verify`, the first step is compared with the plain model; nothing is left behind; differences are named."""
+    body = """
+    import random
+
+    class Net(nn.Module):
+        def __init__(self, dropout=0.0, noise=False):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+            self.norm, self.drop, self.noise = nn.BatchNorm1d(4), nn.Dropout(dropout), noise
+            self.c.weight = self.a.weight  # tied
+
+        def forward(self, x):
+            y = self.c(self.drop(self.b(self.norm(self.a(x)))))
+            return (y * (random.random() if self.noise else 1)).square().mean()
+
+    x = torch.randn(8, 4)
+    random.seed(rank)
+    for dropout in (0.0, 0.5):
+        found = []
+        for verify in (False, True):
+            torch.manual_seed(0)
+            torch.rand(rank)  # ranks agree on a state all the same
+            pipeline = DistributedPipeline(
+                lambda: Net(dropout), cuts=["b"], chunks=2, verify=verify, checkpoint="always", timeout=30
+            )
+            losses = [pipeline.step(x, broadcast_loss=True).item() for _ in range(2)]
+            found.append([losses, pipeline.clip_grad_norm_(1.0), pipeline.state_dict(), pipeline._runner.steps])
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+    torch.manual_seed(0)
+    hooked = Net()
+    hooked.a.weight.register_hook(lambda gradient: 2 * gradient)
+    for model in (hooked, Net(noise=True)):
+        pipeline = DistributedPipeline(model, cuts=["b"], chunks=2, verify=True, timeout=30)
+        print(str(error_of(pipeline.step, x)).replace(chr(10), " "))
+    """
+    output, _ = torchrun(2, body, tmp_path, begin=BEGIN)
+    lines = output.splitlines()
+    assert len(lines) == 4
+    assert sum("'a.weight.grad' differs from the plain model's by up to" in line for line in lines) == 2, output
+    assert sum("'loss' differs from the plain model's by up to" in line for line in lines) == 2, output

@@ -105,6 +105,7 @@ class ModelOutline:
         self._cuts, self._device = cuts, device
         self.partitions = len(cuts) + 1
         self.module = _hollow(model)
+        self._pairs = list(zip(self.module.modules(), model.modules(), strict=True))
         self.doors = Doors(self.module, units, cuts)
         self.parameters = {id(p): name for name, p in self.module.named_parameters()}
         self.buffers = dict(self.module.named_buffers())
@@ -122,15 +123,19 @@ class ModelOutline:
         """Return the names of the buffers of a unit."""
         return [name for name in self.buffers if name.startswith(f"{unit}.")]
 
-    def follow(self, model: nn.Module) -> Any:
+    def follow(self) -> Any:
         """Take over the modes of the model and what it freezes; return what plans depend on besides arguments."""
         state: list[bool] = []
-        for mine, theirs in zip(self.module.modules(), model.modules(), strict=True):
-            mine.training = theirs.training
+        for mine, theirs in self._pairs:
+            if mine.training is not theirs.training:
+                mine.training = theirs.training
             state.append(theirs.training)
             for key, parameter in theirs._parameters.items():
                 if parameter is not None:
-                    mine._parameters[key].requires_grad_(parameter.requires_grad)  # type: ignore[union-attr]
+                    outlined = mine._parameters[key]
+                    assert outlined is not None
+                    if outlined.requires_grad is not parameter.requires_grad:
+                        outlined.requires_grad_(parameter.requires_grad)
                     state.append(parameter.requires_grad)
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -57,6 +57,7 @@ class ModelPipeline:
         batch_dim: Where the batch is in the arguments.
         deferred_batch_norm: As for the pipeline.
         data_parallel: As for the pipeline.
+        verify: As for the pipeline.
     """
 
     def __init__(
@@ -72,14 +73,19 @@ class ModelPipeline:
         batch_dim: BatchDim,
         deferred_batch_norm: bool,
         data_parallel: str,
+        verify: bool,
     ) -> None:
         if data_parallel == "fsdp" and len(mesh.pipelines) > 1:
-            raise ValueError("data_parallel='fsdp' is not supported for a model that is cut at modules; use 'ddp'")
+            raise ValueError(
+                "data_parallel='fsdp' shards layers of an nn.Sequential; a model that is cut at modules may use weights "
+                "outside the modules that have them, where they would be missing: use data_parallel='ddp'"
+            )
         if not (loss_weight is None or callable(loss_weight) or loss_weight in ("samples", "sum")):
             raise ValueError(
                 f"loss_weight must be 'samples', 'sum' or a function of the arguments, but got {loss_weight!r}"
             )
         self._kind, self._mesh, self._loss, self._loss_weight = kind, mesh, loss, loss_weight
+        self._to_verify = verify
         recipe: Recipe | None = None
         if not isinstance(module, nn.Module):
             module, recipe = build_model(module, lambda built: None, first=dist.get_rank() == 0)
@@ -167,6 +173,10 @@ class ModelPipeline:
         everywhere: bool,
     ) -> Tensor | None:
         """Run a step; return its loss."""
+        if self._to_verify and learns and self.model.training:
+            self._to_verify = False
+            last = self._rank_of(len(self.cuts))
+            self._runner.verify(pipeline, given, self.placement, self._buffer_owners(), last)
         batch, _ = self._runner.run(pipeline, call, given, learns=learns, scale=scale)
         return self._runner.loss(batch, everywhere=everywhere)
 
@@ -183,7 +193,7 @@ class ModelPipeline:
     def _plan(self, sample: tuple[Sequence[Any], dict[str, Any]]) -> Plan:
         args, kwargs = sample
         with torch.enable_grad():
-            surroundings = self.outline.follow(self.model)
+            surroundings = self.outline.follow()
             random = PassRandomness({torch.device("cpu"): 0, self._mesh.device: 0})
             return self.outline.plan((tuple(args), dict(kwargs)), self._loss, surroundings, 0, random)
 
@@ -305,14 +315,19 @@ class ModelPipeline:
         """Return what this rank trains and saves, under the names of the model."""
         placement, position = self.placement, self._mesh.position
         parameters = {alias: placement.tensor(name) for name in placement.owned for alias in placement.aliases[name]}
+        mine = [name for name, rank in self._buffer_owners().items() if rank == position]
+        return named_tree(parameters, {name: self.model.get_buffer(name) for name in mine}, {})
+
+    def _buffer_owners(self) -> dict[str, int]:
+        """Return which rank of the pipeline keeps each buffer that is saved, by name."""
         part_of = {unit: j for j, units in enumerate(self.units) for unit in units}
-        buffers: dict[str, Tensor] = {}
+        owners: dict[str, int] = {}
         for prefix, child in self.model.named_modules(remove_duplicate=False):
             j = next((part_of[unit] for unit in _parents(prefix) if unit in part_of), self._guessed[prefix])
             for key, buffer in child._buffers.items():
-                if buffer is not None and is_persistent(child, key) and self._rank_of(j) == position:
-                    buffers[f"{prefix}.{key}" if prefix else key] = buffer
-        return named_tree(parameters, buffers, {})
+                if buffer is not None and is_persistent(child, key):
+                    owners[f"{prefix}.{key}" if prefix else key] = self._rank_of(j)
+        return owners
 
 
 class _AveragingHeld(Averaging):

@@ -64,6 +64,7 @@ class Placement:
         """Which rank of the pipeline has each parameter, by its first name."""
         self.users = {name: {rank_of(j) for j in parts[name]} for name in self._places}
         """Those that use it, the owner among them."""
+        self._links = self._find_links()
 
     def tensor(self, name: str) -> nn.Parameter:
         """Return a parameter, that of this rank, its copy, or one without memory."""
@@ -109,6 +110,8 @@ class Placement:
                     new.append(name)
                     if rank == self._mesh.position:
                         self._hold(name)
+        if new:
+            self._links = self._find_links()
         return new
 
     @property
@@ -123,7 +126,7 @@ class Placement:
 
     # Copies.
 
-    def _links(self) -> list[tuple[str, int]]:
+    def _find_links(self) -> list[tuple[str, int]]:
         """Return parameters with copies, and a rank with one; those that concern this rank, in one order for all."""
         me = self._mesh.position
         return [
@@ -135,7 +138,7 @@ class Placement:
 
     def send_values(self) -> None:
         """Bring copies up to date."""
-        links, me = self._links(), self._mesh.position
+        links, me = self._links, self._mesh.position
         tensors = [self.tensor(name).detach() for name, _ in links]
         received = [
             torch.empty(t.shape, dtype=t.dtype, device=t.device) if rank == me else t.contiguous()
@@ -150,7 +153,7 @@ class Placement:
     def collect_gradients(self) -> None:
         """Add the gradients of copies to those of their owners, and clear them."""
         me = self._mesh.position
-        links = [(name, rank) for name, rank in self._links() if self.tensor(name).requires_grad]
+        links = [(name, rank) for name, rank in self._links if self.tensor(name).requires_grad]
         buffers = []
         for name, rank in links:
             parameter = self.tensor(name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipesight import context
 from pipesight.distributed.agreement import Message
@@ -18,6 +18,7 @@ from pipesight.distributed.dry_run import ModelOutline, Plan
 from pipesight.distributed.minibatch import BatchLoss
 from pipesight.distributed.model_placement import Placement
 from pipesight.distributed.model_stage import ModelBatch
+from pipesight.distributed.model_verification import verify_step
 from pipesight.distributed.step_runner import CallRunner
 from pipesight.pipeline.batch_dims import BatchDims
 from pipesight.pipeline.calls import SplitCall, split_call
@@ -61,7 +62,7 @@ class ModelStepRunner(CallRunner):
         super().__init__(*settings)
         self._outline, self._placement, self._chunks = outline, placement, chunks
         self._dims, self._loss, self._loss_weight, self._adjusted = dims, loss, loss_weight, adjusted
-        self._model: nn.Module = self._module
+        self._placed: list[Plan] = []
         self._merging = LossMerging()
         self._checked: dict[str, int] = {}
         self._targets: _Targets | None = None
@@ -94,7 +95,7 @@ class ModelStepRunner(CallRunner):
         message |= {"leaves": self.preemption.asked, "step": context.counted_step(), "seed": next_seed()}
         error: Exception | None = None
         try:
-            surroundings = self._outline.follow(self._model)
+            surroundings = self._outline.follow()
             flat = flatten(given)
             message["given"] = _described(flat, self._dims)
             message["values"] = _checksum(flat)
@@ -166,6 +167,34 @@ class ModelStepRunner(CallRunner):
         elif error is not None:
             self._monitor.fail(error)
             raise error
+
+    def verify(
+        self,
+        pipeline: Any,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        placement: Placement,
+        buffers: dict[str, int],
+        last: int,
+    ) -> None:
+        """Compare a step with the plain model; it does not count."""
+
+        def fresh() -> tuple[tuple[Any, ...], dict[str, Any]]:
+            flat = flatten(given)
+            args, kwargs = flat.rebuild([tensor.detach().to(self._mesh.device, copy=True) for tensor in flat.tensors])
+            return args, kwargs
+
+        def run() -> ModelBatch:
+            steps, since = self.steps, self._since
+            batch, _ = self.run(pipeline, "step", fresh(), learns=True)
+            self.steps, self._since = steps, since
+            return batch
+
+        def split() -> SplitCall:
+            return split_call(*fresh(), self._chunks, self._dims)
+
+        with self._monitor.explaining("the comparison with the plain model"):
+            mesh, agreement, where = self._mesh, self._agreement, self._where
+            verify_step(self._module, placement, buffers, last, mesh, agreement, where, run, split)
 
     def output(self, batch: ModelBatch, split: SplitCall) -> Any:
         """Return the output of the model for the whole mini-batch, on the last rank."""
@@ -252,8 +281,12 @@ class ModelStepRunner(CallRunner):
         return self._outline.plan(split.calls[i], finish, surroundings, i, random, anew=anew)
 
     def _place(self, plans: list[Plan]) -> None:
-        for plan in {id(plan): plan for plan in plans}.values():
-            self._adjusted(plan)
+        """Take over what plans say of who uses what, unless the last call had the same."""
+        different = list({id(plan): plan for plan in plans}.values())
+        if len(different) != len(self._placed) or any(a is not b for a, b in zip(different, self._placed, strict=True)):
+            for plan in different:
+                self._adjusted(plan)
+            self._placed = different
 
     def _weigh(
         self,

@@ -93,6 +93,8 @@ class DistributedPipeline:
         sample: With ``cuts``, arguments of a call, ``(args, kwargs)``: they show which partition uses which parameter.
             Without, this is guessed by the order of modules, and a wrong guess costs time.
         batch_dim: With ``cuts``, which dimension of the arguments is the batch, if not the first.
+        verify: With ``cuts``, compare the first step in training mode with the plain model, loss and gradients, and
+            raise if they differ. The last rank holds the whole model meanwhile.
         timeout: How many seconds a rank may keep others waiting, in a step or between steps, before they name it and
             raise; by default the timeout of the process group.
     """
@@ -114,10 +116,11 @@ class DistributedPipeline:
         data_parallel: Literal["ddp", "fsdp"] = "ddp",
         sample: tuple[Sequence[Any], dict[str, Any]] | None = None,
         batch_dim: BatchDim = None,
+        verify: bool = False,
         timeout: float | None = None,
     ) -> None:
         check_supported()
-        _check_way(balance, cuts, loss, loss_fn, sample, batch_dim)
+        _check_way(balance, cuts, loss, loss_fn, sample, batch_dim, verify)
         if data_parallel not in KINDS:
             raise ValueError(f"data_parallel is not one of 'ddp' or 'fsdp' (data_parallel: {data_parallel!r})")
         self._chunks = check_chunks(chunks)
@@ -156,6 +159,7 @@ class DistributedPipeline:
                 batch_dim=batch_dim,
                 deferred_batch_norm=deferred_batch_norm,
                 data_parallel=data_parallel,
+                verify=verify,
             )
         self._kind.check(self._chunks, self._mesh.length, len(self._part.balance))
         self._part.start(self._monitor)
@@ -426,7 +430,7 @@ class DistributedPipeline:
         )
 
 
-def _check_way(balance: Any, cuts: Any, loss: Any, loss_fn: Any, sample: Any, batch_dim: Any) -> None:
+def _check_way(balance: Any, cuts: Any, loss: Any, loss_fn: Any, sample: Any, batch_dim: Any, verify: bool) -> None:
     """Raise unless a model is cut in one of two ways, and what was given belongs to it."""
     if (balance is None) == (cuts is None):
         which = "neither" if cuts is None else "both"
@@ -435,9 +439,8 @@ def _check_way(balance: Any, cuts: Any, loss: Any, loss_fn: Any, sample: Any, ba
             f"balance=[2, 2], but got {which}"
         )
     if cuts is None:
-        wrong = [
-            name for name, value in (("loss", loss), ("sample", sample), ("batch_dim", batch_dim)) if value is not None
-        ]
+        others = {"loss": loss, "sample": sample, "batch_dim": batch_dim, "verify": verify or None}
+        wrong = [name for name, value in others.items() if value is not None]
         if loss_fn is None:
             raise TypeError("balance needs a loss_fn of output and target: DistributedPipeline(..., loss_fn=...)")
         if wrong:

@@ -29,7 +29,7 @@ from pipesight.pipeline.step_losses import StepLosses
 if TYPE_CHECKING:
     from pipesight.pipeline.any_model import Pipeline
 
-__all__ = ["verify_call", "verify_step"]
+__all__ = ["compare", "verify_call", "verify_step"]
 
 logger = own_logger(__name__)
 
@@ -67,7 +67,7 @@ def verify_call(
         some, more = split_call(args, kwargs, 1, pipe._dims).calls[0]  # its own lists: a call may fill a cache
         found = flatten_output(twin(*some, **more), pipe._dims)
     for names, truth, tensor in zip(found.names, outputs, found.tensors, strict=True):
-        _compare(names[0], truth, tensor)
+        compare(names[0], truth, tensor)
     _differentiate(outputs)
     _differentiate(found.tensors)
     _compare_gradients(plain, twin)
@@ -100,7 +100,7 @@ def verify_step(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         twin = copy.deepcopy(pipe).train(mode == "training")
         twin.zero_grad()
         some, more = split_call(args, kwargs, 1, pipe._dims).calls[0]  # its own: a call may fill a cache among them
-        _compare("loss", truth, twin.step(*some, **more))
+        compare("loss", truth, twin.step(*some, **more))
     _compare_gradients(plain, twin)
     logger.info("compared with the plain model in %s mode: same loss, same gradients", mode)
 
@@ -115,7 +115,7 @@ def _compare_gradients(plain: nn.Module, twin: nn.Module) -> None:
             who = "pipeline" if parameter.grad is None else "plain model"
             raise RuntimeError(f"the {who} has no gradient of {name!r}, though the other has one; {_ADVICE}")
         if truth.grad is not None and parameter.grad is not None:
-            _compare(f"{name}.grad", truth.grad, parameter.grad, scale / 100)
+            compare(f"{name}.grad", truth.grad, parameter.grad, scale / 100)
 
 
 def _check_cutting(
@@ -214,7 +214,8 @@ def _differentiate(tensors: Sequence[Tensor]) -> None:
         torch.stack([term.to(terms[0].device) for term in terms]).sum().backward()
 
 
-def _compare(name: str, truth: Tensor, tensor: Tensor, least: float = 1e-3) -> None:
+def compare(name: str, truth: Tensor, tensor: Tensor, least: float = 1e-3) -> None:
+    """Raise if a tensor differs from that of the plain model; numbers below ``least`` need not be as exact."""
     if unlike := _unlike(name, truth, tensor, least):
         raise RuntimeError(f"{unlike}; {_ADVICE}")
 
