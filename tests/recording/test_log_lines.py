@@ -52,6 +52,23 @@ def test_lines_of_tasks_that_the_program_logs_too(run, caplog):
     assert len(caplog.records) == 4
 
 
+def test_a_program_that_logs_at_info_is_not_flooded(run, caplog):
+    """Lines of tasks go to the run alone, unless the program asks for them by name; its own lines do not change."""
+    caplog.set_level(logging.INFO)
+    model = pipeline()
+    with observe(run):
+        train(model, 2)
+        logging.getLogger("mine").info("loss")
+        assert [record.name for record in caplog.records if record.name != "pipesight"] == ["mine"]
+        logging.getLogger("pipesight").setLevel(logging.INFO)
+        try:
+            train(model, 1)
+        finally:
+            logging.getLogger("pipesight").setLevel(logging.NOTSET)
+    assert sum(record.name == "pipesight.pipeline" for record in caplog.records) == 4
+    assert sum("pipesight.pipeline" in line for line in log_lines(run)) == 3 * 4
+
+
 def test_program_prints_the_same(run, capsys):
     """Levels, handlers, the handler of last resort and basicConfig do what they do without an observation."""
     root = logging.getLogger()

@@ -6,6 +6,10 @@ What the program prints does not change: no handler is added, since `logging.bas
 one, and no level is set, since other handlers would then print more. Instead, loggers pass lines of our level up to the
 point where handlers are called, and beyond it only lines that they would have passed anyway. A program that asks a
 logger for its level gets the usual answer.
+
+The one exception are the lines of tasks, which are in the file anyway: a program that logs at INFO would print one for
+each task. They are printed only if the program asks for them by name, with a level or handler of their logger or of
+``pipesight``.
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ class LogCapture:
 
     def has_task_lines(self) -> bool:
         """Return whether the program itself logs the lines of tasks."""
-        return self._enabled(task_logger, logging.INFO)
+        return self._enabled(task_logger, logging.INFO) and _asks_for_tasks()
 
     def write(self, level: int, name: str, message: str, *, created: float | None = None, place: str = "") -> None:
         """Write a message of one or more lines; if that fails, training goes on."""
@@ -113,7 +117,7 @@ class LogCapture:
 
         def is_enabled_for(logger: logging.Logger, level: int) -> bool:
             if enabled(logger, level):
-                return True
+                return logger is not task_logger or level != logging.INFO or _asks_for_tasks()
             if level < self._level or logger is task_logger or logger.disabled or logger.manager.disable >= level:
                 return False
             asking = sys._getframe(1)
@@ -201,6 +205,12 @@ class _TaskLines(Observer):
     def pass_ended(self) -> None:
         """Write the lines of the pass, in the thread that waits for it."""
         self._lines.write_held()
+
+
+def _asks_for_tasks() -> bool:
+    """Return whether the program has set up the logger of task lines itself, or that of all of pipesight."""
+    known = (task_logger, logging.getLogger("pipesight"))
+    return any(one.level or not all(isinstance(own, logging.NullHandler) for own in one.handlers) for one in known)
 
 
 def _was_logged() -> bool:
