@@ -117,7 +117,7 @@ def test_reader_that_goes_away(run):
         (["--partition", "2"], "there is no partition 2 (partitions: 0 to 1)"),
         (["--layer", "x"], "no layer is named 'x' (layers: l0, l1)"),
         (["--step", "12"], "no tasks of step 12 were recorded"),
-        (["--width", "10"], "the width must be an integer from 60"),
+        (["--width", "10"], "the width must be an integer from 40"),
         (["--fail-over", "2"], "a share must be between 0 and 1"),
     ],
 )

@@ -558,7 +558,8 @@ def test_every_loss_fits(tmp_path):
     made.description["pipelines"] = [{"partitions": 3, "chunks": 3, "devices": ["cuda:0", "cuda:0", "cuda:1"]}]
     text = render(analysed(made))
     assert max(map(len, text.splitlines())) <= 80
-    assert re.search(r"partition +rank +busy +bubble +fill +share +imbal. +jitter +transf. +gaps", text)
+    assert re.search(r"partition +device +rank +busy +bubble +fill +share +imbal. +jitter\n", text)
+    assert re.search(r"partition +transf. +gaps\n", text)  # below, as there is no room beside
 
 
 def test_cutting_keeps_colour_whole():

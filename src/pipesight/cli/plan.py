@@ -108,7 +108,12 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add("--all", action="store_true", help="show all plans, not only the best of each schedule and checkpoint mode")
     add("--json", action="store_true", help="print JSON")
-    add("--html", type=Path, metavar="FILE", help="also draw the recorded and the planned timelines")
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write the page of RUN with the plans in it, drawn; without RUN, of the plans alone",
+    )
     parser.set_defaults(run=run)
 
 
@@ -117,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         outcome = _plan(options)
         if options.html is not None:
-            options.html.write_text(_page(options, outcome), encoding="utf-8")
+            _write_page(options, outcome)
         if options.out is not None:
             from pipesight.plan.schedule_files import save_schedule
 
@@ -235,10 +240,15 @@ def _with_file(outcome: Outcome) -> str:
     return f"over ranks, this runs it:\n{call}"
 
 
-def _page(options: argparse.Namespace, outcome: Outcome) -> str:
-    from pipesight.view.plan_page import plan_page
+def _write_page(options: argparse.Namespace, outcome: Outcome) -> None:
+    """Write the page of the run with the plans in it; without a run, that of the plans."""
+    from pipesight.view.page import write_page
+    from pipesight.view.plan_page import plan_page, plan_sections
 
-    return plan_page(options.run_path.resolve().name if options.run_path is not None else options.model, outcome)
+    if options.run_path is None:
+        options.html.write_text(plan_page(options.model, outcome), encoding="utf-8")
+    else:
+        write_page(options.run_path, output=options.html, plans=plan_sections(outcome))
 
 
 # Options.

@@ -46,7 +46,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--width",
         type=_width,
         metavar="W",
-        help="columns of the output, at least 60 (default: the width of the terminal)",
+        help="columns of the output, at least 40 (default: the width of the terminal)",
     )
     add(
         "--html",
@@ -168,9 +168,9 @@ def _steps(text: str) -> range:
 
 
 def _width(text: str) -> int:
-    if text.isascii() and text.isdecimal() and 60 <= int(text) <= 10_000:
+    if text.isascii() and text.isdecimal() and 40 <= int(text) <= 10_000:
         return int(text)
-    raise argparse.ArgumentTypeError(f"the width must be an integer from 60 to 10000 (width: {text!r})")
+    raise argparse.ArgumentTypeError(f"the width must be an integer from 40 to 10000 (width: {text!r})")
 
 
 def _share(text: str) -> float:

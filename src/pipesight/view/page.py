@@ -62,6 +62,7 @@ def write_page(
     partition: int | None = None,
     layer: str | None = None,
     first: int | None = None,
+    plans: str = "",
 ) -> Path:
     """Write the page of a run to ``RUN/report.html``, or to ``output``; return where it is.
 
@@ -78,6 +79,7 @@ def write_page(
         partition: Only this one's losses and layers.
         layer: Only layers of this name.
         first: The step that the page opens at.
+        plans: What `plan_sections` makes of plans, to be a part of it.
 
     Raises:
         NotARunError: There is nothing to show.
@@ -93,10 +95,10 @@ def write_page(
             raise ValueError(
                 f"step {first} was not recorded, so the page cannot open at it (steps: {_ends(run.steps())})"
             )
-        limits, page = LIMITS, page_html(page_payload(run, report, steps=steps, first=first))
+        limits, page = LIMITS, page_html(page_payload(run, report, steps=steps, first=first), plans=plans)
         while len(page.encode()) > MOST_BYTES and limits.blocks > 1_000:
             limits = limits.halved()
-            page = page_html(page_payload(run, report, limits=limits, steps=steps, first=first))
+            page = page_html(page_payload(run, report, limits=limits, steps=steps, first=first), plans=plans)
     return _write(page, _beside(run_path, "report.html") if output is None else Path(output))
 
 
@@ -134,19 +136,27 @@ def _write(page: str, path: Path) -> Path:
     return path
 
 
-def page_html(payload: Mapping[str, Any] | None = None, *, served: Served | None = None, name: str = "run_page") -> str:
+def page_html(
+    payload: Mapping[str, Any] | None = None,
+    *,
+    served: Served | None = None,
+    name: str = "run_page",
+    plans: str = "",
+) -> str:
     """Return the page with a payload in it, or, if a server has it, with nothing.
 
     Args:
         payload: What to draw, from `page_payload`.
         served: Where a server has more; by default, the page is a file that requests nothing.
         name: Which page: that of a run, ``run_page``, or ``comparison_page``.
+        plans: A part of the page of a run, from `plan_sections`.
     """
     title = "" if payload is None else str(payload["title"])
     values = {
         "addresses": "\n".join(_addresses(served)),
         "incomplete": _INCOMPLETE.format(command=_COMMANDS[name]),
         "payload": "" if payload is None else _packed(payload),
+        "plans": plans,
     }
     return fill_page(name, title=title or "pipesight", values=values, script=f"{name}.js", served=served is not None)
 

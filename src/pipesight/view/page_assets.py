@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
-__all__ = ["fill_page"]
+__all__ = ["fill_page", "fill_part"]
 
 
 def fill_page(
@@ -38,9 +38,19 @@ def fill_page(
         "logo": _asset("logo.svg").strip(),
         "addresses": "",
         "incomplete": "",
+        "plans": "",
         **values,
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: known[match[1]], _asset("head.html") + _asset(f"{name}.html"))
+    return _filled(_asset("head.html") + _asset(f"{name}.html"), known)
+
+
+def fill_part(name: str, values: Mapping[str, str]) -> str:
+    """Return a part of a page, from ``assets/NAME.html``."""
+    return _filled(_asset(f"{name}.html"), values)
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
 
 def _policy(style: str, script: str, *, served: bool) -> str:

@@ -1,7 +1,7 @@
-"""A page that draws timelines of schedules below each other, in one scale: lanes are devices, blocks are tasks.
+"""Plans on a page: timelines of schedules below each other, in one scale, and a table; lanes are devices.
 
-It is one file without scripts or requests: SVG, and a table of the same plans, in the style of the other pages. Kinds
-of tasks differ by their letter, by their shape and by hatching, not by colour alone.
+They are a part of the page of a run. Plans for a model, of which there is no run, have a page of their own, without
+scripts. Kinds of tasks differ by their letter, by their shape and by hatching, not by colour alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pipesight.analysis.plan_outcome import Outcome, best_of_each
 from pipesight.plan.plans import simulated
 from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import KINDS, Schedule
-from pipesight.view.page_assets import fill_page
+from pipesight.view.page_assets import fill_page, fill_part
 from pipesight.view.plan_table import HEADINGS, notes_on, table_rows
 
-__all__ = ["plan_page"]
+__all__ = ["plan_page", "plan_sections"]
 
 LANE, GAP, LABEL, WIDTH = 30, 6, 62, 1160
 NARROWEST = 13
@@ -45,7 +45,12 @@ class PlanTimeline:
 
 
 def plan_page(name: str, outcome: Outcome) -> str:
-    """Return a page with the plans for a run or a model, and the timelines of the recorded and the best ones."""
+    """Return a page with the plans for a model alone."""
+    return fill_page("plan_page", title=f"Plans for {name}", values={"plans": plan_sections(outcome)})
+
+
+def plan_sections(outcome: Outcome) -> str:
+    """Return the plans as a part of a page: a table, and the timelines of the recorded and the best ones."""
     shown = best_of_each(outcome.plans)
     timelines = _timelines(outcome)
     longest = max(timeline.length for timeline in timelines)
@@ -57,7 +62,7 @@ def plan_page(name: str, outcome: Outcome) -> str:
         "table": f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
         "notes": "".join(f'<p class="soft">Note: {escape(note)}.</p>' for note in notes_on(outcome, shown)),
     }
-    return fill_page("plan_page", title=f"Plans for {name}", values=values)
+    return fill_part("plan_sections", values)
 
 
 def _timelines(outcome: Outcome) -> list[PlanTimeline]:

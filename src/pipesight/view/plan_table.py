@@ -20,8 +20,6 @@ SMALL = 0.5
 FAR_OFF = 0.1
 """The error of the simulated recording above which there is a note."""
 HEADINGS = ("", "schedule", "checkpoint", "chunks", "balance", "step", "saves", "bubble", "memory")
-OPTIONAL = ("bubble", "memory")
-"""Columns that a narrow terminal does not show."""
 
 Row: TypeAlias = tuple[str, ...]
 """A cell for each of `HEADINGS`."""
@@ -36,12 +34,10 @@ def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = 
         width: Columns of the terminal; by default, there is no limit.
     """
     shown = outcome.plans if all_plans else best_of_each(outcome.plans)
-    lines, whole = _fitted(table_rows(outcome, shown), width)
+    lines = _fitted(table_rows(outcome, shown), width)
     sentences = []
     if any(not plan.proven for plan in shown):
         sentences.append("* another balance may be faster: the search stopped before it had ruled out all others")
-    if whole is not None:
-        sentences.append(f"in {whole} columns, the table also shows bubble and memory")
     if len(shown) < len(outcome.plans):
         sentences.append(
             f"the best of {len(outcome.plans)} plans for each schedule and checkpoint mode; --all shows all of them"
@@ -64,19 +60,26 @@ def _limit_of_engine(outcome: Outcome) -> str:
     return "a call of Pipeline runs only gpipe" if outcome.costs.by_cuts else "GPipe runs only gpipe"
 
 
-def _fitted(rows: Sequence[Row], width: int | None) -> tuple[list[str], int | None]:
-    """Lay the table out; if it is too wide, without the optional columns. Return the width of the whole table then."""
-    lines = columns([HEADINGS, *rows], align="l" * len(HEADINGS))
-    whole = max(map(shown_width, lines))
-    if width is None or whole <= width:
-        return lines, None
-    kept = [k for k, heading in enumerate(HEADINGS) if heading not in OPTIONAL]
-    narrow = [[row[k] for k in kept] for row in (HEADINGS, *rows)]
+def _fitted(rows: Sequence[Row], width: int | None) -> list[str]:
+    """Lay the table out or, where it is too wide, each plan in lines of its own."""
     for gap in (2, 1):
-        lines = columns(narrow, align="l" * len(kept), gap=gap)
-        if max(map(shown_width, lines)) <= width:
-            break
-    return lines, whole
+        lines = columns([HEADINGS, *rows], align="l" * len(HEADINGS), gap=gap)
+        if width is None or max(map(shown_width, lines)) <= width:
+            return lines
+    return [line for row in rows for line in _stacked(row, width or 0)]
+
+
+def _stacked(row: Row, width: int) -> list[str]:
+    """Write a row in words: ``gpipe, never, chunks 4, balance 2 2, 5 ms, saves 3%, bubble 20%, memory 1 MiB``."""
+    named = {"chunks", "balance", "saves", "bubble", "memory"}
+    words = []
+    for heading, cell in zip(HEADINGS[1:], row[1:], strict=True):
+        if cell:
+            words.append(f"{heading} {cell}" if heading in named and not cell.endswith("off") else cell)
+    first = f"{row[0]}: " if row[0] else "- "
+    return textwrap.wrap(
+        ", ".join(words), width, initial_indent=first, subsequent_indent="    ", break_on_hyphens=False
+    )
 
 
 def table_rows(outcome: Outcome, plans: Iterable[Plan]) -> list[Row]:

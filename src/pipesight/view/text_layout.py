@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Style", "bar", "beside", "columns", "shown_width", "spark"]
+__all__ = ["LEAST", "NAMED", "Style", "bar", "beside", "columns", "shown_width", "spark"]
 
+LEAST = 40
+"""The narrowest terminal that text is written for."""
+NAMED = 24
+"""Columns that the name of a part may take; a longer one has a line to itself."""
 READABLE = 100
 """The most columns of a sentence; longer lines are hard to follow."""
 
@@ -59,6 +63,14 @@ class Style:
                 room = max(room - len(piece), 0)
         return "".join(kept)
 
+    def folded(self, line: str) -> list[str]:
+        """Break a line that is too wide; the lines that it becomes have no colour."""
+        if shown_width(line) <= self.width:
+            return [line]
+        text = _ESCAPE.sub("", line)
+        deeper = min(len(text) - len(text.lstrip()) + 4, self.width // 2)
+        return textwrap.wrap(text, self.width, subsequent_indent=" " * deeper, break_on_hyphens=False)
+
     def wrapped(self, text: str, *, indent: str = "", first: str | None = None) -> list[str]:
         """Break text into lines."""
         start = indent if first is None else first
@@ -95,15 +107,49 @@ def spark(values: Sequence[float], width: int, *, top: float, ascii: bool = Fals
     return "".join(levels[min(max(math.ceil(value / max(top, 1e-9) * 8), 1), 8) - 1] for value in highest)
 
 
-def columns(rows: Sequence[Sequence[str]], *, align: str, gap: int = 2) -> list[str]:
-    """Lay out cells, each column as wide as it must be; ``align`` has ``l`` or ``r`` for each."""
-    widths = [max(shown_width(row[k]) for row in rows) for k in range(len(align))]
+def columns(
+    rows: Sequence[Sequence[str]], *, align: str, gap: int = 2, names: int | None = None, width: int | None = None
+) -> list[str]:
+    """Lay out cells, each column as wide as it must be; ``align`` has ``l`` or ``r`` for each.
+
+    Args:
+        rows: Cells, equally many in each.
+        align: For each column, the side that its cells are on.
+        gap: Columns of the terminal between those of the table.
+        names: First cells that are longer than this have a line to themselves.
+        width: What does not fit comes below, with the first column again.
+    """
+    long = [names is not None and shown_width(row[0]) > names for row in rows]
+    first = max((shown_width(row[0]) for row, own in zip(rows, long, strict=True) if not own), default=0)
+    widths = [first, *(max(shown_width(row[k]) for row in rows) for k in range(1, len(align)))]
+    parts: list[list[int]] = [[0]]
+    for k in range(1, len(align)):
+        taken = sum(widths[column] + gap for column in parts[-1])
+        if width is not None and len(parts[-1]) > 1 and taken + widths[k] > width:
+            parts.append([0])
+        parts[-1].append(k)
+    return [line for part in parts for line in _part(rows, part, widths, align, gap, long)]
+
+
+def _part(
+    rows: Sequence[Sequence[str]],
+    part: Sequence[int],
+    widths: Sequence[int],
+    align: str,
+    gap: int,
+    long: Sequence[bool],
+) -> list[str]:
+    """Lay out some columns."""
     lines = []
-    for row in rows:
+    for whole, alone in zip(rows, long, strict=True):
+        row = [whole[k] for k in part]
+        if alone:
+            lines.append(row[0])
+            row[0] = ""
         cells = []
-        for cell, width, side in zip(row, widths, align, strict=True):
-            space = " " * (width - shown_width(cell))
-            cells.append(space + cell if side == "r" else cell + space)
+        for cell, k in zip(row, part, strict=True):
+            space = " " * (widths[k] - shown_width(cell))
+            cells.append(space + cell if align[k] == "r" else cell + space)
         lines.append((" " * gap).join(cells).rstrip())
     return lines
 

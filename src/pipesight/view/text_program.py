@@ -13,7 +13,7 @@ from pipesight.analysis.program_advice import part_title
 from pipesight.analysis.program_report import ProgramReport
 from pipesight.analysis.program_time import OWN
 from pipesight.analysis.report import Report
-from pipesight.view.text_layout import Style, bar, columns, spark
+from pipesight.view.text_layout import NAMED, Style, bar, columns, spark
 
 __all__ = ["curve_lines", "own_span_table", "program_blocks"]
 
@@ -160,15 +160,15 @@ def part_bars(program: ProgramReport, style: Style) -> list[str]:
     total = max(sum(program.parts.values()), 1e-9)
     shown = {part: spent for part, spent in program.parts.items() if spent >= total * LEAST}
     widest = max(shown.values(), default=1.0)
-    room = max(8, min(40, style.width - 44))
+    room = max(2, min(40, style.width - 44))
     rows = []
     for part, spent in shown.items():
         drawn = bar(spent / widest, room, ascii=style.ascii)
-        name = style.cut(part_title(part), 22)
+        name = style.plain(part_title(part))
         rows.append([f"  {name}", time(spent), percent(spent / total), style.paint(drawn, _colour(part))])
     what = "step" if program.trains else "batch"
     rows.append([f"  mean {what}", time(total), "100%", ""])
-    lines = columns(rows, align="lrrl")
+    lines = columns(rows, align="lrrl", names=NAMED)
     lines[-1] = style.paint(lines[-1], "dim")
     return [style.paint(f"Where the time goes (shares of the mean {what})", "bold"), *lines]
 
@@ -180,31 +180,24 @@ def module_table(program: ProgramReport, style: Style) -> list[str]:
         return []
     shown = found.modules[:MODULES]
     recomputed = any(module.recompute for module in shown)
-    wide = style.width >= 76
-    head = ["module", *["class"] * wide, "calls", "forward", *["recompute"] * recomputed, "backward", "share"]
+    head = ["module", "class", "calls", "forward", *["recompute"] * recomputed, "backward", "share"]
     table = [[style.paint(cell, "dim") for cell in head]]
-    room = max(12, min(40, style.width - (64 if wide else 42)))
+    room = max(12, min(40, style.width - 64))
     several = len({module.model for module in found.modules}) > 1
     for module in shown:
         same = sum(other.name == module.name for other in found.modules) > 1
         name = f"{module.model}: {module.name}" if several and same else module.name
-        cells = [_shortened(name, room, style), *[style.cut(module.type, 16)] * wide, f"{module.calls:g}"]
+        cells = [style.plain(name), style.plain(module.type), f"{module.calls:g}"]
         cells += [time(module.forward), *[time(module.recompute)] * recomputed]
         table.append([*cells, time(module.backward), percent(module.share)])
-    align = "l" * (1 + wide) + "r" * (len(head) - 1 - wide)
+    laid = columns(table, align="ll" + "r" * (len(head) - 2), names=room, width=style.width - 2)
     where = f"in each alone; of {count_of(found.steps, 'step')} that show all modules"
     title = style.wrapped(f"Slowest modules ({where})")
-    lines = [*(style.paint(line, "bold") for line in title), *(f"  {line}" for line in columns(table, align=align))]
+    lines = [*(style.paint(line, "bold") for line in title), *(f"  {line}" for line in laid)]
     if more := found.modules[MODULES:]:
         rest = f"  and {count_of(len(more), 'more module')}, {percent(sum(module.share for module in more))}"
         lines.append(style.paint(rest, "dim"))
     return lines
-
-
-def _shortened(name: str, room: int, style: Style) -> str:
-    """Cut a name on the left: the end tells modules apart."""
-    safe = style.plain(name)
-    return safe if len(safe) <= room else ("~" if style.ascii else "…") + safe[len(safe) - room + 1 :]
 
 
 def own_span_table(report: Report, style: Style) -> list[str]:
@@ -214,10 +207,11 @@ def own_span_table(report: Report, style: Style) -> list[str]:
     table = [[style.paint(cell, "dim") for cell in ("span", "spans", "time", "mean", "longest")]]
     for span in report.own_spans[:SPANS]:
         mean = span.total / max(span.count, 1)
-        name = style.cut(span.name, max(12, style.width - 46))
+        name = style.plain(span.name)
         table.append([name, f"{span.count:,}", time(span.total), time(mean), time(span.longest)])
     lines = [style.paint("Your spans (with what is inside)", "bold")]
-    lines += [f"  {line}" for line in columns(table, align="lrrrr")]
+    laid = columns(table, align="lrrrr", names=max(12, style.width - 46), width=style.width - 2)
+    lines += [f"  {line}" for line in laid]
     if len(report.own_spans) > SPANS:
         lines.append(style.paint(f"  and {len(report.own_spans) - SPANS} more", "dim"))
     return lines
@@ -228,16 +222,17 @@ def curve_lines(report: Report, style: Style) -> list[str]:
     if not report.curves:
         return []
     rows = []
-    names = max(12, min(24, style.width - 56))
+    names = max(13, min(24, style.width - 56))
     for curve in report.curves[:SPANS]:
         finite = [value for value in curve.values if np.isfinite(value)]
         low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
         above = [max(value - low, 0.0) if np.isfinite(value) else 0.0 for value in curve.values]
         drawn = spark(above, max(8, style.width - names - 30), top=(high - low) or 1.0, ascii=style.ascii)
-        rows.append(
-            [f"  {style.cut(curve.name, names)}", drawn, _value(curve.values[0]), "->", _value(curve.values[-1])]
-        )
-    lines = [style.paint("Curves over steps (first -> last)", "bold"), *columns(rows, align="llrlr", gap=1)]
+        rows.append([f"  {style.plain(curve.name)}", drawn, _value(curve.values[0]), "->", _value(curve.values[-1])])
+    lines = [
+        style.paint("Curves over steps (first -> last)", "bold"),
+        *columns(rows, align="llrlr", gap=1, names=names + 2),
+    ]
     if len(report.curves) > SPANS:
         lines.append(style.paint(f"  and {len(report.curves) - SPANS} more", "dim"))
     return lines

@@ -10,7 +10,7 @@ from pipesight.analysis.overall import Overall
 from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.report import Report
 from pipesight.view.finding_sentences import Finding, finding_groups, nonfinite_in, remarks_in, warm_up_in
-from pipesight.view.text_layout import Style, beside, columns, spark
+from pipesight.view.text_layout import LEAST, Style, beside, columns, spark
 from pipesight.view.text_program import curve_lines, own_span_table, program_blocks
 from pipesight.view.text_tables import (
     PARTITIONS,
@@ -39,7 +39,7 @@ def render(
 
     Args:
         report: What `analyse` returns.
-        width: At least 60.
+        width: At least 40.
         step: The step to draw; by default, a typical one.
         colour: Whether to use the escape codes for it.
         ascii: Whether to keep to characters that every terminal has.
@@ -47,7 +47,7 @@ def render(
     Raises:
         ValueError: There is no such step.
     """
-    style = Style(max(width, 60), colour, ascii)
+    style = Style(max(width, LEAST), colour, ascii)
     blocks = [_head(report, style)]
     if (bad := nonfinite_in(report)) is not None:
         blocks.append([style.paint(line, "red", "bold") for line in style.wrapped(bad.text)])
@@ -78,7 +78,10 @@ def render(
         blocks.append(name_table(report, style))
     if remarks := remarks_in(report):
         blocks.append(_findings("Remarks", remarks, MOST["Remarks"], style))
-    text = "\n\n".join("\n".join(map(style.fit, block)) for block in blocks if block) + "\n"
+    text = (
+        "\n\n".join("\n".join(line for whole in block for line in style.folded(whole)) for block in blocks if block)
+        + "\n"
+    )
     return text.replace("µs", "us") if ascii else text
 
 

@@ -13,7 +13,7 @@ from pipesight.analysis.pipeline_report import PartitionReport, PipelineReport
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_times import OUTSIDE
 from pipesight.analysis.verdict import TITLES
-from pipesight.view.text_layout import Style, bar, columns, shown_width
+from pipesight.view.text_layout import NAMED, Style, bar, columns, shown_width
 
 __all__ = [
     "PARTITIONS",
@@ -42,7 +42,7 @@ def time_bars(overall: Overall, style: Style, own: Sequence[OwnTime] = ()) -> li
     total = max(sum(overall.parts.values()), 1e-9)
     inside = ["computing", *(name for name in LOSSES if overall.parts[name] >= total * 0.0005)]
     outside = [name for name in OUTSIDE if overall.parts[name] >= total * 0.0005]
-    room = max(12, min(40, style.width // 2 - 36 if style.width >= 120 else style.width - 42))
+    room = max(2, min(40, style.width // 2 - 36 if style.width >= 120 else style.width - 42))
     widest = max(overall.parts.values())
     rows = []
     for name in (*inside, *outside):
@@ -55,9 +55,9 @@ def time_bars(overall: Overall, style: Style, own: Sequence[OwnTime] = ()) -> li
         for span in own:
             if span.part == name and span.time >= total * 0.0005:
                 deeper = "      " if name == "host_gaps" else "    "
-                rows.append([f"{deeper}{style.cut(span.name, 20)}", time(span.time), percent(span.time / total), ""])
+                rows.append([f"{deeper}{style.plain(span.name)}", time(span.time), percent(span.time / total), ""])
     rows.append(["  mean step", time(total), "100%", ""])
-    lines = columns(rows, align="lrrl")
+    lines = columns(rows, align="lrrl", names=NAMED)
     lines[-1] = style.paint(lines[-1], "dim")
     return [style.paint("Where the time goes (shares of the mean step)", "bold"), *lines]
 
@@ -71,12 +71,13 @@ def layer_table(report: Report, style: Style) -> list[str]:
     table = [[style.paint(cell, "dim") for cell in head]]
     room = max(12, min(32, style.width - 56))
     for layer in shown:
-        cells = [style.cut(layer.name, room), str(layer.partition), _time(layer.forward)]
+        cells = [style.plain(layer.name), str(layer.partition), _time(layer.forward)]
         cells += [_time(layer.recompute)] if recomputed else []
         table.append([*cells, _time(layer.backward), percent(layer.share)])
     more = len(slowest) - len(shown)
     title = "Slowest layers (time per micro-batch)" if more else "Layers (time per micro-batch)"
-    lines = [style.paint(title, "bold"), *(f"  {line}" for line in columns(table, align="l" + "r" * (len(head) - 1)))]
+    laid = columns(table, align="l" + "r" * (len(head) - 1), names=room, width=style.width - 2)
+    lines = [style.paint(title, "bold"), *(f"  {line}" for line in laid)]
     if more:
         rest = percent(sum(layer.share for layer in slowest[LAYERS:]))
         lines.append(style.paint(f"  and {count_of(more, 'more layer')}, {rest}", "dim"))
@@ -84,7 +85,7 @@ def layer_table(report: Report, style: Style) -> list[str]:
 
 
 def partition_table(pipeline: PipelineReport, report: Report, style: Style) -> list[str]:
-    """List the partitions of a pipeline, with their losses: in shorter words, or two tables, where lines are narrow."""
+    """List the partitions of a pipeline, with their losses: in shorter words, or below each other, in narrow lines."""
     window = max(pipeline.window.mean, 1e-9)
     rows, left = _worst(pipeline.rows)
     title = f"Partitions (shares of the mean window, {time(window)})"
@@ -96,11 +97,7 @@ def partition_table(pipeline: PipelineReport, report: Report, style: Style) -> l
     facts = ["device"] * any(row.device is not None for row in rows) + ["rank"] * (len(report.ranks) > 1)
     table = _rows(rows, window, facts, phases, {name: _SHORT[name] for name in losses}, style)
     if max(map(shown_width, table)) > style.width:
-        table = _rows(rows, window, facts[1:], phases, {name: _SHORTEST[name] for name in losses}, style)
-    if max(map(shown_width, table)) > style.width:  # in two parts
-        half = (len(losses) + 1) // 2
-        parts = [{name: _SHORTEST[name] for name in some} for some in (losses[:half], losses[half:])]
-        table = [line for part in parts for line in _rows(rows, window, (), (), part, style)]
+        table = _rows(rows, window, facts, phases, {name: _SHORTEST[name] for name in losses}, style, short=True)
     lines = [style.paint(title, "bold"), *table]
     if left:
         lines.append(style.paint(f"  and {left} more, with bubbles in between", "dim"))
@@ -119,6 +116,8 @@ def _rows(
     phases: Sequence[str],
     losses: Mapping[str, str],
     style: Style,
+    *,
+    short: bool = False,
 ) -> list[str]:
     table = [[style.paint(cell, "dim") for cell in ("partition", *facts, *phases, "busy", "bubble", *losses.values())]]
     for row in rows:
@@ -128,7 +127,7 @@ def _rows(
         cells += [time(row.busy), style.paint(percent(row.bubble), "bold")]
         table.append([*cells, *(percent(row.losses[name] / window) for name in losses)])
     align = "l" * (1 + len(facts)) + "r" * (len(phases) + 2 + len(losses))
-    return [f"  {line}" for line in columns(table, align=align)]
+    return [f"  {line}" for line in columns(table, align=align, width=style.width - 2 if short else None)]
 
 
 def _worst(rows: Sequence[PartitionReport]) -> tuple[list[PartitionReport], int]:
@@ -153,7 +152,10 @@ def gpu_table(report: Report, style: Style) -> list[str]:
         table.append([f"and {len(report.gpus) - PARTITIONS} more", *[""] * 7])
     window = max(gpu.window for gpu in report.gpus)
     title = f"GPUs (shares of the time from first to last kernel, {time(window)} at most)"
-    return [style.paint(title, "bold"), *(f"  {line}" for line in columns(table, align="lrrrrrrr"))]
+    return [
+        style.paint(title, "bold"),
+        *(f"  {line}" for line in columns(table, align="lrrrrrrr", width=style.width - 2)),
+    ]
 
 
 def profiled_table(report: Report, style: Style) -> list[str]:
@@ -167,7 +169,10 @@ def profiled_table(report: Report, style: Style) -> list[str]:
     if len(report.profiled) > PARTITIONS:
         table.append([f"and {len(report.profiled) - PARTITIONS} more", *[""] * 5])
     title = "Steps, as the profiler was told of them"
-    return [style.paint(title, "bold"), *(f"  {line}" for line in columns(table, align="llrrrr"))]
+    return [
+        style.paint(title, "bold"),
+        *(f"  {line}" for line in columns(table, align="llrrrr", width=style.width - 2)),
+    ]
 
 
 def name_table(report: Report, style: Style) -> list[str]:

@@ -15,6 +15,8 @@ OPERATIONS = 5
 """How many kinds of operations are listed."""
 VISIBLE = 1.005
 """Slowdowns below this are those of no straggler."""
+FEW = 8
+"""As many stages are listed in any case, below each other where the terminal is narrow."""
 CELL = 8
 """Columns of a number in the table of workers."""
 
@@ -64,7 +66,7 @@ def _workers(found: WhatIf, style: Style) -> list[str]:
     layout = found.layout
     if len(layout.dp_ranks) * len(layout.stages) < 2:
         return []
-    fits = max((style.width - 12) // CELL, 1)
+    fits = max((style.width - 12) // CELL, FEW)
     worst = sorted(range(len(layout.stages)), key=lambda s: -found.by_stage[layout.stages[s]])[:fits]
     shown = sorted(worst)
     slowest = sorted(range(len(layout.dp_ranks)), key=lambda d: -found.by_dp_rank[layout.dp_ranks[d]])[:REPLICAS]
@@ -74,7 +76,7 @@ def _workers(found: WhatIf, style: Style) -> list[str]:
         cells = ["" if layout.ranks[d][s] is None else f"{found.slowdown_of(d, s):.2f}" for s in shown]
         table.append([str(layout.dp_ranks[d]), *(_marked(cell, style) for cell in cells)])
     lines = ["  Slowdown by worker"]
-    lines += [f"    {line}" for line in columns(table, align="r" * len(head))]
+    lines += [f"    {line}" for line in columns(table, align="r" * len(head), width=style.width - 4)]
     left = [
         f"{count} more {plural(count, name)}"
         for count, name in (
