@@ -333,7 +333,8 @@ def test_all_loggers_get_plain_floats(tmp_path):
     debug_api.step()
     debug_api.end_debug()
     expected = [("fc1_activation_mean", 2.5, 0)]
-    assert loggers[0].seen == loggers[1].seen == writer.seen == expected
+    assert loggers[0].seen == loggers[1].seen == expected
+    assert writer.seen == [("fc1/activation/mean", 2.5, 0)]
     assert all(type(value) is float and type(i) is int for _, value, i in loggers[0].seen + writer.seen)
     assert type(sink.records[0].value) is float
     assert sink.records[1:] == ["closed"]

@@ -592,7 +592,7 @@ def test_one_writer_on_the_last_stage(tmp_path):
         debug_api.step()
     debug_api.end_debug()
     if writer:
-        assert writer.seen == [("stage1_activation_l1_norm", 1100.0, i) for i in range(2)], writer.seen
+        assert writer.seen == [("stage1/activation/l1_norm", 1100.0, i) for i in range(2)], writer.seen
     del stages  # a group that outlives this line may make torch abort at exit
     dist.destroy_process_group()
     """

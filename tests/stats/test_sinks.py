@@ -361,8 +361,8 @@ def test_tensorboard(tmp_path):
     writer.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == {record.name for record in SIX} | {"loss"}
-    assert [(e.step, e.value) for e in events.Scalars("fc1_activation_max")] == [(3, 0.0), (4, 9.0)]
+    assert set(events.Tags()["scalars"]) == {"/".join(record[:3]) for record in SIX} | {"loss"}
+    assert [(e.step, e.value) for e in events.Scalars("fc1/activation/max")] == [(3, 0.0), (4, 9.0)]
 
 
 def test_wrong_writer():
@@ -377,7 +377,11 @@ def test_writer_of_another_kind():
     sink = TensorBoardSink(SimpleNamespace(add_scalar=lambda *args: calls.append(args)))
     sink.write(ONE)
     sink.close()
-    assert calls == [("fc1_activation_max", 7.0, 3)]
+    assert calls == [("fc1/activation/max", 7.0, 3)]
+    TensorBoardSink(SimpleNamespace(add_scalar=lambda *args: calls.append(args)), prefix="mine/", separator="_").write(
+        [*ONE, Record.named("loss/train", 1.0, 3)]
+    )
+    assert calls[1:] == [("mine/fc1_activation_max", 7.0, 3), ("mine/loss/train", 1.0, 3)]
 
 
 # Weights & Biases.
@@ -497,8 +501,10 @@ def test_mlflow_one_call(mlflow):
     MlflowSink().write(SIX)
     ((run, metrics),) = mlflow.batches
     assert run == "active"
-    assert [metric[:3] for metric in metrics] == [(record.name, record.value, 3) for record in SIX]
+    assert [metric[:3] for metric in metrics] == [("/".join(record[:3]), record.value, 3) for record in SIX]
     mlflow.batches.clear()
+    MlflowSink(prefix="mine/", separator="_").write(SIX)
+    assert [metric[0] for metric in mlflow.batches.pop()[1]] == [f"mine/{record.name}" for record in SIX]
     MlflowSink("mine").write(SIX * 400)
     assert [(run, len(metrics)) for run, metrics in mlflow.batches] == [("mine", 1000), ("mine", 1000), ("mine", 400)]
 
@@ -506,11 +512,11 @@ def test_mlflow_one_call(mlflow):
 def test_mlflow_names(mlflow):
     """What MLflow does not allow in a name is replaced, so that no batch is refused for it."""
     odd = {
-        "a.b-c d": "a.b-c d_t_zeros_percent",
-        "/a//b": "a..b_t_zeros_percent",
-        "../a": "a_t_zeros_percent",
-        "é(1):": "__1___t_zeros_percent",
-        "x" * 300: ("x" * 300 + "_t_zeros_percent")[-250:],
+        "a.b-c d": "a.b-c d/t/zeros_percent",
+        "/a//b": "a/b/t/zeros_percent",
+        "../a": "a/t/zeros_percent",
+        "é(1):": "__1__/t/zeros_percent",
+        "x" * 300: ("x" * 300 + "/t/zeros_percent")[-250:],
     }
     MlflowSink().write([Record(layer, "t", "zeros%", 0, 1.0) for layer in odd])
     assert [metric[0] for metric in mlflow.batches[0][1]] == list(odd.values())

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        if getattr(options, "other_path", None) is None:
+        if not getattr(options, "other_paths", None):
             _mention_later(getattr(options, "run_path", None))
         return run(options)
     except KeyboardInterrupt:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pipesight.stats.nonfinite import NonfiniteError
     from pipesight.stats.rank_exchange import MissingRankError
     from pipesight.stats.registry import api_method, register_feature
-    from pipesight.stats.sinks import BaseLogger, MlflowSink, Record, Sink, WandbSink
+    from pipesight.stats.sinks import BaseLogger, MlflowSink, Record, Sink, TensorBoardSink, WandbSink
 
 # Reading a configuration needs no torch, which takes seconds to import.
 _HOMES = {
@@ -54,6 +54,7 @@ _HOMES = {
     "NonfiniteError": "nonfinite",
     "Record": "sinks",
     "Sink": "sinks",
+    "TensorBoardSink": "sinks",
     "WandbSink": "sinks",
     "Watch": "model_watch",
     "api_method": "registry",
@@ -71,6 +72,7 @@ __all__ = [
     "NonfiniteError",
     "Record",
     "Sink",
+    "TensorBoardSink",
     "WandbSink",
     "Watch",
     "api_method",

@@ -52,8 +52,8 @@ def render_comparison(
     runs = compared_runs(comparison, *more)
     lines = []
     for mark, one in zip(MARKS[1:], (comparison, *more), strict=False):
-        text = style.wrapped(text_of(one, mark) if more else one.text)
-        lines += [style.paint(line, "bold") for line in text]
+        headline = style.wrapped(text_of(one, mark) if more else one.text)
+        lines += [style.paint(line, "bold") for line in headline]
     lines.append("")
     for mark, report in zip(MARKS, runs, strict=False):
         lines.append(f"{mark}  {style.cut(report.path, style.width - 3)}")

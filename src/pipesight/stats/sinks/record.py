@@ -44,9 +44,15 @@ class Record(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the scalar: ``layer_tensor_statistic``."""
-        if self.statistic:
-            return f"{self.layer}_{self.tensor}_{self.statistic}"
-        return self.layer
+        return self.joined("_")
+
+    def joined(self, separator: str) -> str:
+        """Return the name of the scalar with something else between its parts.
+
+        >>> Record("fc1", "activation", "mean", 0, 1.0).joined("/")
+        'fc1/activation/mean'
+        """
+        return separator.join(self[:3]) if self.statistic else self.layer
 
 
 class Sink(Protocol):

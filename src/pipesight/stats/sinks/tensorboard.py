@@ -18,25 +18,33 @@ class ScalarWriter(Protocol):
 
 
 class TensorBoardSink:
-    """Calls ``writer.add_scalar("layer_tensor_statistic", value, iteration)`` for each value.
+    """Calls ``writer.add_scalar("layer/tensor/statistic", value, iteration)`` for each value.
 
-    The writer stays the program's own: it is flushed at the end, and not closed.
+    TensorBoard makes a group of charts of what is before the first ``/``. The writer stays the program's own: it is
+    flushed at the end, and not closed.
+
+    Args:
+        writer: What ``torch.utils.tensorboard.SummaryWriter`` returned, or one like it.
+        prefix: Goes before each name.
+        separator: Goes between its parts; ``"_"`` gives names as in the log file.
     """
 
     forgives = (OSError,)
 
-    def __init__(self, writer: ScalarWriter) -> None:
+    def __init__(self, writer: ScalarWriter, *, prefix: str = "", separator: str = "/") -> None:
         if not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(
                 f"a tensorboard writer must have add_scalar(tag, value, step) (tb_writer: {type(writer).__name__}); "
                 "use torch.utils.tensorboard.SummaryWriter(log_dir)"
             )
         self._writer = writer
+        self._prefix, self._separator = prefix, separator
 
     def write(self, records: Sequence[Record]) -> None:
         """Add a scalar for each record."""
         for record in records:
-            self._writer.add_scalar(record.name, record.value, record.iteration)
+            tag = f"{self._prefix}{record.joined(self._separator)}"
+            self._writer.add_scalar(tag, record.value, record.iteration)
 
     def close(self) -> None:
         """Flush the writer."""
