@@ -336,7 +336,7 @@ assert (writer is not None) == (rank >= 2)
         assert len(events.Tags()["scalars"]) == 2 * len(SIX)
         for layer in ("2", "3"):
             for statistic in SIX:
-                scalars = {event.step: event.value for event in events.Scalars(f"{layer}/activation/{statistic}")}
+                scalars = {event.step: event.value for event in events.Scalars(f"{layer}_activation_{statistic}")}
                 # A writer keeps float32.
                 assert scalars == {
                     step: pytest.approx(six(*expected[step, layer])[statistic], rel=1e-6, abs=1e-7) for step in range(3)
