@@ -23,6 +23,7 @@ from pipesight.analysis.nonfinite import NonFinite
 from pipesight.analysis.step_times import PARTS
 from pipesight.runs.reading.run import LogLine, open_run
 from pipesight.view.live.watch_screen import Frame, draw_frame, line_of
+from support.analysed import analysed
 from support.growing import LIMIT, GrowingRun, recorder, wait_for
 from support.processes import STRICT_PYTHON
 from support.synthetic import Made
@@ -408,6 +409,24 @@ def test_fits(report, width, height, ascii):
         assert "line 49" in lines[-1]
     if ascii:
         assert "\n".join(lines).isascii()
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_program_without_a_pipeline(tmp_path, width):
+    """A program's step is drawn with its own parts, and nothing is said of a bubble; no words are cut off."""
+    made = Made(tmp_path / "run", pipelines=[])
+    for number in range(4):
+        made.span("compute", "backward", begin=number * 1_000, dur=500, module="Net", depth=0, step=number)
+        made.span("mine", "my own metrics", begin=number * 1_000 + 500, dur=200)
+        made.span("compute", "step", begin=number * 1_000 + 700, dur=100, step=number)
+    report = analysed(made)
+    text = "\n".join(draw_frame(Frame("RUN", "going on", report, latest_step(report)), width=width, height=30))
+    words = " ".join(text.split())
+    assert "Step time 1.00 ms usually 1.00 ms, the median of 3 steps" in words
+    assert re.search(r"my own metrics +200 µs +20.0%", text)
+    assert "bubble" not in text.lower()
+    assert max(map(len, text.splitlines())) <= width
+    assert [line_of(step) for step in steps_of(report)][-1] == "step 2   1.00 ms"
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesight.analysis.analyse import analyse
+from pipesight.analysis.latest_step import steps_of
 from pipesight.analysis.step_times import PARTS
 from pipesight.runs.following import follower as following
 from pipesight.runs.following import growing_file as _growing
@@ -83,6 +84,29 @@ def test_whole_steps(run, follow):
     run.end()
     follower.look()
     assert set(follower.run.tasks().step.tolist()) == {0, 1, 2}
+
+
+def test_program_without_a_pipeline(tmp_path, follow):
+    """Steps of any program are shown as they end, each as long as it is in the report of the whole run."""
+    run = GrowingRun(tmp_path / "run", pipelines=[]).begin()
+    follower, shown, times = follow(run.folder), [], {}
+    for number in range(5):
+        at = number * (1_000 + number)
+        run.span("dataloader", "fetch", begin=at, dur=100, step=number, samples=4)
+        run.span("compute", "backward", begin=at + 200, dur=500, module="Net", depth=0, step=number)
+        run.span("mine", "metrics", begin=at + 700, dur=50)
+        run.span("compute", "step", begin=at + 750, dur=50, step=number)
+        run.flush()
+        follower.look()
+        shown.append(follower.run.steps())
+        if shown[-1]:
+            times |= {step.step: (step.time, step.parts) for step in steps_of(analyse(follower.run))}
+    assert shown == [[], [], [0], [0, 1], [0, 1, 2]]
+    run.end()
+    with open_run(run.folder) as opened:
+        steps = steps_of(analyse(opened))
+    assert times == {step.step: (step.time, step.parts) for step in steps if step.step < 3}
+    assert [step.time for step in steps] == [1_001, 1_003, 1_005, 1_007]
 
 
 def test_slowest_rank(run, follow):

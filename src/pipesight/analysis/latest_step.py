@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesight.analysis.partition_placement import rank_of_partition
+from pipesight.analysis.program_report import ProgramReport
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_grouping import EVALUATION, TRAINING
 from pipesight.analysis.step_times import PARTS
@@ -22,11 +23,12 @@ class StepNumbers:
 
     step: int
     time: float
-    bubble: float
-    bound: float
+    bubble: float | None
+    """``None`` in a program without a pipeline; so is the next."""
+    bound: float | None
     samples_per_second: float | None
     parts: tuple[float, ...]
-    """Where the time went, in the order of `PARTS`."""
+    """Where the time went, in the order of `LatestStep.names`."""
     whole: bool = True
     """Whether its time includes everything up to the next step, such as an evaluation, or a pause."""
 
@@ -49,6 +51,8 @@ class LatestStep:
     usual: StepNumbers
     """Medians, except for the samples per second: all samples over the whole time, including pauses."""
     partitions: tuple[PartitionBubble, ...]
+    names: tuple[str, ...] = PARTS
+    """The parts of a step."""
     left_out: int | None = None
     """The last step of a run that has ended. It lacks what comes before a next step, so it cannot be compared."""
 
@@ -60,6 +64,8 @@ def steps_of(report: Report, *, ended: bool = False) -> list[StepNumbers]:
         report: Of the steps that are kept.
         ended: Whether the run has, so that no step comes after the last.
     """
+    if report.program is not None:
+        return _steps_of_program(report.program)
     times = report.steps.over_replicas()
     samples = times.samples / np.maximum(times.period, 1) * 1e6
     return [
@@ -74,6 +80,17 @@ def steps_of(report: Report, *, ended: bool = False) -> list[StepNumbers]:
         )
         for k, number in enumerate(times.step)
     ]
+
+
+def _steps_of_program(program: ProgramReport) -> list[StepNumbers]:
+    steps, found = program.steps, []
+    for number in np.unique(steps.step).tolist():
+        own = steps.where(steps.step == number)
+        time = float(own.period.max())
+        known = (own.samples >= 0).all()
+        speed = float(own.samples.sum()) / max(time, 1.0) * 1e6 if known else None
+        found.append(StepNumbers(number, time, None, None, speed, tuple(own.parts.mean(axis=1).tolist())))
+    return found
 
 
 def _is_shorter(report: Report, numbers: Column) -> bool:
@@ -91,7 +108,11 @@ def latest_step(report: Report, *, ended: bool = False, replica: int = 0) -> Lat
     left_out = None
     if not steps[-1].whole:
         left_out = steps.pop().step
-    counted = set(np.unique(report.steps.step[report.counted]).tolist())
+    program = report.program
+    if program is None:
+        counted = set(np.unique(report.steps.step[report.counted]).tolist())
+    else:
+        counted = set(np.unique(program.steps.step[program.counted]).tolist())
     usual = [step for step in steps if step.step in counted] or steps
     known = [step.samples_per_second * step.time for step in usual if step.samples_per_second is not None]
     last = steps[-1]
@@ -101,18 +122,24 @@ def latest_step(report: Report, *, ended: bool = False, replica: int = 0) -> Lat
         usual=StepNumbers(
             step=last.step,
             time=_median([step.time for step in usual]),
-            bubble=_median([step.bubble for step in usual]),
-            bound=_median([step.bound for step in usual]),
+            bubble=_known_median([step.bubble for step in usual]),
+            bound=_known_median([step.bound for step in usual]),
             samples_per_second=sum(known) / sum(step.time for step in usual) if len(known) == len(usual) else None,
-            parts=tuple(_median([step.parts[k] for step in usual]) for k in range(len(PARTS))),
+            parts=tuple(_median([step.parts[k] for step in usual]) for k in range(len(last.parts))),
         ),
         partitions=_partitions(report, last.step, {step.step for step in usual}, replica),
+        names=PARTS if program is None else program.steps.names,
         left_out=left_out,
     )
 
 
 def _median(values: list[float]) -> float:
     return float(np.median(values))
+
+
+def _known_median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _median(known) if known else None
 
 
 def _partitions(report: Report, last: int, usual: set[int], replica: int) -> tuple[PartitionBubble, ...]:

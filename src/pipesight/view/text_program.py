@@ -15,7 +15,7 @@ from pipesight.analysis.program_time import OWN
 from pipesight.analysis.report import Report
 from pipesight.view.text_layout import NAMED, Style, bar, columns, spark
 
-__all__ = ["curve_lines", "own_span_table", "program_blocks"]
+__all__ = ["curve_lines", "own_span_table", "program_blocks", "step_lines"]
 
 MODULES = 10
 """How many of the slowest modules are listed."""

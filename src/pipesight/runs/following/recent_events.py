@@ -13,7 +13,8 @@ from pipesight.runs.reading.event_queries import Frame
 
 __all__ = ["RecentEvents", "TraceLines"]
 
-_SPAN = (b'"ph":"X"', b'"ph": "X"')
+_KEPT = tuple(f'"ph":{space}"{phase}"'.encode() for phase in "XCi" for space in ("", " "))
+"""What lines of spans, counters and instants contain."""
 _SLACK = 1.25
 """Old steps are dropped once there are so many times more than the limit, so that it is not done at each look."""
 
@@ -66,7 +67,7 @@ class RecentEvents(DuckEvents):
         sources = []
         for number, batch in enumerate(batches):
             path = self.folder / f"new-{number}.pfw"
-            path.write_bytes(b"\n".join(line for line in batch.lines if _SPAN[0] in line or _SPAN[1] in line))
+            path.write_bytes(b"\n".join(line for line in batch.lines if any(mark in line for mark in _KEPT)))
             sources.append(Source(path, number, batch.rank, batch.own, batch.shift, packed=False))
         before = self._size()
         try:
@@ -82,14 +83,22 @@ class RecentEvents(DuckEvents):
         ((size,),) = self._rows("SELECT count(*) FROM events")
         return size
 
+    def has_tasks(self) -> bool:
+        """Return whether anything is a task of a pipeline."""
+        return bool(self._rows("SELECT 1 FROM events WHERE phase >= 0 LIMIT 1"))
+
+    def _in_steps(self) -> str:
+        """Return the condition for what makes steps: tasks or, in a program without any, what its main threads do."""
+        return "step >= 0 AND " + ("phase >= 0" if self.has_tasks() else "kind >= 0")
+
     def reached(self) -> dict[int, int]:
-        """Return the last step of each rank that has tasks."""
-        rows = self._rows("SELECT rank, max(step) FROM events WHERE phase >= 0 AND step >= 0 GROUP BY rank")
+        """Return the last step of each rank that has any."""
+        rows = self._rows(f"SELECT rank, max(step) FROM events WHERE {self._in_steps()} GROUP BY rank")
         return {rank: step for rank, step in rows}  # noqa: C416
 
     def steps(self) -> list[int]:
-        """Return the steps that have tasks, complete or not."""
-        rows = self._rows("SELECT DISTINCT step FROM events WHERE phase >= 0 AND step >= 0 ORDER BY step")
+        """Return the steps, complete or not."""
+        rows = self._rows(f"SELECT DISTINCT step FROM events WHERE {self._in_steps()} ORDER BY step")
         return [step for (step,) in rows]
 
     def hidden(self) -> dict[int, tuple[int, int]]:

@@ -86,7 +86,8 @@ class RecentRun(Run):
         before = self._whole
         bound = None if everything else self._reached or 0
         self._whole = [step for step in self._live.steps() if bound is None or step < bound]
-        self._live.show(before=bound)
+        # A step of a program ends where the next one begins, so that one is needed too.
+        self._live.show(before=bound if bound is None or self._live.has_tasks() else bound + 1)
         self._reached = min(self._live.reached().values(), default=None)
         return self._whole != before
 

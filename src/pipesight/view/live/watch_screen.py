@@ -26,12 +26,13 @@ from pipesight._formatting import percent, rate, time
 from pipesight._plurals import count_of
 from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.latest_step import LatestStep, StepNumbers
+from pipesight.analysis.program_advice import part_title
 from pipesight.analysis.report import Report
-from pipesight.analysis.step_times import PARTS
 from pipesight.analysis.verdict import TITLES
 from pipesight.runs.reading.event_codes import PHASES
 from pipesight.runs.reading.run import LogLine
 from pipesight.view.text_layout import Style, bar
+from pipesight.view.text_program import step_lines
 from pipesight.view.text_timeline import Glyphs, coloured, draw_step, title_of
 
 __all__ = ["Frame", "draw_frame", "line_of"]
@@ -42,9 +43,12 @@ LONGEST_BAR = 60
 LONGEST_STATE = 400
 """Characters of how a run ended, which may be the message of an error."""
 ROOMY = 20
-"""With at least this many lines there is room to explain the bubble."""
+"""With at least this many lines there is room to explain the bubble, and for text that needs several."""
 EXPLAINED = "Bubble: idle share of the window, from the first forward to the last backward"
 NUMBER = 8  # columns of one
+NAME = 22  # columns of the name of a part, at most
+COMPUTED = ("computing", "forward", "loss", "recompute", "backward")
+"""Parts in which the model computes."""
 NOTICEABLE = 0.0005
 """Smaller parts of a step are not drawn."""
 _LEVELS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
@@ -70,8 +74,8 @@ def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, a
     if report is None or figures is None:
         blocks = [head, _log(frame.log, max(height - len(head) - 1, 0), style)]
     else:
-        numbers = _numbers(figures, style)
-        if height >= ROOMY:
+        numbers = _numbers(figures, style, wrap=height >= ROOMY)
+        if height >= ROOMY and figures.last.bubble is not None:
             numbers.append(style.paint(style.cut(EXPLAINED, style.width), "dim"))
         room = height - len(head) - len(numbers) - 1
         steps = _timeline(report, figures, min(room - 1, max(3, room * 2 // 3)), style)
@@ -90,7 +94,9 @@ def line_of(step: StepNumbers, *, ascii: bool = False) -> str:
     """Write a step on one line."""
     speed = "" if step.samples_per_second is None else f"   {rate(step.samples_per_second)} samples/s"
     took = f"{time(step.time)}{speed}" if step.whole else f"{time(step.time)} without the pause after it"
-    text = f"step {step.step}   {took}   bubble {step.bubble:.1%}, schedule alone {step.bound:.1%}"
+    text = f"step {step.step}   {took}"
+    if step.bubble is not None and step.bound is not None:
+        text += f"   bubble {step.bubble:.1%}, schedule alone {step.bound:.1%}"
     return text.replace("µs", "us") if ascii else text
 
 
@@ -117,29 +123,34 @@ def _warnings(frame: Frame, style: Style) -> list[str]:
     return [*(style.paint(line, "red", "bold") for line in style.wrapped(text)), *slower]
 
 
-def _numbers(figures: LatestStep, style: Style) -> list[str]:
+def _numbers(figures: LatestStep, style: Style, *, wrap: bool) -> list[str]:
     last, usual = figures.last, figures.usual
     over = f", the median of {figures.steps} steps" if figures.steps > 1 else ""
     rows = [["Step time", time(last.time), f"usually {time(usual.time)}{over}"]]
     if last.samples_per_second is not None and usual.samples_per_second is not None:
         over = f"{rate(usual.samples_per_second)} over all steps including pauses" if figures.steps > 1 else ""
         rows.append(["Throughput", f"{rate(last.samples_per_second)} samples/s", over])
-    bubble = f"usually {usual.bubble:.1%}, schedule alone {usual.bound:.1%}"
-    rows.append(["Bubble", f"{last.bubble:.1%}", bubble])
+    if last.bubble is not None and usual.bubble is not None and usual.bound is not None:
+        bubble = f"usually {usual.bubble:.1%}, schedule alone {usual.bound:.1%}"
+        rows.append(["Bubble", f"{last.bubble:.1%}", bubble])
     # A constant width, so that numbers do not jump.
     widths = [12, max(16, *(len(row[1]) for row in rows))]
-    return [
-        style.cut(f"{name:<{widths[0]}}", widths[0])
-        + style.paint(f"{value:>{widths[1]}}", "bold")
-        + style.paint(style.cut(f"   {rest}", style.width - sum(widths)), "dim")
-        for name, value, rest in rows
-    ]
+    lines = []
+    for name, value, rest in rows:
+        line = style.cut(f"{name:<{widths[0]}}", widths[0]) + style.paint(f"{value:>{widths[1]}}", "bold")
+        beside = sum(widths) + 3 + len(rest) <= style.width or not wrap
+        lines.append(line + style.paint(style.cut(f"   {rest}", style.width - sum(widths)), "dim") if beside else line)
+        if not beside:
+            lines += [style.paint(more, "dim") for more in style.wrapped(rest, indent="  ")]
+    return lines
 
 
 def _timeline(report: Report, figures: LatestStep, most: int, style: Style) -> list[str]:
     """Draw the last step, one line per partition, with its bubble."""
     if most < 2:
         return []
+    if report.program is not None:
+        return step_lines(report.program, figures.last.step, style)[:most]
     glyphs = Glyphs.ascii() if style.ascii else Glyphs()
     step = figures.last.step
     drawn = draw_step(report, step, width=style.width - 22, glyphs=glyphs)
@@ -173,10 +184,12 @@ def _parts(figures: LatestStep, most: int, style: Style) -> list[str]:
         return []
     last, usual = figures.last, figures.usual
     total = max(sum(usual.parts), 1e-9)
-    noticed = [k for k in range(len(PARTS)) if max(usual.parts[k] / total, last.parts[k] / last.time) >= NOTICEABLE]
+    taken = max(last.time, 1e-9)
+    noticed = [k for k in range(len(figures.names)) if max(usual.parts[k] / total, last.parts[k] / taken) >= NOTICEABLE]
     largest = sorted(noticed, key=lambda k: -usual.parts[k])[: most - 1]
     widest = max(max(last.parts), 1e-9)
-    names = 2 + max(len(name) for name in TITLES.values())
+    titles = [style.cut(part_title(name) if name not in TITLES else TITLES[name], NAME) for name in figures.names]
+    names = 2 + max(map(len, [*TITLES.values(), *titles]))
     beside = style.width >= names + 2 + 3 * NUMBER  # whether there is room for the medians
     numbers = names + 2 + (3 if beside else 2) * NUMBER
     room = min(style.width - numbers - 2, LONGEST_BAR)
@@ -184,12 +197,13 @@ def _parts(figures: LatestStep, most: int, style: Style) -> list[str]:
     head = f"{'last':>{numbers - len(title) - NUMBER}}{'usually':>{NUMBER}}" if beside else ""
     lines = [style.paint(title, "bold") + style.paint(head, "dim")]
     for k in sorted(largest):
-        share, before = percent(last.parts[k] / last.time), percent(usual.parts[k] / total) if beside else ""
+        share, before = percent(last.parts[k] / taken), percent(usual.parts[k] / total) if beside else ""
         spent = time(last.parts[k]) if last.parts[k] > 0 else "-"
-        text = f"  {TITLES[PARTS[k]]:<{names}}{spent:>{NUMBER}}{share:>{NUMBER}}"
+        text = f"  {titles[k]:<{names}}{spent:>{NUMBER}}{share:>{NUMBER}}"
         text += f"{before:>{NUMBER}}" if beside else ""
         if room >= 4:
-            colour = "green" if k == 0 else "yellow" if PARTS[k] in LOSSES else "magenta"
+            name = figures.names[k]
+            colour = "green" if name in COMPUTED else "yellow" if name in LOSSES else "magenta"
             text += "  " + style.paint(bar(last.parts[k] / widest, room, ascii=style.ascii), colour)
         lines.append(text)
     return lines
