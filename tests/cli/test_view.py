@@ -7,6 +7,7 @@ import gzip
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -143,7 +144,7 @@ def test_only_here(view):
     assert listening == [f"0100007F:{view.port:04X}"]
 
 
-@pytest.mark.parametrize("name", ["", "payload.json", "events", "trace"])
+@pytest.mark.parametrize("name", ["", "payload.json", "events", "trace", "metrics"])
 @pytest.mark.parametrize("prefix", ["/", "/x/", "//", "/../", "http://127.0.0.1/"])
 def test_no_token(view, prefix, name):
     """Without the secret there is nothing, whatever is asked for."""
@@ -201,7 +202,7 @@ def test_methods(view, method):
     ],
 )
 def test_no_other_paths(view, name):
-    """There are four places, and no path leads anywhere else."""
+    """There are five places, and no path leads anywhere else."""
     status, _, body = view.ask(view.path + name)
     assert status == 404
     assert body == b"not found\n"
@@ -240,7 +241,7 @@ def test_headers(view, name):
     assert "Access-Control-Allow-Origin" not in headers
 
 
-@pytest.mark.parametrize("name", ["", "payload.json", "trace"])
+@pytest.mark.parametrize("name", ["", "payload.json", "trace", "metrics"])
 def test_head(view, name):
     """HEAD gives the headers of GET, and no body."""
     status, headers, body = view.ask(view.path + name, method="HEAD")
@@ -267,6 +268,52 @@ def test_payload(view):
     _, headers, body = view.ask(f"{view.path}payload.json", Accept_Encoding="gzip, br")
     assert headers["Content-Encoding"] == "gzip"
     assert json.loads(gzip.decompress(body)) == payload
+
+
+def test_metrics(view):
+    """Prometheus gets the numbers of the last step in its format, at the address or with the token as a credential."""
+    status, headers, body = view.ask(f"{view.path}metrics")
+    assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    bearer = f"Bearer {view.path.strip('/')}"
+    assert view.ask("/metrics", Authorization=bearer)[::2] == (200, body)
+    for wrong in ("Bearer x", "Basic x", bearer[:-1], "Bearer "):
+        assert view.ask("/metrics", Authorization=wrong)[0] == 403
+    assert view.ask("/payload.json", Authorization=bearer)[0] == 403
+    found, told = {}, set()
+    for line in body.decode().splitlines():
+        if line.startswith("#"):
+            _, word, name, meaning = line.split(" ", 3)
+            assert (word, meaning) == ("TYPE", "gauge") or word == "HELP"
+            told.add((word, name))
+            continue
+        name, labels, value = re.fullmatch(r'(pipesight_[a-z_]+)((?:{[a-z]+="[^"\\\n]*"})?) (\S+)', line).groups()
+        assert {("HELP", name), ("TYPE", name)} <= told
+        assert (name, labels) not in found
+        found[name, labels] = float(value)
+    # With two partitions and two micro-batches, each partition is idle for one of three tasks.
+    assert found["pipesight_last_step", ""] == 0
+    assert found["pipesight_step_seconds", '{of="last"}'] == pytest.approx(
+        sum(value for (name, _), value in found.items() if name == "pipesight_step_part_seconds")
+    )
+    assert found["pipesight_schedule_bubble_ratio", '{of="last"}'] == pytest.approx(1 / 3)
+    assert found["pipesight_partition_bubble_ratio", '{partition="1"}'] == pytest.approx(1 / 3)
+    assert found["pipesight_run_phase", '{phase="ended"}'] == 1
+    assert found["pipesight_alarm", '{kind="failed"}'] == 0
+
+
+def test_token_file(tmp_path, finished):
+    """The secret stays the same with a file for it, which others cannot read, and is refused where they can."""
+    file = tmp_path / "token"
+    with viewing(finished, "--token-file", file) as view:
+        assert view.path == f"/{file.read_text().strip()}/"
+        assert file.stat().st_mode & 0o777 == 0o600
+    file.write_text("x" * 16)
+    with viewing(finished, "--token-file", file) as view:
+        assert view.path == f"/{'x' * 16}/"
+    file.write_text("short")
+    assert "16 or more letters" in fail(finished, "--token-file", file).stderr
+    file.chmod(0o644)
+    assert "chmod 600" in fail(finished, "--token-file", file).stderr
 
 
 def test_trace_as_it_is(view, finished):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
+import secrets
 import sys
 import threading
 from pathlib import Path
@@ -32,6 +34,12 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add = parser.add_argument
     add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or one trace")
     add("--port", type=_port, default=0, metavar="N", help="the port to listen on, on 127.0.0.1 (default: a free one)")
+    add(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="take the secret in the address from FILE, or write a new one there (default: a new one each time)",
+    )
     add("--no-browser", action="store_true", help="do not open a browser, only print the address")
     parser.set_defaults(run=run)
 
@@ -45,12 +53,35 @@ def _port(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C, and return the exit code."""
     try:
-        return _serve(options.run_path, port=options.port, browser=not options.no_browser)
+        token = None if options.token_file is None else _token(options.token_file)
+    except (OSError, ValueError) as error:
+        return _fail(f"--token-file: {error}", WRONG)
+    try:
+        return _serve(options.run_path, port=options.port, browser=not options.no_browser, token=token)
     except KeyboardInterrupt:
         return 0
 
 
-def _serve(path: Path, *, port: int, browser: bool) -> int:
+def _token(path: Path) -> str:
+    """Read the secret in a file, which only its owner may read; without one, write it."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        if path.stat().st_mode & 0o077:
+            raise ValueError(f"others can read the secret in {str(path)!r}; run: chmod 600 {path}") from None
+        token = path.read_text(encoding="ascii").strip()
+        if not re.fullmatch(r"[\w-]{16,}", token, re.ASCII):
+            raise ValueError(
+                f"the secret in {str(path)!r} must be 16 or more letters, digits, - and _; delete the file to get one"
+            ) from None
+        return token
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        token = secrets.token_urlsafe(24)
+        file.write(f"{token}\n")
+    return token
+
+
+def _serve(path: Path, *, port: int, browser: bool, token: str | None) -> int:
     from pipesight.runs.following.follower import check_place
     from pipesight.runs.reading.run import NotARunError
     from pipesight.view.live.live_page import draw, empty_page
@@ -63,7 +94,7 @@ def _serve(path: Path, *, port: int, browser: bool) -> int:
         return _fail(str(error), WRONG)
     with Publisher(path, draw=draw) as publisher:
         try:
-            server = RunServer(publisher, page=empty_page, port=port)
+            server = RunServer(publisher, page=empty_page, port=port, token=token)
         except OSError as error:
             return _fail(_port_trouble(port, error), FAILED)
         with server:

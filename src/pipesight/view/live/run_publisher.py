@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from pipesight._logger import own_logger
 from pipesight.runs.following.follower import Follower, State
+from pipesight.view.live.metrics_text import metrics
 
 __all__ = ["DrawingError", "News", "Publisher"]
 
@@ -48,17 +49,26 @@ class Publisher:
     Args:
         path: The run. It need not be there yet.
         draw: Makes the payload of a run, a `Run` on disk or the last steps of one that is still running.
+        measure: Makes the metrics of its last steps.
         interval: Seconds from one look to the next, at least.
     """
 
-    def __init__(self, path: Path, *, draw: Callable[[Follower], dict[str, Any] | None], interval: float = 1.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        draw: Callable[[Follower], dict[str, Any] | None],
+        measure: Callable[[Follower], str] = metrics,
+        interval: float = 1.0,
+    ) -> None:
         self.path = path
-        self._draw, self._interval = draw, interval
+        self._draw, self._measure, self._interval = draw, measure, interval
         self._follower = Follower(path)
         self._reading = threading.Lock()  # the follower
         self._told = threading.Condition()
         self._news = News(0)
         self._drawn: tuple[int, bytes | DrawingError | None] = (-1, None)
+        self._measured: tuple[int, str | DrawingError] = (-1, "")
         self._complaints: set[str] = set()
         self._cost = 0.0  # seconds that the last drawing took
         self._closing = threading.Event()
@@ -109,6 +119,30 @@ class Publisher:
         if isinstance(drawn, DrawingError):
             raise drawn
         return drawn
+
+    def metrics(self) -> str:
+        """Return the metrics of the last steps, as Prometheus reads them.
+
+        Raises:
+            DrawingError: This revision cannot be read; the next may be.
+        """
+        with self._reading:
+            news = self._news
+            if self._measured[0] != news.revision:
+                begin = time.monotonic()
+                self._measured = (news.revision, self._read_metrics())
+                self._cost = time.monotonic() - begin
+            measured = self._measured[1]
+        if isinstance(measured, DrawingError):
+            raise measured
+        return measured
+
+    def _read_metrics(self) -> str | DrawingError:
+        try:
+            return self._measure(self._follower)
+        except Exception as error:  # for one revision; the next may succeed
+            self._complain("cannot measure the run %s; will retry when it grows", error)
+            return DrawingError("cannot measure the run; `pipesight view` printed the reason")
 
     def _make(self, news: News) -> bytes | DrawingError | None:
         try:

@@ -6,6 +6,7 @@ It listens on this machine only, reads only, and answers only those who have the
     http://127.0.0.1:PORT/TOKEN/payload.json  what it draws
     http://127.0.0.1:PORT/TOKEN/events        server-sent events: `changed`, `ended`
     http://127.0.0.1:PORT/TOKEN/trace         the trace
+    http://127.0.0.1:PORT/TOKEN/metrics       numbers for Prometheus; also at /metrics, with the token as a credential
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipesight.runs.trace_download import TraceDownload
+from pipesight.view.live.metrics_text import CONTENT_TYPE
 from pipesight.view.live.run_publisher import DrawingError, News, Publisher
 
 __all__ = ["RunServer"]
@@ -72,13 +74,16 @@ class RunServer:
         publisher: Follows the run.
         page: Makes the page.
         port: Where to listen; 0 takes a free one.
+        token: The secret in the address, of letters, digits, ``-`` and ``_``; a random one by default.
 
     Raises:
         OSError: The port is in use.
     """
 
-    def __init__(self, publisher: Publisher, *, page: Callable[[], str], port: int = 0) -> None:
-        self._token = secrets.token_urlsafe(24)
+    def __init__(
+        self, publisher: Publisher, *, page: Callable[[], str], port: int = 0, token: str | None = None
+    ) -> None:
+        self._token = secrets.token_urlsafe(24) if token is None else token
         self._publisher = publisher
         self._server = _Server((LOCAL, port), publisher=publisher, page=page, token=self._token)
         self._thread = threading.Thread(
@@ -181,6 +186,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.FORBIDDEN, "unknown address; use the one that was printed")
             return
         token, slash, name = self.path.partition("?")[0].removeprefix("/").partition("/")
+        if (token, slash) == ("metrics", ""):  # where Prometheus looks, which sends the token in a header
+            token, slash, name = self._credential(), "/", "metrics"
         if not hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self.server.token):
             self._refuse(HTTPStatus.FORBIDDEN, "incomplete address; use the full one that was printed")
         elif self.command not in ("GET", "HEAD"):
@@ -197,6 +204,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._PLACES[name](self)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _answer  # noqa: N815
+
+    def _credential(self) -> str:
+        scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
+        return token.strip() if scheme.lower() == "bearer" else ""
 
     def _is_local(self) -> bool:
         hosts = self.headers.get_all("Host") or []
@@ -265,7 +276,19 @@ class _Handler(BaseHTTPRequestHandler):
                     return
                 self.wfile.write(chunk)
 
-    _PLACES = {"": _page, "payload.json": _payload, "events": _events, "trace": _trace}  # noqa: RUF012
+    def _metrics(self) -> None:
+        try:
+            self._send(self.server.publisher.metrics().encode(), CONTENT_TYPE)
+        except DrawingError as error:
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+
+    _PLACES = {  # noqa: RUF012
+        "": _page,
+        "payload.json": _payload,
+        "events": _events,
+        "trace": _trace,
+        "metrics": _metrics,
+    }
 
     # Responses.
 
