@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipesight.analysis.analyse import analyse
@@ -40,6 +42,42 @@ def test_json(trace, capsys):
     assert value["by_worker"]["4"] == pytest.approx(value["slowdown"])
     assert value["causes"][0]["ranks"] == [4]
     assert value["layout"]["ranks"] == [[0, 3], [1, 4], [2, 5]]
+
+
+def rewritten(trace, keep, **columns):
+    """Write a trace again: the rows for which ``keep(kind, rank, step, number)`` holds, with some columns replaced."""
+    table = pq.read_table(trace).to_pylist()
+    rows = [row | columns for row in table if keep(row["optype"], row["rank"], row["step"], row["seq_id"])]
+    pq.write_table(pa.Table.from_pylist(rows), trace)
+    return trace
+
+
+@pytest.mark.parametrize("missing", ["backward-compute", "optimizer", "forward-compute"])
+def test_incomplete_steps_are_left_out(tmp_path, capsys, missing):
+    """A step in which a worker lacks what it has in others is not averaged with them, and the report says so."""
+    job = MadeJob(3, 2, steps=4, compute=slow_rank).write(tmp_path / "job.parquet")
+    assert main(["report", str(job), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)["what_if"]
+    lacking = rewritten(job, lambda kind, rank, step, number: (kind, rank, step, number) != (missing, 4, 33, 0))
+    assert main(["report", str(lacking), "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["what_if"]["steps"] == 3
+    assert value["what_if"]["replayed"] == pytest.approx(whole["replayed"])
+    assert "1 incomplete step of 4 left out of the replays" in [remark["text"] for remark in value["remarks"]]
+
+
+@pytest.mark.parametrize(
+    ("keep", "columns", "message"),
+    [
+        (lambda kind, *_: kind != "backward-compute", {}, "no step of the trace is complete (steps: 2); every worker"),
+        (lambda *_: True, {"mb_id": -1}, "no step of the trace is complete"),
+        (lambda *_: True, {"duration": 0.0}, "a step takes no time in the replay"),
+    ],
+)
+def test_nothing_to_replay(trace, capsys, keep, columns, message):
+    """Where no step can be replayed, that is the answer, not a number."""
+    assert main(["report", str(rewritten(trace, keep, **columns))]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--partition", "1"], ["--layer", "0"], ["--steps", "4:9"]])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipesight._plurals import count_of
 from pipesight.analysis.advice import Situation, find_changes
 from pipesight.analysis.batch_sizes import of_usual_size, with_common_samples
 from pipesight.analysis.collectives import match_calls, name_collectives, waits_in
@@ -55,6 +56,7 @@ from pipesight.analysis.stragglers import find_stragglers
 from pipesight.analysis.timed_steps import time_steps
 from pipesight.analysis.verdict import Verdict, verdict_on
 from pipesight.analysis.what_if import WhatIf, what_if
+from pipesight.analysis.whole_steps import whole_steps
 from pipesight.runs.reading.stats_and_logs import NONFINITE_KEYS
 
 if TYPE_CHECKING:
@@ -290,10 +292,21 @@ def _of_operations(
         if not len(operations):
             last = steps.stop - 1
             raise ValueError(f"no step from {steps.start} to {last} was recorded (steps: {there[0]} to {there[-1]})")
+    recorded, whole = len(np.unique(operations.step)), whole_steps(operations)
+    if not len(whole):
+        raise ValueError(
+            f"no step of the trace is complete (steps: {recorded}); every worker needs one forward and one backward "
+            "for each of its micro-batches, and the same collectives in each step"
+        )
+    remarks = remarks_on(run)
+    if len(whole) < recorded:
+        operations = operations.where(np.isin(operations.step, whole))
+        left = recorded - len(whole)
+        remarks.append(Remark(None, f"{count_of(left, 'incomplete step')} of {recorded:,} left out of the replays"))
     found = what_if(operations)
     return Report(
         **_identity(run),
-        remarks=tuple(remarks_on(run)),
+        remarks=tuple(remarks),
         verdict=Verdict(found.verdict, ()),
         what_if=found,
     )

@@ -171,6 +171,8 @@ def what_if(
         )
     )
     now, best, without_last = times[:whole].tolist()
+    if min(now, best) <= 0:
+        raise ValueError("a step takes no time in the replay, since no operation in it does")
     slowdowns = times / max(best, 1e-9)
     by_replica, by_stage = slowdowns[first_replica:first_stage], slowdowns[first_stage:]
     layout = _layout(operations, replicas, stages)
