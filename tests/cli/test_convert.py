@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipesight.runs.reading.run import open_run
+from support.commands import pipesight
 from support.processes import STRICT_PYTHON
 from support.synthetic import Made
 
@@ -38,8 +39,7 @@ def record(path: Path, *, events: int = 10, how: str = "packed", max_bytes: int 
 
 
 def convert(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [*STRICT_PYTHON, "-m", "pipesight", "convert", *map(str, args)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+    return pipesight("convert", *args, cwd=cwd)
 
 
 def not_json(word: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import re
 import subprocess
 from html.parser import HTMLParser
@@ -24,7 +25,7 @@ from pipesight.runs.reading.run import open_run
 from pipesight.schedule.setting import LOOPS
 from pipesight.view.plan_table import plan_text
 from support import warm
-from support.processes import STRICT_PYTHON
+from support.commands import pipesight
 from support.schemas import validated
 from support.synthetic import Made
 
@@ -55,8 +56,10 @@ def build_too():
 
 
 def plan(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [*STRICT_PYTHON, "-X", "utf8", "-m", "pipesight", "plan", *map(str, args)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    """Plan, in a process of its own where the plan is for a model, whose modules are imported."""
+    if "--model" in args:
+        return warm.run("-m", "pipesight", "plan", *map(str, args), cwd=cwd, env={**os.environ, "COLUMNS": "80"})
+    return pipesight("plan", *args, cwd=cwd)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`pipesight report`, in processes of its own: what it prints, and its exit codes."""
+"""`pipesight report`: what it prints, and its exit codes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import pipesight
 from support.processes import STRICT_PYTHON
 from support.synthetic import Made
 
 
 def report(*args: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [*STRICT_PYTHON, "-X", "utf8", "-m", "pipesight", "report", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **(env or {})})
+    return pipesight("report", *args, env=env)
 
 
 def make(folder: Path, *, slow: int = 1) -> Path:

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -226,15 +225,13 @@ dist.destroy_process_group()
 def test_torchrun(folder):
     """Under torchrun each rank has its files; rank 0 describes the run, and the others themselves."""
     write(folder, RANKS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    recording = ["-m", "pipesight", "run", "--out", "RUN", "--stats", "stats.yaml"]
-    done = execute(folder, "program.py", command=[*launch, *recording], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    recording = ["-m", "pipesight", "run", "--out", "RUN", "--stats", "stats.yaml", "program.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = warm.run(*launch, *warm.command(*recording), cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     assert_two_ranks(folder / "RUN")
-    for done in warm.torchrun(2, *recording, "--overwrite", "program.py", cwd=folder):
-        assert done.returncode == 0, done.stderr
-    assert_two_ranks(folder / "RUN")
-    done = warm.torchrun(2, *recording, "program.py", cwd=folder)
+    done = warm.torchrun(2, *recording, cwd=folder)
     assert all(rank.returncode != 0 and "must be empty" in rank.stderr for rank in done), done
 
 

@@ -1,7 +1,6 @@
 """A pipeline over two hosts with a bad network between them, in a real job of two nodes."""
 
 import re
-import subprocess
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ import torch
 from pipesight.analysis.analyse import analyse
 from pipesight.analysis.planned_changes import AT_MOST
 from pipesight.runs.reading.run import open_run
+from support.commands import pipesight
 from support.network import Link, two_hosts
 from support.nodes import nodes
-from support.processes import STRICT_PYTHON
 from support.torchrun import END, RANK, batches, tanhs, train_plainly
 
 STEPS, LAYERS = 4, 4
@@ -119,8 +118,7 @@ def test_what_the_bad_link_costs(recorded, tmp_path):
 
 def test_the_bad_link_in_the_terminal(recorded):
     """`pipesight report` says which ranks on which hosts, and where to look."""
-    command = [*STRICT_PYTHON, "-m", "pipesight", "report", str(recorded), "--width", "120"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = pipesight("report", recorded, "--width", 120)
     assert done.returncode == 0, done.stderr
     assert "check the network between far and near;" in done.stdout
     section = done.stdout[done.stdout.index("\nLinks\n") :].split("\n\n")[0].splitlines()[2:]

@@ -1,7 +1,6 @@
 """The report on runs of several ranks: one timeline on one clock, whatever their own clocks say, and its numbers."""
 
 import json
-import subprocess
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from pipesight.runs.reading.event_codes import BACKWARD, FORWARD, WEIGHT
 from pipesight.runs.reading.run import open_run
 from pipesight.view.payload.size_limits import Limits
 from pipesight.view.payload.step_timelines import StepTimelines
-from support.processes import STRICT_PYTHON
+from support.commands import pipesight
 from support.schemas import validated
 from support.torchrun import RANK, torchrun
 
@@ -151,9 +150,7 @@ def test_the_straggler(report):
 
 def test_in_the_terminal(recorded):
     """`pipesight report` draws one timeline of all ranks, and has a row for each partition with its rank."""
-    done = subprocess.run(
-        [*STRICT_PYTHON, "-m", "pipesight", "report", str(recorded)], capture_output=True, text=True, timeout=120
-    )
+    done = pipesight("report", recorded)
     assert done.returncode == 0, done.stderr
     assert "4 ranks, 6 steps" in done.stdout
     drawn = [line for line in done.stdout.splitlines() if line[:3] in {"  0", "  1", "  2", "  3"} and "│" in line]

@@ -2,7 +2,6 @@
 
 import collections
 import re
-import subprocess
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from torch import nn
 from pipesight.analysis.analyse import analyse
 from pipesight.runs.reading.run import open_run
 from pipesight.view.payload.run_payload import page_payload
+from support.commands import pipesight
 from support.logged import SIX, assert_six, config, lines, six, values
-from support.processes import STRICT_PYTHON
 from support.torchrun import RANK, batches, tanhs, torchrun
 
 TENSORS = ("input", "activation", "gradient", "weight", "wgrad")
@@ -151,7 +150,7 @@ def test_rank_with_a_nan(recorded):
         r"NaN and 0 Inf of \d+ numbers; 7 more tensors have NaN or Inf in this iteration; on rank 3 first, of 4 ranks",
         logs[3],
     ), logs[3]
-    done = subprocess.run([*STRICT_PYTHON, "-m", "pipesight", "report", recorded], capture_output=True, text=True)
+    done = pipesight("report", recorded)
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert re.search(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from pipesight.runs.following.follower import Follower
 from pipesight.runs.reading.run import open_run
 from pipesight.view.report_json import as_json
 from pipesight.view.text_report import render
-from support.processes import STRICT_PYTHON
+from support.commands import pipesight
 from support.synthetic import Made
 
 RANKS = 2
@@ -162,15 +161,11 @@ def test_traces_without_a_run(restarted):
 def test_from_the_command_line(restarted):
     """`--attempt` is there for the report and its page; what is not there ends with exit code 2."""
 
-    def report(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [*STRICT_PYTHON, "-m", "pipesight", "report", str(restarted), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-    done = report("--attempt", "0", "--json", "--html")
+    done = pipesight("report", restarted, "--attempt", 0, "--json", "--html")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["run"]["attempt"] == 0
     assert (restarted / "report.html").is_file()
-    wrong = report("--attempt", "7")
+    wrong = pipesight("report", restarted, "--attempt", 7)
     assert wrong.returncode == 2
     assert "no attempt 7" in wrong.stderr
     assert "(attempts: 0, 1)" in wrong.stderr

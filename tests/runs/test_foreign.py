@@ -20,6 +20,7 @@ from pipesight.runs.reading.run import NotARunError, Run, open_run
 from pipesight.view.report_json import as_json
 from pipesight.view.text_report import render
 from support import warm
+from support.commands import pipesight
 from support.processes import STRICT_PYTHON
 from support.schemas import validated
 from support.synthetic import Made
@@ -354,8 +355,7 @@ def test_our_trace_converted(tmp_path):
         made.gpipe(0, lambda phase, i, j: 10 + i, rank=rank, at=7 * rank)
         made.span("compute", "step", begin=900, dur=5, rank=rank)
     path = made.write()
-    command = [*STRICT_PYTHON, "-m", "pipesight", "convert", str(path), "-o", str(tmp_path / "all.json")]
-    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    assert pipesight("convert", path, "-o", tmp_path / "all.json").returncode == 0
     with open_run(path) as run, open_run(tmp_path / "all.json") as converted:
         for before, after in ((run.tasks(), converted.tasks()), (run.spans(), converted.spans())):
             assert {k: v.tolist() for k, v in before.columns().items()} == {

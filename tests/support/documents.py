@@ -16,8 +16,6 @@ the folder where everything else runs, and is no part of the script.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
 import shlex
@@ -28,10 +26,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
-from unittest import mock
 
-from pipesight.cli import main
 from support import warm
+from support.commands import pipesight
 from support.processes import STRICT_PYTHON
 
 __all__ = ["LANGUAGES", "ROOT", "Block", "Console", "blocks", "follow", "leftovers", "prose", "write_files"]
@@ -92,7 +89,7 @@ class Console:
         surroundings = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
         surroundings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"} | self.settings
         if self.program == "pipesight" and self.arguments[0] in READING and "--model" not in self.arguments:
-            return self._run_here(folder)
+            return pipesight(*self.arguments, cwd=folder, env=self.settings)
         if self.program != "torchrun":
             beginning = {"python": [], "pipesight": ["-m", "pipesight"]}[self.program]
             return warm.run(*beginning, *self.arguments, cwd=folder, env=surroundings, timeout=LIMIT)
@@ -102,15 +99,6 @@ class Console:
         codes = [rank.returncode for rank in ranks]
         output, errors = ("".join(getattr(rank, name) for rank in ranks) for name in ("stdout", "stderr"))
         return subprocess.CompletedProcess(self.arguments, max(codes, key=abs), output, errors)
-
-    def _run_here(self, folder: Path) -> subprocess.CompletedProcess[str]:
-        """Run it in this process: importing what it needs would take longer than all else it does."""
-        output, errors = io.StringIO(), io.StringIO()
-        surroundings = mock.patch.dict(os.environ, {"COLUMNS": "80"} | self.settings)
-        streams = contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors)
-        with contextlib.chdir(folder), surroundings, streams[0], streams[1]:
-            code = main(self.arguments)
-        return subprocess.CompletedProcess(self.arguments, code, output.getvalue(), errors.getvalue())
 
 
 def blocks(text: str) -> list[Block]:
