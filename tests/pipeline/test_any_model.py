@@ -212,6 +212,28 @@ def test_a_cut_that_is_called_without_gradients() -> None:
     assert_same_gradients(pipe, plain)
 
 
+@pytest.mark.parametrize("unused", [None, True])
+def test_gradients_in_a_forward(unused: bool | None) -> None:
+    """Those of what one partition computes are right, others are refused: only a part of the graph is there."""
+
+    class Forces(Filling):
+        def forward(self, x: Tensor, *, before: bool) -> Tensor:
+            start = self.layers[0](x).detach().requires_grad_() if before else x
+            x = self.layers[1](self.layers[0](start)).tanh()
+            start = start if before else x.detach().requires_grad_()
+            energy = self.layers[2]((x if before else start) * start).tanh().sum()
+            (force,) = torch.autograd.grad(energy, start, create_graph=True, allow_unused=unused)
+            return force + self.layers[2](x)  # type: ignore[no-any-return]
+
+    plain = Forces()
+    pipe = Pipeline(copy.deepcopy(plain), ["layers.1"], chunks=2, checkpoint="never")
+    for model in (plain, pipe):
+        model(torch.ones(4, 4), before=False).square().sum().backward()
+    assert_same_gradients(pipe, plain)
+    with pytest.raises(RuntimeError, match=r"the model differentiates in partition 1, by torch\.autograd"):
+        pipe(torch.ones(4, 4), before=True)
+
+
 def test_dropout_repeats_itself_when_recomputed_and_with_a_seed() -> None:
     found = []
     for checkpoint in ("never", "always", "always"):

@@ -10,7 +10,7 @@ only where gradients go in and come out (`edge_of`), so the tensors themselves c
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from pipesight.pipeline.gradients import run_graph
 from pipesight.pipeline.microbatch import Form
 from pipesight.pipeline.partition import PlacedPartition
 
-__all__ = ["Inputs", "LocalGraph", "edge_of"]
+__all__ = ["Inputs", "LocalGraph", "edge_of", "leads_to_roots"]
 
 Edges: TypeAlias = list[GradientEdge | None]
 
@@ -153,6 +153,21 @@ def enter(
     for output_nr, k in enumerate(places, start=1):
         entered[k], edges[k] = roots[output_nr], GradientEdge(node, output_nr)
     return entered, edges, anchor
+
+
+def leads_to_roots(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether tensors were computed from such roots."""
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = {None}
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, _Enter._backward_cls):  # type: ignore[attr-defined]
+            return True
+        stack += [above for above, _ in node.next_functions]
+    return False
 
 
 class _PythonEdge(GradientEdge):

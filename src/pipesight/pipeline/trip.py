@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipesight._nested import map_tensors
+from pipesight._nested import map_tensors, tensors_in
 from pipesight._torch.autograd import next_sequence_number, sequence_number
 from pipesight._torch.function_modes import DEVICE_GETTERS, innermost_mode
 from pipesight._torch.module_internals import forward_hook_tables, not_compiled
 from pipesight.pipeline.attributes import Attributes, watch_attributes
 from pipesight.pipeline.dependencies import Place
 from pipesight.pipeline.entering import EnteredArguments
-from pipesight.pipeline.local_graph import LocalGraph, edge_of, enter
+from pipesight.pipeline.local_graph import LocalGraph, edge_of, enter, leads_to_roots
 from pipesight.pipeline.partition import watch_backward
 from pipesight.pipeline.placed_units import Unit
 from pipesight.pipeline.randomness import begin_task, end_task
@@ -63,6 +63,9 @@ class TripGraph(LocalGraph):
         self.consumers.append(consumer)
         self.places.append(place)
         self.promised.append(True)
+
+
+_DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
 class Trip(TorchFunctionMode):
@@ -277,12 +280,24 @@ class Trip(TorchFunctionMode):
             return func(*args, **kwargs)
         self._busy = True
         try:
+            if self._cuts_graph and func in _DIFFERENTIATING:
+                self._refuse_to_differentiate(func, *args, **kwargs)
             entered, more = map_tensors(self._enter_tensor, args), map_tensors(self._enter_tensor, kwargs)
         finally:
             self._busy = False
         if self._unit is not None and (entered is not args or more is not kwargs):
             self._unit.closed[self._grad] = False
         return func(*entered, **more)
+
+    def _refuse_to_differentiate(self, func: Any, outputs: Any, inputs: Any = (), *args: Any, **kwargs: Any) -> None:
+        """Raise if the model itself differentiates what it computed from tensors of earlier partitions."""
+        of_others = any(t.grad_fn is None or self._enter_tensor(t) is not t for t in tensors_in(inputs))
+        if (of_others or func is not torch.autograd.grad) and leads_to_roots(tensors_in(outputs)):
+            raise RuntimeError(
+                f"the model differentiates in partition {self.j}, by torch.autograd, what it computed from tensors of "
+                "earlier partitions, and their graphs cannot be reached from there; cut where all of that is in one "
+                f"partition (cuts: {self._placement.names[1:]})"
+            )
 
     def _enter_tensor(self, tensor: Tensor) -> Tensor:
         node = tensor.grad_fn
