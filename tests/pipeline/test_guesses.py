@@ -133,9 +133,12 @@ def test_a_whole_argument_that_is_changed_in_place_is_refused():
         (8, {"weights": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]}, r"batch_dim=\{'weights': 'items'\}"),
     ],
 )
-def test_verify_finds_the_argument_that_is_cut_wrongly(chunks, kwargs, words):
+@pytest.mark.parametrize("steps", [False, True])
+def test_verify_finds_the_argument_that_is_cut_wrongly(chunks, kwargs, words, steps):
+    pipe = piped(chunks, verify=True, loss_fn=nn.MSELoss())
+    x = rand(8, 8, 4).float()
     with pytest.raises(ValueError, match=words):
-        piped(chunks, verify=True)(rand(8, 8, 4).float(), **kwargs)
+        pipe.step(x, **kwargs, target=x) if steps else pipe(x, **kwargs)
 
 
 def test_verify_warns_where_samples_see_each_other():

@@ -247,7 +247,7 @@ class Pipeline(nn.Module):
             raise RuntimeError("torch.func transforms such as vmap and grad cannot see into a pipeline")
         if self._to_verify and self.training and torch.is_grad_enabled():
             self._to_verify = False
-            verify_call(self, args, kwargs, lambda flats, call: Merge(flats, call, self._losses.weigher(call)))
+            verify_call(self, args, kwargs)
         call = split_call(args, kwargs, self._chunks, self._dims)
         engine = self._engine()
         caller = CallerState(engine.workers, caches_casts=False)

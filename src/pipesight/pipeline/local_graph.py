@@ -164,7 +164,7 @@ def leads_to_roots(tensors: Iterable[Tensor]) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        if isinstance(node, _Enter._backward_cls):  # type: ignore[attr-defined]
+        if isinstance(node, _Enter._backward_cls):
             return True
         stack += [above for above, _ in node.next_functions]
     return False

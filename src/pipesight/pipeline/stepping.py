@@ -147,6 +147,10 @@ class Stepper:
         inputs, more, target = self._apart(args, kwargs)
         return self.loss_of(pipe(*inputs, **more), target)
 
+    def inputs_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments of the model among those of a step."""
+        return self._apart(args, kwargs)[:2] if self.loss_of.takes_target else (args, kwargs)
+
     def _apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], Any]:
         """Return the arguments of the model, and the target."""
         inputs, more = list(args), dict(kwargs)

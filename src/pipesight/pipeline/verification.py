@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from pipesight._logger import own_logger
 from pipesight.pipeline.batch_dims import BatchDims
-from pipesight.pipeline.calls import SplitCall, split_call
-from pipesight.pipeline.flattening import Flat, flatten
+from pipesight.pipeline.calls import split_call
+from pipesight.pipeline.flattening import flatten
+from pipesight.pipeline.loss_merging import LossMerging
 from pipesight.pipeline.outputs import Merge, flatten_output
 from pipesight.pipeline.step_losses import StepLosses
 
@@ -37,30 +38,18 @@ _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-9}
 _USUAL_TOLERANCE = 1e-4
 
 
-def verify_call(
-    pipe: Pipeline,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    merge: Callable[[Sequence[Flat], SplitCall], Merge],
-) -> None:
-    """Raise if a pipeline computes something else for a call than its model does.
-
-    Args:
-        pipe: The pipeline.
-        args: Of the call.
-        kwargs: Of the call.
-        merge: Puts the outputs of micro-batches together.
-    """
-    flat = flatten((args, dict(kwargs)))
-    args, kwargs = flat.rebuild([tensor.detach().clone() for tensor in flat.tensors])  # which a model may change
+def verify_call(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise if a pipeline computes something else for a call than its model does."""
+    args, kwargs = _copied(args, kwargs)
+    losses = pipe._losses
     with torch.random.fork_rng():
         if pipe.chunks > 1:
-            _check_cutting(pipe, args, kwargs, merge)
+            _check_cutting(pipe, args, kwargs, losses)
         mode = "training"
-        outputs, plain = _run_plain(pipe, args, kwargs, merge, trains=True)
+        outputs, plain = _run_plain(pipe, args, kwargs, losses, trains=True)
         if outputs is None:  # it drew random numbers
             mode = "eval"
-            outputs, plain = _run_plain(pipe, args, kwargs, merge, trains=False)
+            outputs, plain = _run_plain(pipe, args, kwargs, losses, trains=False)
         assert outputs is not None
         twin = copy.deepcopy(pipe).train(mode == "training")
         twin.zero_grad()
@@ -76,8 +65,11 @@ def verify_call(
 
 def verify_step(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise if a step of a pipeline gives another loss, or other gradients, than its model."""
+    args, kwargs = _copied(args, kwargs)
     stepper = pipe._stepper
     with torch.random.fork_rng():
+        if pipe.chunks > 1:
+            _check_cutting(pipe, *stepper.inputs_of(args, kwargs), stepper.merging)
         for mode in ("training", "eval"):
             plain = copy.deepcopy(pipe.module).train(mode == "training")
             if len({*pipe.devices}) > 1:
@@ -118,12 +110,14 @@ def _compare_gradients(plain: nn.Module, twin: nn.Module) -> None:
             compare(f"{name}.grad", truth.grad, parameter.grad, scale / 100)
 
 
-def _check_cutting(
-    pipe: Pipeline,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    merge: Callable[[Sequence[Flat], SplitCall], Merge],
-) -> None:
+def _copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a call with copies of their tensors, which a model may change."""
+    flat = flatten((tuple(args), dict(kwargs)))
+    args, kwargs = flat.rebuild([tensor.detach().clone() for tensor in flat.tensors])
+    return args, kwargs
+
+
+def _check_cutting(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any], losses: LossMerging) -> None:
     """Raise if the plain model gives something else for micro-batches than for the batch, and an argument is why.
 
     Where none is, it only warns: the samples of some models see each other.
@@ -137,7 +131,7 @@ def _check_cutting(
     def together(chunks: int, dims: BatchDims) -> dict[str, Any]:
         call = split_call(args, kwargs, chunks, dims)
         flats = [flatten_output(plain(*some, **more), dims) for some, more in call.calls]
-        merged = merge(flats, call)
+        merged = Merge(flats, call, losses.weigher(call))
         return {
             flats[0].names[k][0]: merged.join(k, [flat.tensors[k].detach() for flat in flats])
             for k in range(merged.count)
@@ -153,7 +147,7 @@ def _check_cutting(
         found = together(pipe.chunks, dims)
     except Exception as error:
         failure = error
-    for name in [name for name, tensor in truth.items() if tensor.dim() == 0 and pipe._losses.is_doubtful(name)]:
+    for name in [name for name, tensor in truth.items() if tensor.dim() == 0 and losses.is_doubtful(name)]:
         del truth[name]
     unlike = "it fails" if failure is not None else _first_unlike(truth, found)
     if not unlike:
@@ -171,7 +165,7 @@ def _check_cutting(
                 f"if {name!r} is {'given whole to each of them' if dim is None else 'cut'}: use "
                 f"batch_dim={{{name!r}: {dim!r}}}"
             ) from failure
-    if failure is None and not (pipe._losses.given is not None or dims.has_contrasts):
+    if failure is None and not (losses.given is not None or dims.has_contrasts):
         warnings.warn(
             f"the plain model gives something else for micro-batches than for the batch, even in eval mode ({unlike}): "
             "its samples see each other, or an argument is cut that should not be, or the other way round",
@@ -191,7 +185,7 @@ _ADVICE = "do not train with these cuts, and report the model to pipesight"
 
 
 def _run_plain(
-    pipe: Pipeline, args: Any, kwargs: Any, merge: Callable[[Sequence[Flat], SplitCall], Merge], *, trains: bool
+    pipe: Pipeline, args: Any, kwargs: Any, losses: LossMerging, *, trains: bool
 ) -> tuple[list[Tensor] | None, nn.Module]:
     """Return the outputs of the plain model, if it drew no random numbers in training mode, and a copy of it."""
     plain = copy.deepcopy(pipe.module).train(trains)
@@ -203,7 +197,7 @@ def _run_plain(
     flats = [flatten_output(plain(*some, **more), call.dims) for some, more in call.calls]
     if trains and not torch.equal(before, torch.get_rng_state()):
         return None, plain
-    together = merge(flats, call)
+    together = Merge(flats, call, losses.weigher(call))
     return [together.join(k, [flat.tensors[k] for flat in flats]) for k in range(together.count)], plain
 
 
