@@ -251,7 +251,7 @@ def test_what_cannot_work(tmp_path):
 
 
 def test_what_models_do_between_layers(tmp_path):
-    """What crosses may be written into a tensor, changed in place, or go through an autograd function."""
+    """What crosses may be written into a tensor, changed in place, or go through an autograd function; vmap runs."""
     body = """
     class Reversal(torch.autograd.Function):
         @staticmethod
@@ -261,6 +261,21 @@ def test_what_models_do_between_layers(tmp_path):
         @staticmethod
         def backward(ctx, gradient):
             return -gradient
+
+    class Doubled(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return 2 * x
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient
 
     class Expert(nn.Module):  # branches on its own activations, inside a block
         def __init__(self):
@@ -280,6 +295,7 @@ def test_what_models_do_between_layers(tmp_path):
 
         def forward(self, x):
             h = self.a(x)
+            h = h * torch.vmap(Doubled.apply)(torch.ones(8, dtype=x.dtype))
             pair = torch.zeros(x.size(0), 2, 8, dtype=x.dtype, device=h.device)
             pair[:, 0] = h
             turned, low = h.T, h.min(dim=1, keepdim=True).values

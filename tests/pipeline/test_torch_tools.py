@@ -250,3 +250,26 @@ def test_input_from_inference_mode(checkpoint):
     total(pipe(x)).backward()
     total(plain(x)).backward()
     assert_same_state(pipe, plain)
+
+
+class Doubled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+@modes
+def test_higher_order_operators(checkpoint):
+    """Layers may use operators that take functions, such as those behind autograd functions under vmap."""
+    model = nn.Sequential(Fn(lambda s, x: torch.vmap(Doubled.apply)(x) * s.a), nn.Tanh())
+    assert_same(model, rand(4, 3, grad=True), [1, 1], chunks=2, checkpoint=checkpoint)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch._ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +21,7 @@ __all__ = [
     "aten_operators",
     "dispatch_key",
     "key_set",
+    "pass_over_in_higher_order_operators",
     "schema_of",
     "takes_device",
     "tree_leaves",
@@ -49,6 +51,16 @@ def dispatch_key(name: str) -> Any:
 def key_set(key: Any) -> Any:
     """Return a set of one dispatch key."""
     return torch._C.DispatchKeySet(key)
+
+
+def pass_over_in_higher_order_operators(key: Any) -> None:
+    """Let operators that take functions, such as ``flex_attention``, pass over a dispatch key, for good.
+
+    They have no fallback as others have, so that they fail where the key is included.
+    """
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)  # of those to come
+    for operator in torch._ops._higher_order_ops.values():
+        operator.fallthrough(key)
 
 
 def aten_operators() -> Iterator[tuple[str, Any]]:

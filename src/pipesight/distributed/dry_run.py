@@ -308,8 +308,9 @@ class _DryWalk(Walk):
         if name is None:
             if tensor.is_meta:
                 raise RuntimeError(
-                    f"{place()} uses a tensor that an earlier call has left in the model; a model that keeps state "
-                    "between calls cannot be cut over ranks"
+                    f"{place()} uses a tensor that an earlier call has left in the model, or that vmap or another "
+                    "function of torch.func has made of an activation; keep nothing of one call for the next, and use "
+                    "torch.func inside a block"
                 )
             return tensor
         self._use(name, tensor)
@@ -523,4 +524,5 @@ class _RandomDetector(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.seen = True
-        return func(*args, **(kwargs or {}))
+        with without_function_overrides():  # it may come from where these are on, such as the end of a vmap
+            return func(*args, **(kwargs or {}))

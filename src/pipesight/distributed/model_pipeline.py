@@ -77,8 +77,8 @@ class ModelPipeline:
     ) -> None:
         if data_parallel == "fsdp" and len(mesh.pipelines) > 1:
             raise ValueError(
-                "data_parallel='fsdp' shards layers of an nn.Sequential; a model that is cut at modules may use weights "
-                "outside the modules that have them, where they would be missing: use data_parallel='ddp'"
+                "data_parallel='fsdp' shards the layers of an nn.Sequential; a model that is cut at modules may use "
+                "weights outside the modules that have them, where they would be missing: use data_parallel='ddp'"
             )
         if not (loss_weight is None or callable(loss_weight) or loss_weight in ("samples", "sum")):
             raise ValueError(

@@ -34,6 +34,7 @@ from pipesight._torch.operators import (
     aten_operators,
     dispatch_key,
     key_set,
+    pass_over_in_higher_order_operators,
     schema_of,
     with_key,
     without_key,
@@ -186,6 +187,7 @@ def _install() -> Any:
     everything.fallback(torch.library.fallthrough_kernel)
     aten = torch.library.Library("aten", "IMPL", SPARE_KEY)
     _libraries.extend((everything, aten))
+    pass_over_in_higher_order_operators(key)
     for name, op in aten_operators():
         # Some are tagged that only choose, or repeat what a forward has drawn.
         if torch.Tag.nondeterministic_seeded in op.tags and not name.partition(".")[0].endswith(
