@@ -295,7 +295,9 @@ def test_what_models_do_between_layers(tmp_path):
 
         def forward(self, x):
             h = self.a(x)
-            h = h * torch.vmap(Doubled.apply)(torch.ones(8, dtype=x.dtype))
+            ones = torch.ones(2, 8, dtype=x.dtype)
+            h = h * torch.vmap(lambda row: Doubled.apply(row) * 0 + ones[0])(ones).mean(0)
+            h = h * torch.vmap(lambda row: ones[0] + 1)(ones)[0]  # not batched at its end
             pair = torch.zeros(x.size(0), 2, 8, dtype=x.dtype, device=h.device)
             pair[:, 0] = h
             turned, low = h.T, h.min(dim=1, keepdim=True).values
