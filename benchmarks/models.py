@@ -1,13 +1,15 @@
 """The models that are measured, each a plain `nn.Sequential` that every contender runs unchanged."""
 
 import dataclasses
+import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["WORKLOADS", "Loop", "Workload", "gpt", "identity", "mlp", "tiny", "transformer", "unet"]
+__all__ = ["WORKLOADS", "Loop", "Workload", "gpt", "identity", "mlp", "sleepers", "tiny", "transformer", "unet"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,6 +115,45 @@ class Trained(nn.Module):
         return F.mse_loss(self.model(inputs), target)
 
 
+class _Sleep(torch.autograd.Function):
+    """Passes a tensor on after some seconds, and its gradient after others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: float, back: float) -> Tensor:
+        ctx.back = back
+        ctx.save_for_backward(x)  # so that there is something to recompute
+        time.sleep(there)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        assert ctx.saved_tensors
+        time.sleep(ctx.back)
+        return gradients[0], None, None
+
+
+class Sleeper(nn.Module):
+    """A layer that takes a time of its own for each sample; the gradient of its input does, and that of its weight."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        took = self.seconds * len(x)
+        y: Tensor = _Sleep.apply(x, took, took)  # type: ignore[no-untyped-call]
+        weight: Tensor = _Sleep.apply(self.weight, 0.0, took)  # type: ignore[no-untyped-call]
+        return y + weight
+
+
+def sleepers(*, layers: int = 12, microseconds: int = 500, batch: int = 48) -> Workload:
+    """Layers of which every third takes twice as long; they need no processor, so none slows another down."""
+    times = [microseconds * 1e-6 * (2 if k % 3 == 2 else 1) for k in range(layers)]
+    blocks = [nn.Sequential(Sleeper(seconds)) for seconds in times]  # blocks are recomputed, single layers are not
+    return Workload(nn.Sequential(*blocks), torch.randn(batch, 8), torch.randn(batch, 8))
+
+
 Carried = tuple[Tensor, ...]
 
 
@@ -210,6 +251,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "gpt": gpt,
     "identity": identity,
     "mlp": mlp,
+    "sleepers": sleepers,
     "tiny": tiny,
     "transformer": transformer,
     "unet": unet,

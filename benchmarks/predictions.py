@@ -131,8 +131,8 @@ def show(title: str, folder: Path, cases: list[Case], timed: list[Timed]) -> Non
             differences.append(abs(difference))
     within = sum(difference <= LIMIT for difference in differences)
     note = (
-        f"Rounds: {len(timed[0].seconds)}. {within} of {len(differences)} unseen settings are within {LIMIT:.0%}. Tasks "
-        "took: the computing time of all devices in a recording of that setting, divided by what the plan assumes."
+        f"Rounds: {len(timed[0].seconds)}. {within} of {len(differences)} unseen settings are within {LIMIT:.0%}. "
+        "Tasks took: how long all devices computed in a recording of that setting, divided by what the plan assumes."
     )
     publish(Table(title, COLUMNS, rows, note))
     off = len(differences) - within

@@ -77,7 +77,7 @@ SEVERAL = ["interleaved-1f1b", "looped-bfs", "zbv-zero-bubble", "v-min"]
     ("name", "n"), [(name, n) for name in ONE_EACH + SEVERAL for n in (2, 4, 6) if n > 2 or name in ONE_EACH]
 )
 def test_no_worker_waits_for_a_thread(name: str, n: int) -> None:
-    """With as many threads as there are, each busy from a first forward to the last, no more make a step shorter."""
+    """With as many threads as there are, each busy from first forward to last, a step is as short as with more."""
     orders = worker_orders(name, 8, [None] * n)
     assert makespan(orders, orders.flying) == makespan(orders, 8)
     if name in ONE_EACH and n > 2:

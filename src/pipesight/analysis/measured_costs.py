@@ -6,6 +6,7 @@ of the usual step, so of these only the steps in the middle, by their length, ar
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,12 +18,13 @@ from pipesight.analysis.layer_costs import MICROSECOND, layer_costs_of
 from pipesight.analysis.measured_tasks import MeasuredTasks
 from pipesight.analysis.rank_links import Messages, messages_of
 from pipesight.analysis.transfer_waits import arrivals_of
-from pipesight.plan.plans import predict
+from pipesight.plan.plans import DISTRIBUTED_NAMES, predict
 from pipesight.runs.reading.event_tables import Column, LayerTimes, Tasks, Transfers
+from pipesight.schedule.argument_checks import SCHEDULES
 from pipesight.schedule.costs import Costs, Link
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Times
-from pipesight.schedule.task_orders import B, F, R, Schedule, W
+from pipesight.schedule.task_orders import B, F, R, Schedule
 
 if TYPE_CHECKING:
     from pipesight.analysis.step_grouping import MiniBatchTable
@@ -36,6 +38,9 @@ USUAL = 0.2
 """The share of steps that are usual: those whose length is nearest to the median, and at least one."""
 ENOUGH = 100
 """At most this many usual mini-batches are used."""
+DOUBTFUL = 0.1
+"""Where a plan of the recorded setting is so far from its tasks' own times, layers are not known well enough to tell
+the parts of backwards apart; plans are then compared with the latter."""
 SMALL_MESSAGE = 64 * 1024
 """Bytes. Smaller messages take as long as the network needs for any, whatever their size."""
 
@@ -89,8 +94,12 @@ class Measured:
 
     @property
     def devices(self) -> int:
-        """The number of devices that plans have by default: one per rank or, in one process, one per partition."""
-        return self.schedule.stages if self.facts.ranks is None else self.schedule.devices
+        """The number of devices that plans have by default: one per rank or, in one process, one per partition.
+
+        Partitions that share a worker because the schedule says so, as those of an interleaved one, have one together.
+        """
+        by_schedule = self.facts.workers is not None and self.schedule.devices > 1
+        return self.schedule.devices if self.facts.ranks is not None or by_schedule else self.schedule.stages
 
     @property
     def rounds(self) -> int:
@@ -169,12 +178,14 @@ def measure_steps(
         notes=found.notes,
         by_cuts=facts.cuts is not None,
     )
+    predicted = (per_step * makespan + outside) * MICROSECOND, window.bubble(makespan)
     setting = _setting(facts, split.schedule, window.checkpoint)
     if setting is not None:
         plan = predict(costs, setting, found.balance)
-        predicted = plan.step_seconds, plan.bubble
-    else:
-        predicted = (per_step * makespan + outside) * MICROSECOND, window.bubble(makespan)
+        if split.schedule.split.any() and abs(plan.step_seconds / predicted[0] - 1) > DOUBTFUL:
+            setting = None
+        else:
+            predicted = plan.step_seconds, plan.bubble
     begin, end = window.example()
     return Measured(
         costs=costs,
@@ -206,16 +217,16 @@ def _usual(times: StepTimes, minibatches: MiniBatchTable) -> tuple[StepTimes, Co
 def _setting(facts: DescribedPipeline, schedule: Schedule, checkpoint: str) -> Setting | None:
     """Return the setting that an order is, if it is one; GPipe's backwards may come in any order."""
     n, m, devices = schedule.stages, schedule.chunks, schedule.devices
-    if n % devices or (schedule.order[..., 0] == W).any():
+    if n % devices or (devices == 1 and n > 1):
         return None
-    possible = [Setting(name, n, m, checkpoint) for name in ("gpipe", "1f1b") if devices == n]
-    if 1 < devices < n and m % max(1, m // devices) == 0:
-        possible = [Setting(name, devices, m, checkpoint, n // devices) for name in ("interleaved", "looped-bfs")]
-    for setting in possible:
-        if np.array_equal(setting.build().order, schedule.order):
-            return setting
+    own = [name for name in SCHEDULES if facts.schedule in (name, DISTRIBUTED_NAMES[name])]
+    for name in dict.fromkeys([*own, *SCHEDULES]):  # few micro-batches have the same order in several schedules
+        with contextlib.suppress(ValueError):  # it needs other numbers
+            setting = Setting(name, devices, m, checkpoint, n // devices)
+            if np.array_equal(setting.build().order, schedule.order):
+                return setting
     first = all((row[:m, 0] == F).all() for row in schedule.order)
-    return possible[0] if devices == n and first and facts.schedule == "gpipe" else None
+    return Setting("gpipe", n, m, checkpoint) if devices == n and first and facts.schedule == "gpipe" else None
 
 
 def _between_devices(transfers: Transfers) -> tuple[float, float]:
