@@ -11,55 +11,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipesight import GPipe, context
-from pipesight.schedule.gpipe_order import backward_tasks, clock_cycles, forward_tasks
+from pipesight.schedule.task_orders import B, F
+from pipesight.schedule.worker_orders import gpipe_tasks
 from support.against_plain import Fn, modes, rand
 
 sizes = st.integers(1, 24)
 
 
-@given(m=sizes, n=sizes)
-def test_every_task_once(m, n):
-    """The clocks hold every (micro-batch, partition) exactly once."""
-    tasks = [task for clock in clock_cycles(m, n) for task in clock]
-    assert sorted(tasks) == [(i, j) for i in range(m) for j in range(n)]
-
-
-@given(m=sizes, n=sizes)
-def test_dependencies(m, n):
-    """A task comes right after what it needs: (i, j - 1), and its own partition at (i - 1, j)."""
-    clock_of = {task: k for k, clock in enumerate(clock_cycles(m, n)) for task in clock}
-    for (i, j), k in clock_of.items():
-        assert k == 1 + max(clock_of.get((i, j - 1), -1), clock_of.get((i - 1, j), -1))
-
-
-@given(m=sizes, n=sizes)
-def test_number_of_clocks(m, n):
-    """There are m + n - 1 clocks, the least possible, none empty, and none with two tasks for one partition."""
-    clocks = list(clock_cycles(m, n))
-    assert len(clocks) == m + n - 1
-    for clock in clocks:
-        assert clock
-        partitions = [j for _, j in clock]
-        assert len(set(partitions)) == len(partitions) <= min(m, n)
-
-
-def test_grid():
-    """The grid in the module's docstring is what comes out."""
-    assert list(clock_cycles(4, 3)) == [
-        [(0, 0)],
-        [(1, 0), (0, 1)],
-        [(2, 0), (1, 1), (0, 2)],
-        [(3, 0), (2, 1), (1, 2)],
-        [(3, 1), (2, 2)],
-        [(3, 2)],
-    ]
-
-
-@given(m=sizes, n=sizes)
-def test_one_partition(m, n):
-    """A worker with one partition runs the micro-batches forward in order, and backward in reverse."""
-    assert list(forward_tasks(m, (n,))) == [(i, n) for i in range(m)]
-    assert list(backward_tasks(m, (n,))) == [(i, n) for i in reversed(range(m))]
+@settings(deadline=None)
+@given(m=sizes, n=sizes, data=st.data())
+def test_tasks_go_by_the_clock(m, n, data):
+    """At clock k, partition j has micro-batch k - j; a worker takes its partitions' tasks so, and back in reverse."""
+    share = tuple(j for j in range(n) if data.draw(st.booleans())) or (n - 1,)
+    forward = sorted(((i, j) for i in range(m) for j in share), key=lambda task: (sum(task), task[1]))
+    assert list(gpipe_tasks(F, m, share)) == forward
+    assert list(gpipe_tasks(B, m, share)) == forward[::-1]
 
 
 @settings(deadline=None)
@@ -68,8 +34,8 @@ def test_workers_never_wait_for_each_other(m, n, data):
     """However partitions are shared out to workers, all tasks get done, each after those it depends on."""
     owner = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
     shares = [tuple(j for j in range(n) if owner[j] == worker) for worker in set(owner)]
-    for order, before in ((forward_tasks, -1), (backward_tasks, 1)):
-        queues = [list(order(m, share)) for share in shares]
+    for kind, before in ((F, -1), (B, 1)):
+        queues = [list(gpipe_tasks(kind, m, share)) for share in shares]
         done: set[tuple[int, int]] = set()
         while any(queues):
             ready = [

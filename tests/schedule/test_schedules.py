@@ -1,4 +1,4 @@
-"""Schedules: the engine's own order, each task once, and no device that holds more than it should."""
+"""Schedules: their orders, each task once, and no device that holds more than it should."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesight.plan import Schedule, gpipe, interleaved, one_f_one_b, recomputed, recorded, zero_bubble
-from pipesight.schedule.gpipe_order import backward_tasks, forward_tasks
 from pipesight.schedule.task_orders import KINDS, B, F, R, W
 
 
@@ -22,16 +21,17 @@ def words(schedule, device):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(1, 6), st.data())
-def test_gpipe_is_the_order_of_the_engine(homes, m, data):
-    """Every device runs what the engine's worker runs, in its order, with recomputations before their backwards."""
+def test_gpipe_goes_by_the_clock(homes, m, data):
+    """At clock k, stage s runs micro-batch k - s; backwards come in reverse, with recomputations before them."""
     homes = [sorted({*homes}).index(home) for home in homes]
     again = data.draw(st.lists(st.booleans(), min_size=m, max_size=m))
     schedule = gpipe(len(homes), m, recompute=again, device_of_stage=homes)
     for device in range(max(homes) + 1):
-        mine = tuple(j for j, home in enumerate(homes) if home == device)
-        expected = [(F, j, i) for i, j in forward_tasks(m, mine)]
-        for i, j in backward_tasks(m, mine):
-            expected += [(R, j, i), (B, j, i)] if again[i] else [(B, j, i)]
+        mine = [s for s, home in enumerate(homes) if home == device]
+        forward = [(s, k - s) for k in range(m + len(homes)) for s in mine if 0 <= k - s < m]
+        expected = [(F, s, i) for s, i in forward]
+        for s, i in reversed(forward):
+            expected += [(R, s, i), (B, s, i)] if again[i] else [(B, s, i)]
         assert tasks(schedule, device) == expected
 
 

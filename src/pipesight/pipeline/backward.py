@@ -22,7 +22,8 @@ from pipesight.pipeline.partition import PlacedPartition
 from pipesight.pipeline.randomness import begin_task, end_task
 from pipesight.pipeline.reentrant_checkpoint import CaughtGradients
 from pipesight.pipeline.skip import SkipKey
-from pipesight.schedule.gpipe_order import backward_tasks
+from pipesight.schedule.task_orders import B
+from pipesight.schedule.worker_orders import gpipe_tasks
 
 __all__ = ["run_backward"]
 
@@ -104,7 +105,7 @@ class BackwardPass(Pass):
         # Autograd would run the nodes of a GPU in its own thread. In the worker, it saves the switch between threads,
         # and hooks see the context.
         with torch.autograd.set_multithreading_enabled(False), CaughtGradients() as caught:
-            for i, j in backward_tasks(self.m, share):
+            for i, j in gpipe_tasks(B, self.m, share):
                 graph = self._graphs.get((i, j)) if self._keep else self._graphs.pop((i, j), None)
                 if graph is not None:
                     self._step(self.partitions[j], i, graph, where, caught)

@@ -20,7 +20,8 @@ from pipesight.pipeline.mailbox import Packet, ready
 from pipesight.pipeline.microbatch import Form, lone
 from pipesight.pipeline.minibatch import Pass, Tape
 from pipesight.pipeline.partition import PlacedPartition
-from pipesight.schedule.gpipe_order import forward_tasks
+from pipesight.schedule.task_orders import F
+from pipesight.schedule.worker_orders import gpipe_tasks
 
 __all__ = ["ForwardPass"]
 
@@ -66,7 +67,7 @@ class ForwardPass(Pass):
             torch.set_grad_enabled(self._grad),
             torch.autograd.set_multithreading_enabled(False) if alone else contextlib.nullcontext(),
         ):
-            for i, j in forward_tasks(self.m, share):
+            for i, j in gpipe_tasks(F, self.m, share):
                 self._step(self.partitions[j], i, where)
         self.tape.note_versions(partitions)
 

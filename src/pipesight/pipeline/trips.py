@@ -37,9 +37,8 @@ from pipesight.pipeline.randomness import isolated
 from pipesight.pipeline.trip import Trip, TripGraph
 from pipesight.pipeline.turns import Turns
 from pipesight.pipeline.workers import Threads, Workers, worker_name
-from pipesight.schedule.gpipe_order import forward_tasks
 from pipesight.schedule.task_orders import F
-from pipesight.schedule.worker_orders import Task
+from pipesight.schedule.worker_orders import Task, gpipe_tasks
 
 __all__ = ["TripBackward", "TripEngine", "TripTape", "Trips"]
 
@@ -290,7 +289,7 @@ def _turns(m: int, partitions: tuple[int, ...]) -> tuple[Task, ...]:
     """
     if _adjacent(partitions):  # a thread stays with its micro-batch
         return tuple((F, i, j) for i in range(m) for j in partitions)
-    return tuple((F, i, j) for i, j in forward_tasks(m, partitions))
+    return tuple((F, i, j) for i, j in gpipe_tasks(F, m, partitions))
 
 
 class TripBackward(BackwardPass):

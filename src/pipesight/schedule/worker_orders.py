@@ -33,7 +33,7 @@ from pipesight.schedule.task_orders import (
 from pipesight.schedule.v_memory_orders import v_half, v_min
 from pipesight.schedule.v_orders import dualpipev, zbv
 
-__all__ = ["ScheduleChoice", "Task", "WorkerOrders", "in_flight", "worker_orders"]
+__all__ = ["ScheduleChoice", "Task", "WorkerOrders", "gpipe_tasks", "in_flight", "worker_orders"]
 
 ScheduleChoice: TypeAlias = str | Schedule
 """A name, or an order."""
@@ -105,6 +105,21 @@ def worker_orders(
     """
     key = choice if isinstance(choice, Schedule) else name_of(choice)
     return _worker_orders(key, chunks, tuple(gpus), tuple(map(bool, recompute)))
+
+
+@functools.lru_cache
+def gpipe_tasks(kind: int, chunks: int, partitions: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the forwards or the backwards of a worker's partitions in the order of GPipe: micro-batch, partition.
+
+    Workers follow no clock: each takes its next task as soon as the input is there. All keep to one order of all tasks,
+    so none waits for another that waits for it.
+
+    >>> gpipe_tasks(F, 2, (0, 1))
+    ((0, 0), (1, 0), (0, 1), (1, 1))
+    """
+    homes = [int(j not in partitions) for j in range(max(partitions) + 1)]  # 0 is this worker, 1 all others
+    tasks = gpipe(len(homes), chunks, device_of_stage=homes).order[0]
+    return tuple((i, s) for task, s, i in tasks.tolist() if task == kind)
 
 
 def name_of(choice: ScheduleChoice) -> str:
