@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -540,6 +541,29 @@ def test_blocks_that_do_not_fit_go_below():
 def test_percent_of_nothing_is_a_dash():
     """What is not there is not shown as a number."""
     assert (percent(0), percent(0.0004), percent(0.0123)) == ("-", "-", "1.2%")
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_narrow_terminals_lose_no_text(tmp_path, width):
+    """What a wide terminal shows is there in a narrow one, also long names, and no line is too long."""
+    names = [f"encoder.layers.{j}.attention.output" for j in range(3)]
+    made = Made(tmp_path / "run", balance=[1] * 3, chunks=3)
+    made.pipeline = {"devices": ["cpu"] * 3}
+    for step in range(6):
+        at, times = step * 9000, {"forward": 100 + step, "backward": 300}
+        made.gpipe(step, lambda phase, i, j, times=times: times[phase], at=at, layers=lambda j: [names[j]])
+        made.span("mine", "a span with a name that is rather long", begin=at + 5000, dur=800)
+        made.span("compute", "step", begin=at + 6000, dur=900)
+    report = analysed(made)
+    lines = render(report, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    wide = [line for line in render(report, width=108).splitlines()[1:] if "\u2502" not in line]  # but the path
+    shown = Counter(re.findall(r"[\w.:%-]{3,}", "\n".join(line for line in lines if "\u2502" not in line)))
+    assert not Counter(re.findall(r"[\w.:%-]{3,}", "\n".join(wide))) - shown - Counter(_SHORTER)
+    assert all(any(name in line for line in lines) for name in names)
+
+
+_SHORTER = {"sharing": 9, "imbalance": 9, "transfer": 9, "host": 9, "gap": 9}  # headings of the table of partitions
 
 
 def test_every_loss_fits(tmp_path):

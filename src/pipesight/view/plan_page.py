@@ -57,10 +57,13 @@ def plan_sections(outcome: Outcome) -> str:
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in HEADINGS)
     rows = table_rows(outcome, shown)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    notes = [f"Note: {note}." for note in notes_on(outcome, shown)]
+    if any(not plan.proven for plan in shown):
+        notes.insert(0, "* Another balance may be faster: the search stopped before it had ruled out all others.")
     values = {
         "timelines": "\n".join(_section(timeline, longest) for timeline in timelines),
         "table": f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
-        "notes": "".join(f'<p class="soft">Note: {escape(note)}.</p>' for note in notes_on(outcome, shown)),
+        "notes": "".join(f'<p class="soft">{escape(note)}</p>' for note in notes),
     }
     return fill_part("plan_sections", values)
 
