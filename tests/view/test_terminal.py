@@ -136,26 +136,24 @@ def test_names_cannot_command_the_terminal(tmp_path):
 
 
 @pytest.mark.parametrize("ascii", [False, True])
-def test_narrow_reports_lose_nothing(report, tmp_path, monkeypatch, ascii):
-    """In 60 columns, what is too long goes on in the next line: no line has to be cut, and no number ends early."""
-    cut: list[str] = []
-    fit = Style.fit
-    monkeypatch.setattr(Style, "fit", lambda self, line: fit(self, line) if len(line) <= 60 else cut.append(line) or "")
+def test_narrow_reports_lose_nothing(report, tmp_path, ascii):
+    """In 60 columns, what is too long goes on in the next line, and no number ends early."""
     loaded = replace(report.pipelines[0].rows[0], losses=dict.fromkeys(LOSSES, 5000.0), ranks=(3,), device="cuda:0")
     crowded = replace(report, pipelines=(replace(report.pipelines[0], rows=(loaded,)),), ranks=(3, 4))
     other = busy_run(tmp_path / "other", loading=90_000)
     texts = [render(one, width=60, ascii=ascii) for one in (report, crowded)]
     texts.append(render_comparison(compare(report, other), width=60, ascii=ascii))
-    assert cut == []
+    assert max(len(line) for text in texts for line in text.splitlines()) <= 60
     assert " ".join(texts[0].split()).count("p10") == 2
     assert all(name in texts[1] for name in ("fill", "share", "imbal.", "jitter", "transf.", "gaps"))
     assert not (ascii and "?" in "".join(texts))
 
 
-def test_long_names_are_cut(tmp_path):
-    """Layers with names as long as a line do not break the table."""
+def test_very_long_names(tmp_path):
+    """Layers with names longer than a line do not break the table, and are there as a whole."""
     text = render(busy_run(tmp_path / "run", layers=[["x" * 300, "b"], ["c"], ["d"], ["e"]]))
     assert max(map(len, text.splitlines())) <= 80
+    assert len("".join(re.findall("x{2,}", text))) == 300
 
 
 def test_bars_show_shares(report):
@@ -586,9 +584,9 @@ def test_every_loss_fits(tmp_path):
     assert re.search(r"partition +transf. +gaps\n", text)  # below, as there is no room beside
 
 
-def test_cutting_keeps_colour_whole():
-    """A line that is cut keeps its escape codes, so that colour ends where it should."""
+def test_folding_leaves_no_colour_open():
+    """A line that is broken has all of its text, and no colour, which would go on into the next line."""
     style = Style(width=60, colour=True)
-    line = style.fit(style.paint("a" * 50, "red") + style.paint("b" * 50, "green"))
-    assert shown_width(line) == 60
-    assert line.endswith("b" * 10 + "\x1b[0m")
+    short, long = style.paint("c" * 60, "red"), style.paint("a" * 50, "red") + style.paint("b" * 50, "green")
+    assert style.folded(short) == [short]
+    assert [line.strip() for line in style.folded(long)] == ["a" * 50 + "b" * 10, "b" * 40]

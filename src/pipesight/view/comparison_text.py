@@ -13,7 +13,7 @@ from pipesight.analysis.compared_curves import STEP_TIME, compared_curves
 from pipesight.analysis.compared_layers import CHANGED, LayerChange
 from pipesight.analysis.comparison import Comparison, Difference, title_of
 from pipesight.analysis.report import Report
-from pipesight.view.text_layout import Style, columns, shown_width, spark
+from pipesight.view.text_layout import LEAST, Style, columns, shown_width, spark
 
 __all__ = [
     "MARKS",
@@ -48,7 +48,7 @@ def render_comparison(
     comparison: Comparison, *more: Comparison, width: int = 80, colour: bool = False, ascii: bool = False
 ) -> str:
     """Write a comparison as text; ``more`` compares further runs with the same first one."""
-    style = Style(max(width, 40), colour, ascii)
+    style = Style(max(width, LEAST), colour, ascii)
     runs = compared_runs(comparison, *more)
     lines = []
     for mark, one in zip(MARKS[1:], (comparison, *more), strict=False):
@@ -56,7 +56,7 @@ def render_comparison(
         lines += [style.paint(line, "bold") for line in headline]
     lines.append("")
     for mark, report in zip(MARKS, runs, strict=False):
-        lines.append(f"{mark}  {style.cut(report.path, style.width - 3)}")
+        lines.append(f"{mark}  {style.plain(report.path)}")
         if mark != MARKS[0] and (more or mark == MARKS[1]):
             lines += style.wrapped(settings_text((comparison, *more)[MARKS.index(mark) - 1]), indent="   ", first="")
     lines += ["", *_fitting(_rows(comparison, more, style), style)]
@@ -64,7 +64,7 @@ def render_comparison(
         changed = sum(layer.changed for layer in comparison.layers)
         lines += [style.paint(line, "dim") for line in style.wrapped(_others(comparison, changed), indent="  ")]
     lines += _curve_lines(runs, style)
-    text = "\n".join(map(style.fit, lines)) + "\n"
+    text = "\n".join(line for whole in lines for line in style.folded(whole)) + "\n"
     return text.replace("µs", "us") if ascii else text
 
 
@@ -85,14 +85,14 @@ def _rows(comparison: Comparison, more: Sequence[Comparison], style: Style) -> l
     changed = [] if more else [layer for layer in comparison.layers if layer.changed]
     if changed:
         rows += [gap, ["layers that changed", *gap[1:]]]
-        names = 32 if style.width >= 80 else 20
-        rows += [[f"  {style.cut(name, names)}", *cells] for name, *cells in layer_rows(changed[:LAYERS])]
+        rows += [[f"  {style.plain(name)}", *cells] for name, *cells in layer_rows(changed[:LAYERS])]
     return rows
 
 
 def _fitting(rows: Sequence[Sequence[str]], style: Style) -> list[str]:
     painted = [[style.paint(cell, "dim") for cell in rows[0]], *rows[1:]]
-    tables = [columns(painted, align="l" + "r" * (len(rows[0]) - 1), gap=gap) for gap in (4, 2, 1)]
+    names = 32 if style.width >= 80 else 22
+    tables = [columns(painted, align="l" + "r" * (len(rows[0]) - 1), gap=gap, names=names) for gap in (4, 2, 1)]
     found = next((table for table in tables if max(map(shown_width, table)) <= style.width), None)
     return found or [line for row in rows[1:] for line in _stacked(row, rows[0], style)]
 

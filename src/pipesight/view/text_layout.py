@@ -20,7 +20,6 @@ READABLE = 100
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36", "magenta": "35"}
 _ESCAPE = re.compile("\x1b\\[[0-9;]*m")
-_PIECES = re.compile("\x1b\\[[0-9;]*m|[^\x1b]+")
 # Names come from files: what would move the cursor, or turn text around, is shown as a question mark.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
 
@@ -49,19 +48,6 @@ class Style:
         safe = self.plain(text)
         mark = "~" if self.ascii else "…"
         return safe if len(safe) <= width else safe[: max(width - 1, 0)] + mark[:width]
-
-    def fit(self, line: str) -> str:
-        """Cut a line that is too wide, which may have colour in it."""
-        if shown_width(line) <= self.width:
-            return line
-        kept, room = [], self.width
-        for piece in _PIECES.findall(line):
-            if piece.startswith("\x1b"):
-                kept.append(piece)
-            else:
-                kept.append(piece[:room])
-                room = max(room - len(piece), 0)
-        return "".join(kept)
 
     def folded(self, line: str) -> list[str]:
         """Break a line that is too wide; the lines that it becomes have no colour."""
