@@ -119,7 +119,7 @@ function spanTable(step, spans, length) {
   if (!spans.length) return null;
   const ranks = state.run.payload.ranks > 1;
   return table(
-    "Spans, with the share of the range",
+    "Spans, with what is inside them, and the share of the range",
     [...(ranks ? ["rank"] : []), "span", "kind", "spans", "time", "share"],
     ranks ? 3 : 2,
     spans.slice(0, MOST_ROWS).map(({ rank, kind, place, count, time }) =>
