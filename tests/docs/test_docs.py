@@ -82,6 +82,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "pipesight view RUN": ENDLESS,
         "pipesight view RUN --no-browser --port 8765": ENDLESS,
         "ssh -L 8765:127.0.0.1:8765 training-machine": MACHINES,
+        "pipesight view RUN --no-browser --port 8765 --token-file token": ENDLESS,
     },
     "docs/tutorials/first-pipeline.md": {
         "git clone https://github.com/pipesight/pipesight": NETWORK,

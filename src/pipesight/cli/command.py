@@ -19,7 +19,7 @@ from pipesight.runs.directory import later_recording
 
 __all__ = ["main", "make_parser"]
 
-COMMANDS = ("demo", "run", "report", "view", "watch", "plan", "convert", "stats")
+COMMANDS = ("demo", "run", "report", "view", "watch", "plan", "convert", "stats", "completion")
 
 # The exit codes that shells report for SIGINT and SIGPIPE.
 INTERRUPTED = 128 + 2
