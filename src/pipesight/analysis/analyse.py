@@ -24,6 +24,7 @@ from pipesight.analysis.own_spans import own_times, pipeline_edges
 from pipesight.analysis.pace_change import pace_change
 from pipesight.analysis.pipeline_report import PipelineReport, describe_pipelines, partition_times
 from pipesight.analysis.pipelining_lead import pipelining_lead
+from pipesight.analysis.process_stops import stops_in
 from pipesight.analysis.program_advice import NOT_ANNOTATED, program_changes, program_verdict
 from pipesight.analysis.program_report import own_spans_of, program_report
 from pipesight.analysis.program_time import is_own
@@ -115,9 +116,11 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     layers = layer_reports(layer_times, [layer for pipeline in described for layer in pipeline.layers])
     complete = own.where(timed.counted_minibatches & (own.kind != INCOMPLETE))
     links = find_links(complete, tasks, transfers, counted, run.description)
+    points = run.points()
+    stops = stops_in(points)
 
     def operations_of(minibatches: MiniBatchTable) -> RecordedOperations | None:
-        return recorded_operations(minibatches, tasks, transfers, spans, calls, timed.placements, counted)
+        return recorded_operations(minibatches, tasks, transfers, spans, calls, timed.placements, counted, stops)
 
     replays, doubts = _replayed(operations_of(complete))
     pace = None
@@ -138,7 +141,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     held = waits.held(counted)
     program = run.program()
     own_spans = program.where(is_own(program))
-    points, edges = run.points(), pipeline_edges(minibatches, replicas)
+    edges = pipeline_edges(minibatches, replicas)
     curves = curves_of(points, edges)
     verdict = with_losses(
         with_waits(verdict_on(overall, pipelines, changes, slowed=replays is not None and bool(replays.causes)), held),

@@ -19,6 +19,7 @@ from pipesight.analysis.collectives import match_calls
 from pipesight.analysis.described_pipelines import pipelines_of
 from pipesight.analysis.operation_graph import OperationGraph, graph_of, widest_groups
 from pipesight.analysis.partition_placement import place_partitions
+from pipesight.analysis.process_stops import stops_in
 from pipesight.analysis.recorded_operations import MOST, RecordedOperations, recorded_operations
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_grouping import TRAINING, find_steps
@@ -120,6 +121,7 @@ def critical_paths(run: Run, report: Report, steps: Sequence[int]) -> dict[int, 
         match_calls(run.communications(), run.description),
         place_partitions(pipelines_of(run.description), chosen, report.tasks),
         report.steps,
+        stops_in(run.points()),
     )
     return {} if recorded is None else _paths(recorded)
 

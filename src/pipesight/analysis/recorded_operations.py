@@ -14,6 +14,7 @@ import numpy as np
 
 from pipesight.analysis.collectives import MatchedCalls
 from pipesight.analysis.partition_placement import Placement
+from pipesight.analysis.process_stops import resumed
 from pipesight.analysis.step_breakdown import Cover
 from pipesight.analysis.step_grouping import TRAINING, MiniBatchTable
 from pipesight.analysis.step_times import StepTimes
@@ -70,6 +71,7 @@ def recorded_operations(
     calls: Sequence[MatchedCalls],
     placements: Mapping[int, Placement],
     times: StepTimes,
+    stops: Mapping[int, Cover],
 ) -> RecordedOperations | None:
     """Return the operations of a run; ``None`` if it has no complete step, or pipelines of several sizes.
 
@@ -81,13 +83,14 @@ def recorded_operations(
         calls: Collectives, matched over ranks.
         placements: Where partitions run, by how many there are.
         times: The steps that count.
+        stops: When processes were stopped, by rank.
     """
     minibatches = minibatches.where(minibatches.kind == TRAINING)
     there = len(np.unique(minibatches.step))
     minibatches = _some_steps(minibatches)
     if not len(minibatches) or len(np.unique(minibatches.partitions)) > 1:
         return None
-    made = _Maker(minibatches, tasks, placements[int(minibatches.partitions[0])])
+    made = _Maker(minibatches, tasks, placements[int(minibatches.partitions[0])], stops)
     made.add_tasks()
     made.add_losses()
     made.add_messages(transfers)
@@ -111,10 +114,12 @@ def _some_steps(minibatches: MiniBatchTable) -> MiniBatchTable:
 class _Maker:
     """Makes the table of operations, column by column."""
 
-    def __init__(self, minibatches: MiniBatchTable, tasks: Tasks, placement: Placement) -> None:
+    def __init__(
+        self, minibatches: MiniBatchTable, tasks: Tasks, placement: Placement, stops: Mapping[int, Cover]
+    ) -> None:
         order = np.lexsort((minibatches.begin, minibatches.replica, minibatches.step))
         self._minibatches = minibatches.where(order)
-        self._every = tasks
+        self._every, self._stops = tasks, stops
         self._waits: list[tuple[Column, Column, Column]] = []  # of ranks for messages: to come, or to be taken
         self._all_known = True  # whether all of these were recorded
         self._pieces: list[dict[str, Column]] = []
@@ -222,6 +227,8 @@ class _Maker:
             )
             waited = waited + start[target]
             arrived = np.maximum(sent, waited) + took
+            waited = resumed(self._stops, tasks.rank[target], waited, arrived)
+            sent = resumed(self._stops, tasks.rank[source], sent, arrived)
             self._waits.append((tasks.rank[target], waited, arrived))
             self._waits.append((tasks.rank[source], sent, arrived))
             self._all_known &= known.all_known
@@ -270,11 +277,12 @@ class _Maker:
             for rank, begin in zip(meeting.ranks, meeting.begin, strict=True):
                 there &= busy[rank].within(begin, begin + 1) == 0  # what a task waits for is a part of it
             for k, rank in enumerate(meeting.ranks):
+                begin, end = meeting.begin[k][there], meeting.end[k][there]
                 self._add(
                     "collectives",
                     rows[k][there],
-                    meeting.begin[k][there],
-                    meeting.end[k][there],
+                    resumed(self._stops, np.full(len(begin), rank), begin, end),
+                    end,
                     stage=np.full(int(there.sum()), workers[rank][1]),
                     chunk=np.full(int(there.sum()), number),
                 )
@@ -282,21 +290,31 @@ class _Maker:
     def add_gaps(self, spans: Spans) -> None:
         """Add the time in which a rank neither computes nor waits: its program runs, or is stopped.
 
-        That can be told where one thread does all of it, on the CPU, and every wait of it was recorded.
+        The former can be told where one thread does all of it, on the CPU, and every wait of it was recorded.
         """
-        if self.partition_of_worker is not None or not self._all_known or not self._waits:
-            return
-        every, ranks = self._every, np.concatenate([rank for rank, _, _ in self._waits])
-        begin = np.concatenate([begin for _, begin, _ in self._waits])
-        end = np.concatenate([end for _, _, end in self._waits])
+        known = self.partition_of_worker is None and self._all_known and bool(self._waits)
+        every = self._every
+        waits = [np.concatenate(column) for column in zip(*self._waits, strict=True)] or [np.zeros(0, np.int64)] * 3
         for rank, (replica, stage) in self._main_workers().items():
-            tasks, other, mine = every.where(every.rank == rank), spans.where(spans.rank == rank), ranks == rank
+            tasks, other, mine = every.where(every.rank == rank), spans.where(spans.rank == rank), waits[0] == rank
+            calls, windows = other.kind == COMMUNICATION, self._windows(rank, replica)
+            stops = self._stops.get(rank, Cover(tasks.begin[:0], tasks.end[:0]))
             taken = Cover(
-                np.concatenate([tasks.begin, other.begin, begin[mine]]),
-                np.concatenate([tasks.end, other.end, end[mine]]),
+                np.concatenate([tasks.begin, other.begin[~calls]]), np.concatenate([tasks.end, other.end[~calls]])
             )
-            first, last = (times[1:-1] for times in taken.complement())
-            rows = self._windows(rank, replica).before(first)
+            if known:
+                waiting = Cover(
+                    np.concatenate([other.begin[calls], waits[1][mine]]),
+                    np.concatenate([other.end[calls], waits[2][mine]]),
+                )
+                first, last = (times[1:-1] for times in taken.joined(Cover(*waiting.outside(stops))).complement())
+            elif self._stops:
+                first, last = stops.outside(taken)
+                # In a usual step, it is not stopped at all.
+                first, last = (np.concatenate([times, windows.begin]) for times in (first, last))
+            else:
+                continue
+            rows = windows.before(first)
             there = rows >= 0
             self._add("host", rows[there], first[there], last[there], stage=np.full(int(there.sum()), stage))
 
@@ -379,7 +397,9 @@ class _Windows:
     """When a rank computed for each step, to find the one that something belongs to; -1 where that is not known."""
 
     def __init__(self, steps: Column, begin: Column, end: Column, rows: Column) -> None:
-        self._begin, self._end, self._rows = begin, end, rows
+        self.begin = begin
+        """When it began to compute for each."""
+        self._end, self._rows = end, rows
         usual = float(np.median(np.diff(begin))) if len(steps) > 1 else np.inf
         # Between steps that do not follow each other there were others, which were not recorded.
         self._before = np.where(np.diff(steps, prepend=steps[:1] - 2) == 1, np.inf, usual)
@@ -388,13 +408,13 @@ class _Windows:
     def before(self, begin: Column) -> Column:
         """Return the mini-batch of the step that computed after a time, or then."""
         at = np.minimum(np.searchsorted(self._end, begin, side="right"), len(self._rows) - 1)
-        near = (self._end[at] > begin) & (self._begin[at] - begin <= self._before[at])
+        near = (self._end[at] > begin) & (self.begin[at] - begin <= self._before[at])
         return np.where(near, self._rows[at], -1)
 
     def after(self, begin: Column) -> Column:
         """Return the mini-batch of the step that computed before a time, or then."""
-        at = np.maximum(np.searchsorted(self._begin, begin, side="right") - 1, 0)
-        near = (self._begin[at] <= begin) & (begin - self._end[at] <= self._after[at])
+        at = np.maximum(np.searchsorted(self.begin, begin, side="right") - 1, 0)
+        near = (self.begin[at] <= begin) & (begin - self._end[at] <= self._after[at])
         return np.where(near, self._rows[at], -1)
 
 

@@ -12,6 +12,7 @@ from pipesight.recording._guard import Guard
 from pipesight.recording.log_capture import LogCapture
 from pipesight.recording.options import RecordingOptions
 from pipesight.recording.pipeline_description import Pipeline
+from pipesight.recording.process_stops import StopWatch
 from pipesight.recording.run_statistics import RunStatistics
 from pipesight.recording.step_counter import StepCounter
 from pipesight.recording.torch_pipelines import ImportWatch, TorchPipeline
@@ -42,6 +43,7 @@ class Recorders:
         self.statistics: RunStatistics | None = None
         self._config: CheckedConfig | None = None
         self._log: LogCapture | None = None
+        self._stops: StopWatch | None = None
         self._hooks: Instrumentation | None = None
         self._hooks_paused = False
         self._imports: ImportWatch | None = None
@@ -83,6 +85,8 @@ class Recorders:
         if options.trace:
             self.session = tracing.start(directory.trace, max_bytes=quota.part_bytes, max_parts=quota.parts)
             stack.callback(self.session.stop)
+            self._stops = StopWatch()
+            stack.callback(self._stops.close)
         if options.trace or options.stats is not None:
             self._hooks = instrument(depth=1 if options.trace else 0).__enter__()
             stack.callback(self._hooks.__exit__, None, None, None)
@@ -116,6 +120,8 @@ class Recorders:
                 self._hooks_paused = False
             guard("remove the hooks", self._hooks.__exit__, None, None, None)
             self._hooks = None
+        if self._stops is not None:
+            guard("end the watch for stops", self._stops.close)
         if self.session is not None:
             self.session.resume()
             guard("end the trace", self.session.stop)

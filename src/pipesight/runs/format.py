@@ -35,6 +35,7 @@ __all__ = [
     "RANKS",
     "RUN_FILE",
     "STATS",
+    "STOPPED",
     "TRACE",
     "TRACE_SUFFIXES",
     "part_order",
@@ -50,6 +51,8 @@ RUN_FILE = "run.json"
 RANKS, TRACE, STATS, LOGS = "ranks", "trace", "stats", "logs"
 """The folders."""
 TRACE_SUFFIXES = (".pfw.gz", ".pfw")
+STOPPED = "process stopped"
+"""An instant of the trace, when the process goes on; its ``microseconds`` say how long it was stopped."""
 EVENTS, NOTES = "events", "notes.json"
 """Of a Parquet dataset, in place of the traces: see `pipesight.runs.reading._parquet_dataset`."""
 
