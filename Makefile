@@ -19,7 +19,8 @@
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-JOBS   ?= 2
+# Of tests at a time: most wait for processes, ranks or a browser, so that four keep two cores busy.
+JOBS   ?= 4
 CASES  ?= 1000
 # Of make compat; CPU builds of torch: make compat INDEX="--index-url https://download.pytorch.org/whl/cpu"
 PYTHONS ?= 3.11 3.13

@@ -20,7 +20,7 @@ for name in schedule_names():
     pipeline = DistributedPipeline(copy.deepcopy(plain), [1] * n, chunks=2 * size, schedule=name, loss_fn=mse)
     optimizers = [torch.optim.Adam(model.parameters(), 1e-2) for model in (plain, pipeline)]
     # Whole, with a short last micro-batch, with fewer samples than chunks, than stages, and a single one.
-    for k, (x, y) in enumerate(batches([4 * n, 4 * n - 1, size + 1, size - 1, 1] * 4)):
+    for k, (x, y) in enumerate(batches([4 * n, 4 * n - 1, size + 1, size - 1, 1] * 2)):
         for optimizer in optimizers:
             optimizer.zero_grad()
         expected = mse(plain(x), y)

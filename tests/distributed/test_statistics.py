@@ -171,8 +171,8 @@ def test_schedules(tmp_path):
         4,
         """
         mesh = mesh_of(2, 2)
-        for kind in ("ddp", "fsdp"):
-            for name in schedule_names():
+        for kind, names in {"ddp": schedule_names(), "fsdp": ["1f1b", "interleaved-zero-bubble"]}.items():
+            for name in names:
                 n = 2 if name in ("gpipe", "1f1b") else 4
                 pipeline = DistributedPipeline(
                     tanhs(4), [4 // n] * n, chunks=4, schedule=name, loss_fn=mse, mesh=mesh, data_parallel=kind,
@@ -187,7 +187,7 @@ def test_schedules(tmp_path):
     )
     expected = truth(tanhs(4))
     runs = sorted(path for path in tmp_path.iterdir() if path.is_dir())
-    assert len(runs) >= 8
+    assert len(runs) >= 4 + 2
     for run in runs:
         found, _ = written(run)
         assert_true(found, expected)
