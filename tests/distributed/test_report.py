@@ -130,22 +130,29 @@ def test_the_lost_time(report):
         assert row.bubble == pytest.approx(1 - row.busy / window)
         assert row.busy == pytest.approx(busy[row.partition])
         assert row.busy >= 8 * (90_000 if row.partition == 2 else 60_000)
-    # The slow partition has no wait but to fill and to drain; the others wait for it as well.
+    # The slow partition has no wait but to fill and to drain; the others wait for it as well. Sleeps may take longer.
+    tasks, long = report.tasks, report.tasks.end - report.tasks.begin
+    usual = [
+        [np.median(long[(tasks.partition == j) & (tasks.phase == p)]) for p in (FORWARD, BACKWARD)] for j in range(4)
+    ]
+    each = np.sum(usual, axis=1)
     slow, others = pipeline.rows[2], [row for row in pipeline.rows if row.partition != 2]
     for row in others:
-        assert row.losses["imbalance"] == pytest.approx(8 * 30_000, rel=0.35)
+        assert row.losses["imbalance"] == pytest.approx(8 * (each[2] - each[row.partition]), rel=0.35)
         assert row.losses["imbalance"] > slow.losses["imbalance"] + 150_000
         assert row.bubble > slow.bubble + 0.15
-    assert slow.losses["fill_and_drain"] == pytest.approx(3 * 67_500, rel=0.35)
+    assert slow.losses["fill_and_drain"] == pytest.approx(3 * each.mean(), rel=0.35)
     # A wait for a tensor that is not made yet is no transfer: those take a moment only.
     assert slow.losses["transfers"] + slow.losses["host_gaps"] < 0.15 * window
 
 
 def test_the_straggler(report):
     """The rank that held the others up in one step is named, with the step."""
-    (stalled,) = report.stragglers
-    assert (stalled.rank, stalled.partition, stalled.bursts) == (2, 2, (4,))
-    assert stalled.burst == pytest.approx((720 + 500) / 720, rel=0.2)
+    (stalled,) = [straggler for straggler in report.stragglers if straggler.rank == 2]
+    own = time_of_tasks(report, 6)[:, 2]
+    assert (stalled.partition, stalled.bursts) == (2, (4,))
+    assert stalled.burst == pytest.approx(own[4] / np.median(own), rel=0.1)
+    assert own[4] >= 8 * 90_000 + 500_000
 
 
 def test_in_the_terminal(recorded):
@@ -223,7 +230,9 @@ def test_pipelines_side_by_side(others):
     assert len(report.tasks) == 3 * 4 * 4 * 2
     slowest = report.stragglers[0]  # by the other rank with the same partition
     assert (slowest.rank, slowest.partition) == (1, 0)
-    assert slowest.slower == pytest.approx(2, rel=0.25)
+    tasks = report.tasks
+    took = [(tasks.end - tasks.begin)[tasks.rank == rank].sum() for rank in (0, 1)]
+    assert slowest.slower == pytest.approx(took[1] / took[0], rel=0.25)
 
 
 def test_pipelines_that_cross(others):
