@@ -87,7 +87,7 @@ def test_the_bad_link_is_named(recorded):
         assert link.size == 256 // 4 * 256 * 8
         # It cannot be faster than the wire, but for what clocks may be off.
         assert link.time + link.error >= 8e6 * link.size / 20e6 + 10_000
-        assert link.time > 3 * max(other.time for other in links.values())
+        assert link.time > 3 * max(other.time or 0 for other in links.values())  # None: less than clocks tell
     assert report.steps.parts.sum(axis=0) == pytest.approx(report.steps.period, rel=1e-9)
     (pipeline,) = report.pipelines
     for row in pipeline.rows:
