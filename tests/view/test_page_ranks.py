@@ -96,6 +96,13 @@ def test_page(run, report, tmp_path):
         x, y = page.place_of(6, facts["view"]["end"] - 200)  # the optimizer of rank 3, in the row above its lanes
         page.point(x, y - (lane["top"] + lane["height"] * 0.7) + program["top"] + program["height"] / 2)
         assert page.text("#tooltip").split("\n\n")[:2] == ["Optimizer", "rank 3 \u00b7 replica 1 \u00b7 there"]
+        page.click("#fold-toggle")  # lanes alone are left, which are found where they are drawn
+        folded = page.inspect()
+        assert [row["kind"] for row in folded["rows"]] == ["lane"] * 8
+        assert folded["rows"][-1]["top"] < lane["top"]
+        assert "rank 2, partition 2" in page.text("#lane-labels")
+        page.click_at(*page.place_of(7, 40_000))
+        assert page.inspect()["selected"]["key"].split("/")[1:3] == ["3", "3"]
         assert page.complaints() == []
 
 

@@ -147,7 +147,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             raise TypeError(f"skippable decorates an nn.Module class, but got {_class(cls)}")
         original = getattr(cls.forward, "skippable_forward", cls.forward)
         if "stashable_names" in vars(cls):
-            cls = type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+            metaclass: Any = type(cls)
+            cls = metaclass(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
         @functools.wraps(original)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
