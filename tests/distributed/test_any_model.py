@@ -495,7 +495,7 @@ def test_what_models_change_in_place(tmp_path):
 
 
 def test_what_losses_are_means_over(tmp_path):
-    """A loss that a module of the model computes is weighed by its targets; a wrong weight raises at any step."""
+    """A loss that a module computes is weighed by its targets, a masked mean by the mask; a wrong weight raises."""
     body = """
     class Scored(nn.Module):
         def __init__(self):
@@ -509,14 +509,21 @@ def test_what_losses_are_means_over(tmp_path):
                 labels = ids.masked_fill(~mask, -100)
             return {"loss": 0.5 * self.criterion(scores, labels.flatten()).double() + 1}
 
+    class Masked(Scored):
+        def forward(self, ids, labels):
+            scores = self.head(self.inner(self.embed(ids))).flatten(0, 1)
+            losses, mask = nn.functional.cross_entropy(scores, ids.flatten(), reduction="none"), labels.flatten() >= 0
+            return {"loss": (losses * mask).sum() / (mask.sum() + 1e-5)}
+
     torch.manual_seed(0)
     ids, whole = torch.randint(9, (8, 6)), torch.ones(8, 6, dtype=torch.bool)
     part = whole.clone()
     part[:4, 2:] = False
-    plain = Scored()
     one = dict(cuts=["inner"], chunks=2, timeout=20)
-    pipeline = DistributedPipeline(copy.deepcopy(plain), **one)
-    for mask in (part, whole, part):
+    for k, mask in enumerate((part, whole, part, whole, whole, part)):
+        if k % 3 == 0:
+            plain = Masked() if k else Scored()
+            pipeline = DistributedPipeline(copy.deepcopy(plain), **one)
         labels = ids.masked_fill(~mask, -100)
         plain.zero_grad()
         for parameter in pipeline.parameters():
@@ -526,7 +533,7 @@ def test_what_losses_are_means_over(tmp_path):
         torch.testing.assert_close(pipeline.step(ids, labels=labels, broadcast_loss=True), expected.detach())
         torch.testing.assert_close(pipeline.eval_step(ids, labels=labels, broadcast_loss=True), expected.detach())
         same_gradients(pipeline, plain)
-    pipeline = DistributedPipeline(copy.deepcopy(plain), **one)
+    pipeline = DistributedPipeline(Scored(), **one)
     first = error_of(pipeline.eval_step, ids, part)
     for _ in range(2):
         pipeline.step(ids, whole)

@@ -22,7 +22,7 @@ from pipesight._torch.module_internals import HOOK_TABLES, forward_hook_tables
 from pipesight._torch.operators import TorchDispatchMode
 from pipesight._torch.tensors import with_function_overrides, without_function_overrides
 from pipesight.context import Where, enter_thread
-from pipesight.distributed.loss_weights import LossMeans
+from pipesight.distributed.loss_weights import LossMeans, Mean
 from pipesight.distributed.model_walk import Call, Doors, Name, UnitResult, Walk, signature
 from pipesight.distributed.stand_ins import META, ValueNeededError, place
 from pipesight.pipeline.checkpoint import versions_of
@@ -81,8 +81,8 @@ class Plan:
     """Those that each partition is the first to call."""
     changes: set[int]
     """The arguments that the model changes in place, by their place among the tensors in them."""
-    mean: tuple[float, int] | None
-    """If the result is a mean of torch's ``cross_entropy`` or ``nll_loss``: of how many, and what it ignores."""
+    mean: Mean | None
+    """What the result is a mean over, if that follows from the arguments."""
 
     def fingerprint(self) -> str:
         """Return what ranks compare."""
@@ -249,7 +249,7 @@ class _DryWalk(Walk):
         self.reads: list[Any] = []
         self.candidates: list[Plan] = []
         self.called: dict[str, int] = {}
-        self.mean: tuple[float, int] | None = None
+        self.mean: Mean | None = None
         self._means = LossMeans()
         self._keys: dict[tuple[int, int], Any] = {}
         self._crossing: dict[Name, Crossing] = {}

@@ -25,7 +25,7 @@ from pipesight._torch.module_internals import uncompiled
 from pipesight.distributed.shapes import Cut
 from pipesight.pipeline.loss_merging import LossWeight, check_loss_weight
 
-__all__ = ["LossFunction", "LossMeans", "LossWeights"]
+__all__ = ["LossFunction", "LossMeans", "LossWeights", "Mean"]
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
@@ -112,7 +112,7 @@ class LossWeights:
         return weights
 
 
-def _mean_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[float, int] | None:
+def _mean_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Mean | None:
     """Return what a call of torch's ``cross_entropy`` or ``nll_loss`` divides by, and which targets it ignores.
 
     ``None`` for other functions, for sums, and for a target without values.
@@ -129,32 +129,55 @@ def _mean_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[fl
     return float(_counted(settings, target)), settings.ignore_index
 
 
+Mean: TypeAlias = tuple[float, int | None]
+"""What a mean is over, and which targets it ignores, if it ignores some by their number."""
+
+
 class LossMeans:
-    """What the losses of a model are means over, noted while it computes them without values."""
+    """What the losses of a model are means over, noted while it computes them without values.
+
+    A mean is a cross entropy, or a sum divided by a number that follows from the arguments, such as that of a mask.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Tensor, tuple[float, int]]] = {}  # by id, of tensors that are kept alive
+        self._found: dict[int, tuple[Tensor, Mean | None]] = {}  # by id, of tensors that are kept alive; None for sums
 
     def __len__(self) -> int:
         return len(self._found)
 
     def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Note what a call returns, if it is a mean, or made of one: scaled, converted, added to other losses."""
-        mean = _mean_of(func, args, kwargs)
-        if mean is None and self._found and getattr(func, "__name__", "").strip("_") in _KEEPING:
-            means = {self._found[id(t)][1] for t in tensors_in((args, kwargs)) if id(t) in self._found}
-            mean = means.pop() if len(means) == 1 else None
-        if mean is not None and isinstance(output, Tensor) and output.numel() == 1:
-            self._found[id(output)] = output, mean
+        if not isinstance(output, Tensor) or output.numel() != 1:
+            return
+        name, mean = getattr(func, "__name__", "").strip("_"), _mean_of(func, args, kwargs)
+        if mean is None and self._found and name in _KEEPING:
+            made_of = {self._found[id(t)][1] for t in tensors_in((args, kwargs)) if id(t) in self._found}
+            if len(made_of) != 1:
+                return
+            mean = made_of.pop()
+            if mean is None and name in _DIVIDING and id(args[0]) in self._found:
+                mean = _number(args[1:])
+        elif mean is None and name != "sum" and kwargs.get("reduction") != "sum":
+            return
+        self._found[id(output)] = output, mean
 
-    def of(self, loss: Any) -> tuple[float, int] | None:
+    def of(self, loss: Any) -> Mean | None:
         """Return of how many targets a loss is the mean, and which it ignores, if that was noted."""
         found = self._found.get(id(loss))
         return None if found is None else found[1]
 
 
+def _number(values: Sequence[Any]) -> Mean | None:
+    """Return what something is divided by, if that is known."""
+    number = values[0] if values else None
+    if isinstance(number, Tensor):
+        return None if number.is_meta or number.numel() != 1 else (float(number), None)
+    return (float(number), None) if isinstance(number, (int, float)) else None
+
+
+_DIVIDING = {"div", "truediv", "itruediv", "true_divide"}
 _KEEPING = {"add", "radd", "iadd", "sub", "isub", "mul", "rmul", "imul", "div", "truediv", "itruediv", "neg", "clone"}
-_KEEPING |= {"to", "float", "double", "view", "reshape", "squeeze", "unsqueeze", "mean", "sum", "stack"}
+_KEEPING |= {"true_divide", "to", "float", "double", "view", "reshape", "squeeze", "unsqueeze", "mean", "sum", "stack"}
 _SETTINGS = ("weight", "size_average", "ignore_index", "reduce", "reduction")
 
 

@@ -65,6 +65,7 @@ class ModelStepRunner(CallRunner):
         self._placed: list[Plan] = []
         self._merging = LossMerging()
         self._checked: dict[str, int] = {}
+        self._noted = False  # the weights of this call follow from how the loss was computed
         self._targets: _Targets | None = None
 
     def run(
@@ -147,7 +148,8 @@ class ModelStepRunner(CallRunner):
         """
         error: Exception | None = None
         parts, values = batch.loss_parts, batch.loss.values
-        if parts and len(parts) == len(weights):
+        unclear = parts and all(part.kind in ("other", "parameter") for mine in parts.values() for part in mine)
+        if parts and len(parts) == len(weights) and not (unclear and self._noted):
             order = range(len(weights))
             try:
                 mine, losses = [parts[i] for i in order], [values[i] for i in order]
@@ -302,18 +304,21 @@ class ModelStepRunner(CallRunner):
         if callable(self._loss_weight):
             return False, weights_of(self._loss_weight, split)
         samples = [float(size) for size in split.sizes]
+        self._noted = False
         ignored = {plan.mean[1] for plan in plans if plan.mean is not None}
         if self._loss_weight == "samples" or finish is _whole or len(plans) == 1 or not ignored:
             return False, samples
-        if not _holds(split.calls, ignored):  # then every sample has as many targets as any other
-            return False, samples
+        values = {value for value in ignored if value is not None}
+        if None not in ignored and not _holds(split.calls, values):
+            return False, samples  # every sample has as many targets as any other
         counts = None if self._targets is None else self._targets.counts(split)
         if counts is None:
             plans = [self._plan(split, i, finish, surroundings, random, anew=True) for i in range(len(plans))]
             if any(plan.mean is None for plan in plans):
                 return False, samples
             counts = [plan.mean[0] for plan in plans if plan.mean is not None]
-            self._targets = _Targets.find(split, counts, ignored)
+            self._targets = _Targets.find(split, counts, values)
+        self._noted = True
         return False, counts
 
 
