@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from pipesight._logger import own_logger
 from pipesight._torch.module_internals import is_persistent
 from pipesight.distributed.agreement import LAYERS, Message
-from pipesight.distributed.dry_run import ModelOutline, Plan
+from pipesight.distributed.dry_run import ModelOutline
 from pipesight.distributed.failures import RankMonitor
 from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.model_building import build_model
 from pipesight.distributed.model_placement import Placement, guess_parts, named_tree
+from pipesight.distributed.model_plan import Plan
 from pipesight.distributed.model_stage import ModelParts, ModelStage
 from pipesight.distributed.model_steps import ModelStepRunner
 from pipesight.distributed.model_walk import Doors

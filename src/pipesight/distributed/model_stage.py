@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from pipesight._torch.loss_graph import LossPart, loss_parts
 from pipesight.context import Unrepeatable
-from pipesight.distributed.dry_run import Crossing, Plan
 from pipesight.distributed.minibatch import MiniBatch
+from pipesight.distributed.model_plan import Crossing, Plan
 from pipesight.distributed.model_walk import Doors, Name
 from pipesight.distributed.part_walk import PartWalk, run_part
 from pipesight.distributed.recomputing_layers import RecomputingLayers

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pipesight import context
 from pipesight.distributed.agreement import Message
-from pipesight.distributed.dry_run import ModelOutline, Plan
+from pipesight.distributed.dry_run import ModelOutline
 from pipesight.distributed.minibatch import BatchLoss
 from pipesight.distributed.model_placement import Placement
+from pipesight.distributed.model_plan import Plan
 from pipesight.distributed.model_stage import ModelBatch
 from pipesight.distributed.model_verification import verify_step
 from pipesight.distributed.step_runner import CallRunner

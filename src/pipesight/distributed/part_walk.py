@@ -21,7 +21,7 @@ from pipesight._torch.autograd import around_functions, next_sequence_number
 from pipesight._torch.function_modes import innermost_mode, without_innermost_mode
 from pipesight._torch.tensors import with_function_overrides
 from pipesight.distributed import stand_ins
-from pipesight.distributed.dry_run import Plan
+from pipesight.distributed.model_plan import Plan
 from pipesight.distributed.model_walk import Call, Doors, Name, Walk
 from pipesight.pipeline.checkpoint import Buffers
 from pipesight.pipeline.entering import EnteredArguments
