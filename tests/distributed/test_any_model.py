@@ -343,6 +343,24 @@ def test_replicas(tmp_path):
     calls = [((s, t), {}) for s, t in zip(source.chunk(4), target.chunk(4))]
     torch.testing.assert_close(loss, plain_step(plain, calls, [1] * 4))
     same_gradients(pipeline, plain)
+
+    class Sometimes(nn.Module):  # uses a weight of partition 0 in partition 1, if the batch asks for it
+        def __init__(self):
+            super().__init__()
+            self.extra, self.a, self.b = nn.Parameter(torch.ones(4)), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.b(self.a(x))
+            return {"loss": (y * self.extra if bool((x > 2).any()) else y).square().mean()}
+
+    x = torch.linspace(0, 3, 32).view(8, 4)
+    torch.manual_seed(0)
+    plain = Sometimes()
+    pipeline = DistributedPipeline(copy.deepcopy(plain), cuts=["b"], chunks=2, mesh=mesh, timeout=30)
+    for _ in range(2):
+        pipeline.step(x[mine])
+        plain_step(plain, [((part,), {}) for part in x.chunk(4)], [1] * 4)
+    same_gradients(pipeline, plain)
     """
     torchrun(4, body, tmp_path, begin=BEGIN)
 

@@ -101,18 +101,25 @@ class Placement:
         Args:
             used: The parameters that each partition uses, by name.
         """
+        return self.add_copies([(name, self._rank_of(j)) for j, names in enumerate(used) for name in sorted(names)])
+
+    def add_copies(self, users: Iterable[tuple[str, int]]) -> list[str]:
+        """Give copies to ranks that use parameters of others; return the names of those that are new."""
         new = []
-        for j, names in enumerate(used):
-            rank = self._rank_of(j)
-            for name in sorted(names):
-                if rank not in self.users[name]:
-                    self.users[name].add(rank)
-                    new.append(name)
-                    if rank == self._mesh.position:
-                        self._hold(name)
+        for name, rank in users:
+            if rank not in self.users[name]:
+                self.users[name].add(rank)
+                new.append(name)
+                if rank == self._mesh.position:
+                    self._hold(name)
         if new:
             self._links = self._find_links()
         return new
+
+    @property
+    def copies(self) -> list[tuple[str, int]]:
+        """The parameters with copies, and the ranks of the pipeline that have them."""
+        return [(name, k) for name, ranks in self.users.items() for k in sorted(ranks) if k != self.owner[name]]
 
     @property
     def owned(self) -> list[str]:

@@ -261,7 +261,12 @@ class ModelStepRunner(CallRunner):
         text = repr([plan.fingerprint() for plan in plans])
         message["plan"] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         message["weight"] = sum(weights)
+        message["copies"] = self._placement.copies
         messages = self._agreement.settle(message, error)
+        # What one replica uses, all have: they average the same gradients.
+        if self._placement.add_copies([pair for answer in messages.values() for pair in answer["copies"]]):
+            self._placed = []
+            self._place(plans)
         for pipeline in self._mesh.pipelines:
             if len({messages[rank]["plan"] for rank in pipeline}) > 1:
                 raise RuntimeError(
