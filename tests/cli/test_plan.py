@@ -495,7 +495,7 @@ def test_settings_that_run_are_those_that_the_engine_takes(schedule):
         assert setting.runs == kind.fits(chunks, partitions, setting.stages), setting
 
 
-def test_an_order_is_searched_and_written(over_ranks, tmp_path):
+def test_an_order_is_searched_and_written(over_ranks, recorded, tmp_path):
     """What a search finds is no slower than any plan, fits, and is written as a file that ranks run."""
     named = validated("plan", json.loads(plan(over_ranks, "--chunks", "4,6", "--json").stdout))["plans"]
     file = tmp_path / "mine.csv"
@@ -510,6 +510,8 @@ def test_an_order_is_searched_and_written(over_ranks, tmp_path):
     text = plan(over_ranks, "--chunks", "4,6", "--schedule", "1f1b", "--out", file).stdout
     assert text.endswith(f'schedule="{file}", checkpoint="never")\n')
     assert load_schedule(file).name == "mine"
+    text = plan(recorded, "--chunks", "4", "--schedule", "1f1b", "--out", file).stdout
+    assert re.search(rf'one process:\nPipeline\(model, .*schedule="{file}"\)\nover ranks:\nDistributed', text)
     wrong = plan(over_ranks, "--out", tmp_path / "mine.txt")
     assert (wrong.returncode, "must end in .csv" in wrong.stderr) == (2, True)
 

@@ -66,14 +66,26 @@ class Outcome:
 
     def call(self, plan: Plan) -> str | None:
         """Return the code that runs a plan, where the engine of the run can."""
-        n = plan.setting.partitions
         units = self.costs.units
         if self.measured is not None and self.measured.facts.ranks is not None:
             return distributed_call(plan, units, file=self.file)
-        devices = None
-        if self.devices is not None:
-            devices = [self.devices if self.devices == "cpu" else f"{self.devices}:{j}" for j in range(n)]
-        return plan.call(devices, units, in_steps=self.in_steps, file=self.file)
+        return plan.call(self._devices(plan), units, in_steps=self.in_steps, file=self.file)
+
+    def calls_with_file(self, plan: Plan) -> dict[str, str]:
+        """Return the code that runs the order in the file, by where: over ranks and, unless the run was, in steps."""
+        units = self.costs.units
+        found = {"over ranks": distributed_call(plan, units, file=self.file, by_file=True)}
+        if self.measured is None or self.measured.facts.ranks is None:
+            steps = plan.call(self._devices(plan), units, file=self.file, by_file=True)
+            found = {"in the steps of one process": steps, **found}
+        return {where: call for where, call in found.items() if call is not None}
+
+    def _devices(self, plan: Plan) -> list[str] | None:
+        if self.devices is None:
+            return None
+        return [
+            self.devices if self.devices == "cpu" else f"{self.devices}:{j}" for j in range(plan.setting.partitions)
+        ]
 
     @property
     def in_steps(self) -> bool:

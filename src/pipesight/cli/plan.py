@@ -99,7 +99,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--out",
         type=Path,
         metavar="FILE.csv",
-        help="write the order of tasks of the fastest plan; DistributedPipeline(schedule=FILE) runs it",
+        help="write the order of tasks of the fastest plan; Pipeline(schedule=FILE) and DistributedPipeline run it",
     )
     add(
         "--format",
@@ -230,14 +230,8 @@ def _print(options: argparse.Namespace, outcome: Outcome) -> None:
     if options.html is not None:
         print(f"\nthe timelines are in {options.html}")
     if options.out is not None:
-        print(f"\nthe order of the fastest plan is in {options.out}; {_with_file(outcome)}")
-
-
-def _with_file(outcome: Outcome) -> str:
-    from pipesight.plan.plans import distributed_call
-
-    call = distributed_call(outcome.plans[0], outcome.costs.units, file=outcome.file, by_file=True)
-    return f"over ranks, this runs it:\n{call}"
+        calls = [f"{where}:\n{call}" for where, call in outcome.calls_with_file(outcome.plans[0]).items()]
+        print(f"\nthe order of the fastest plan is in {options.out}; this runs it", "\n".join(calls))
 
 
 def _write_page(options: argparse.Namespace, outcome: Outcome) -> None:

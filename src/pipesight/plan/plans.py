@@ -92,6 +92,7 @@ class Plan:
         *,
         in_steps: bool = False,
         file: str = "schedule.csv",
+        by_file: bool = False,
     ) -> str | None:
         """Return the code that runs it in one process; ``None`` if that has no such schedule.
 
@@ -100,8 +101,11 @@ class Plan:
             units: The layers, by name, of a model that `pipesight.Pipeline` runs; by default it is for `GPipe`.
             in_steps: Whether it is for the steps of a `pipesight.Pipeline`, which have schedules.
             file: Where an order that a search found is written.
+            by_file: Whether any order is in the file; it is then for steps.
         """
+        in_steps |= by_file
         name = self._name_in_steps(file, on_cpu=devices is None or "cpu" in devices) if in_steps else None
+        name = file if by_file else name
         if name is None and (in_steps or self.schedule_name != "gpipe"):
             return None
         homes = self.schedule.device_of_stage
