@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipesight.cli import main
 from support.commands import pipesight
 from support.processes import STRICT_PYTHON
 from support.synthetic import Made
@@ -208,6 +209,27 @@ def test_foreign_trace(tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert "aten::mm" in ended.stdout
     assert "bubble cannot be computed" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("set_to", "coloured"),
+    [
+        ({}, False),
+        ({"FORCE_COLOR": "1"}, True),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        ({"FORCE_COLOR": "", "NO_COLOR": ""}, False),
+    ],
+)
+def test_colours(run, set_to, coloured, monkeypatch, capsys):
+    """What is no terminal gets colours if FORCE_COLOR is set, unless NO_COLOR is; JSON and lines of steps never do."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_to.items():
+        monkeypatch.setenv(name, value)
+    for arguments, may in ((["report", run], True), (["report", run, "--json"], False), (["watch", run], False)):
+        assert main([str(argument) for argument in arguments]) == 0
+        assert ("\x1b[" in capsys.readouterr().out) == (coloured and may)
 
 
 def test_no_torch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -46,7 +47,7 @@ def print_sections(config: Config, layers: Sequence[str] | None, selected: Mappi
 
 def _console() -> Console:
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=False)
-    if not console.is_terminal and not os.environ.get("COLUMNS"):
+    if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
         console = Console(markup=False, highlight=False, emoji=False, width=UNWRAPPED)
     return console
 

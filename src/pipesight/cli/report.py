@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pipesight.cli._colour import in_colour
 
 if TYPE_CHECKING:
     from pipesight.analysis.report import Report
@@ -135,9 +136,8 @@ def _write_page(options: argparse.Namespace, output: Path | None) -> Path:
 def _look(options: argparse.Namespace) -> dict[str, Any]:
     """Return the width, and whether the output takes colours and more than ASCII."""
     width = options.width or min(shutil.get_terminal_size((80, 24)).columns, 200)
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "")
-    return {"width": width, "colour": colour, "ascii": not encoding.startswith("utf")}
+    return {"width": width, "colour": in_colour(), "ascii": not encoding.startswith("utf")}
 
 
 def _print(what: str | dict[str, Any]) -> None:

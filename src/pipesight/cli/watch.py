@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipesight.cli._colour import in_colour
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
@@ -60,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"pipesight watch: error: {error}", file=sys.stderr)
         return WRONG
     console = Console(markup=False, highlight=False, emoji=False)
-    live = console.is_terminal and not options.plain and not console.is_dumb_terminal
+    # Where FORCE_COLOR is set, everything is a terminal to rich.
+    live = sys.stdout.isatty() and not options.plain and not console.is_dumb_terminal
     follower = Follower(options.run_path)
     try:
         if live and console.width >= LEAST[0] and console.height >= LEAST[1]:
@@ -161,7 +164,7 @@ def _drawn(frame: Frame, console: Console, *, spare: int = 0) -> Text:
         frame,
         width=console.width,
         height=console.height - spare,
-        colour=console.color_system is not None,
+        colour=in_colour(),
         ascii=console.options.ascii_only,
     )
     return Text.from_ansi("\n".join(lines), no_wrap=True, end="")
