@@ -14,6 +14,7 @@ from torch import nn
 
 from pipesight._logger import own_logger
 from pipesight.recording._guard import Guard
+from pipesight.recording.notebook_line import NotebookLine, in_notebook
 from pipesight.recording.options import RecordingOptions, level_number
 from pipesight.recording.pipeline_description import Pipeline
 from pipesight.recording.rank_clocks import RankClocks
@@ -109,6 +110,7 @@ class Observation:
         self._clocks: RankClocks | None = None
         self._guard = Guard()
         self._skipped_steps = 0
+        self._line: NotebookLine | None = None
 
     def __repr__(self) -> str:
         return f"<Observation {str(self.path)!r}, step {self.step_number}>"
@@ -165,6 +167,7 @@ class Observation:
             self._start(stack)
             stack.pop_all()
         self._begun, self._process, _running = True, os.getpid(), self
+        self._guard("show the recording", self._show)
         return self
 
     def __exit__(
@@ -192,6 +195,10 @@ class Observation:
         self._begun = True
         self._directory, self._counter, self._recorders = running._directory, running._counter, running._recorders
         return self
+
+    def _show(self) -> None:
+        if self._directory.rank == 0 and in_notebook():
+            self._line = NotebookLine(self.path)
 
     def _start(self, stack: contextlib.ExitStack) -> None:
         directory, recorders = self._directory, self._recorders
@@ -241,6 +248,8 @@ class Observation:
             self._detach()
             self._record.end(outcome)
             self._record.forget_pipelines()
+            if self._line is not None:
+                self._guard("show the recording", self._line.end, outcome, whole=self._counter.ended)
 
     def _detach(self) -> None:
         """Remove everything that is attached to this process."""
@@ -269,6 +278,8 @@ class Observation:
         self.join()
         if self._record is not None and self._process == os.getpid():
             self._guard("describe the run", self._record.write_now_and_then)
+        if self._line is not None and self._process == os.getpid():
+            self._guard("show the recording", self._line.turn, last)
 
     def stepped(self) -> None:
         """An optimizer has stepped, so the next step may begin."""

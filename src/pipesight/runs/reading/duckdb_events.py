@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from pipesight.runs.reading import _adoption_sql as adoption
 from pipesight.runs.reading import _duckdb_sql as sql
+from pipesight.runs.reading._progress_bar import without_progress_bar
 from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
 from pipesight.runs.reading.reader_notes import NotARunError
 
@@ -80,7 +81,7 @@ class DuckEvents:
                 "autoinstall_known_extensions": False,
             }
         )
-        self._database.execute("SET enable_progress_bar = false")  # it would print to stdout when a query takes seconds
+        without_progress_bar(self._database)
         self._database.execute(sql.SOURCES)
         if whole:
             self._database.execute(sql.WHOLE)

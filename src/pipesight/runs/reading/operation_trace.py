@@ -10,6 +10,7 @@ import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipesight.runs.reading._progress_bar import without_progress_bar
 from pipesight.runs.reading.event_tables import Operations
 from pipesight.runs.reading.operation_kinds import KINDS
 from pipesight.runs.reading.reader_notes import NotARunError
@@ -47,7 +48,7 @@ def read_operations(path: Path) -> Operations:
     config = {"autoinstall_known_extensions": False}
     with duckdb.connect(config=config) as database:  # type: ignore[arg-type]  # DuckDB takes booleans
         try:
-            database.execute("SET enable_progress_bar = false")
+            without_progress_bar(database)
             return _read(database, path)
         except duckdb.Error as error:
             raise NotARunError(f"cannot be read: {str(path)!r} ({str(error).partition(chr(10))[0]})") from None
