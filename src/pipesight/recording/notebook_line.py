@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,4 @@ def in_notebook() -> bool:
 
 
 def _displayed(content: dict[str, str]) -> Any:
-    from IPython.display import display
-
-    return display(content, raw=True, display_id=True)
+    return import_module("IPython.display").display(content, raw=True, display_id=True)
