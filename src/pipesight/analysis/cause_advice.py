@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipesight._formatting import rough_percent
 from pipesight.analysis.planned_changes import AT_MOST, Change
-from pipesight.analysis.slow_causes import Cause
+from pipesight.analysis.slow_causes import Cause, doing
 from pipesight.analysis.what_if import WhatIf
 from pipesight.plan.plans import WORTH
 
@@ -36,7 +36,7 @@ def changes_by_causes(found: WhatIf, *, jitter: float) -> tuple[list[Change], fl
 
 def _words(cause: Cause, found: WhatIf) -> tuple[str, str] | None:
     """Return what to do about a cause, and why."""
-    usual = "computes longer than usual for its stage, and others wait for it"
+    usual = f"takes longer than usual for its stage{doing(cause)}, and others wait for it"
     if cause.kind == "rank":
         return f"check {' and '.join(_names(cause, found))}: its machine, and what else runs there", usual
     if cause.kind == "replica":
