@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import types
 import uuid
 from collections.abc import Callable, Generator, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -147,8 +148,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             raise TypeError(f"skippable decorates an nn.Module class, but got {_class(cls)}")
         original = getattr(cls.forward, "skippable_forward", cls.forward)
         if "stashable_names" in vars(cls):
-            metaclass: Any = type(cls)
-            cls = metaclass(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+            own = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+            cls = types.new_class(cls.__name__, (cls,), exec_body=lambda names: names.update(own))
 
         @functools.wraps(original)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
