@@ -25,6 +25,7 @@ __all__ = [
     "hook_gradient",
     "in_backward",
     "innermost_saved_tensor_hooks",
+    "is_of_function",
     "keeps_graph",
     "next_sequence_number",
     "override_checkpoint_check",
@@ -48,6 +49,11 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return the number that the next autograd node made in this thread gets; later nodes have higher ones."""
+
+
+def is_of_function(node: Any, function: Any) -> bool:
+    """Tell whether an autograd node is one of an ``autograd.Function``."""
+    return isinstance(node, function._backward_cls)
 
 
 def in_backward() -> bool:

@@ -23,11 +23,11 @@ import threading
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pipesight._nested import map_tensors, tensors_in
 from pipesight._patches import Patches
+from pipesight.pipeline.guard import guard
 
 __all__ = ["Attributes", "PassAttributes", "watch_attributes"]
 
@@ -219,29 +219,13 @@ class _Attribute:
         return found.__get__(module, owner) if hasattr(found, "__get__") else found
 
 
-class _Guard(torch.autograd.Function):
-    """A tensor that can be looked at but not differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, where: str) -> Tensor:
-        ctx.where = where
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
-        raise RuntimeError(
-            f"{ctx.where} is a tensor with a graph that one micro-batch has left there, and it was differentiated in "
-            "another, or outside the pipeline, where that graph cannot be reached; return it from forward, or write "
-            "detach() of it into the attribute"
-        )
-
-
 def _guarded(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    if tensor.grad_fn is None or isinstance(tensor.grad_fn, _Guard._backward_cls):
-        return tensor
-    with torch.enable_grad():
-        guarded: Tensor = _Guard.apply(tensor.detach().requires_grad_(), f"{type(module).__name__}.{name}")  # type: ignore[no-untyped-call]
-    return guarded
+    return guard(
+        tensor,
+        f"{type(module).__name__}.{name} is a tensor with a graph that one micro-batch has left there, and it was "
+        "differentiated in another, or outside the pipeline, where that graph cannot be reached; return it from "
+        "forward, or write detach() of it into the attribute",
+    )
 
 
 def _value(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipesight._torch.autograd import PythonNode
+from pipesight._torch.autograd import PythonNode, is_of_function
 from pipesight.pipeline.aliasing import Region
 from pipesight.pipeline.checkpoint import Checkpoint
 from pipesight.pipeline.gradients import run_graph
@@ -164,7 +164,7 @@ def leads_to_roots(tensors: Iterable[Tensor]) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        if isinstance(node, _Enter._backward_cls):
+        if is_of_function(node, _Enter):
             return True
         stack += [above for above, _ in node.next_functions]
     return False

@@ -15,10 +15,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from pipesight._nested import tensors_in
 from pipesight.pipeline.batch_dims import BatchDims, Rule
 from pipesight.pipeline.calls import SplitCall, is_batch_size
 from pipesight.pipeline.flattening import Flat, equal, flatten
+from pipesight.pipeline.guard import guard_all
 
 __all__ = ["Merge", "Weigh", "Weights", "flatten_output", "weigh_by_samples"]
 
@@ -43,8 +43,15 @@ def weigh_by_samples(name: str, losses: Sequence[Tensor], sizes: Sequence[int]) 
 
 
 def flatten_output(output: Any, dims: BatchDims) -> Flat:
-    """Take the output of a micro-batch apart."""
-    return flatten(output, "output", opaque=dims.listed("items"))
+    """Take the output of a micro-batch apart; what is a list of items, or wanted of one micro-batch, stays as it is."""
+    flat = flatten(output, "output", opaque=dims.listed("items") | dims.listed("first"))
+    for k, (value, name) in enumerate(zip(flat.values, flat.value_names, strict=True)):
+        flat.values[k] = guard_all(
+            value,
+            f"a tensor in {name!r}, which batch_dim says is 'items' or 'first', cannot be differentiated outside the "
+            "pipeline; stack the tensors in the model, or compute there what is differentiated",
+        )
+    return flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +269,6 @@ class Merge:
         return column[0]
 
     def _concatenated(self, name: str, column: Sequence[Any]) -> Any:
-        if any(t.requires_grad for value in column for t in tensors_in(value)):
-            raise ValueError(
-                f"the tensors in {name!r}, a list with one item for each sample, must not require grad; stack them in "
-                "the model, or call it under torch.no_grad()"
-            )
         lengths = [len(value) for value in column]
         if lengths != list(self._sizes):
             raise ValueError(
@@ -294,7 +296,7 @@ def _different(first: Flat, flat: Flat, i: int) -> str:
     return (
         f"all micro-batches must return the same structure, but micro-batch 0 has {mine[1]} at {mine[0]!r} where "
         f"micro-batch {i} has {theirs[1]} at {theirs[0]!r}; if it is a list with one item for each sample, say so: "
-        "batch_dim={'output': 'items'}"
+        f"batch_dim={{{theirs[0]!r}: 'items'}}; 'first' takes that of the first micro-batch"
     )
 
 
