@@ -364,6 +364,22 @@ def test_state_kept_between_calls_is_refused() -> None:
         pipe(torch.randn(2, 4)).sum().backward()
 
 
+def test_a_tensor_kept_in_a_dict_is_told() -> None:
+    class Caching(Filling):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: dict[str, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.kept.setdefault("weight", self.layers[0].weight.exp())
+            return self.layers[1](x @ weight)  # type: ignore[no-any-return]
+
+    Pipeline(Caching(), ["layers.1"], chunks=1)(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"a second time|was computed before this call") as error:
+        Pipeline(Caching(), ["layers.1"], chunks=2)(torch.ones(2, 4)).sum().backward()
+    assert "detach() " in f"{error.value} {error.value.__notes__}"
+
+
 def test_a_unit_that_is_registered_before_the_cut_and_called_after_it() -> None:
     """Where it belongs is found by several micro-batches at once; those after them count its gradient once."""
 

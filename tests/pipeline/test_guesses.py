@@ -17,14 +17,16 @@ from support.against_plain import rand
 
 
 class Scorer(nn.Module):
-    """Adds a table of positions, weighs samples by a list, and counts in place."""
+    """Adds a table of positions and two patches of each sample, weighs samples by a list, and counts in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, table=None, weights=None, count=None) -> Tensor:
+    def forward(self, x: Tensor, table=None, weights=None, count=None, patches=None) -> Tensor:
         x = self.first(x)
+        if patches is not None:
+            x = x + patches.view(len(x), 2, 4).sum(1, keepdim=True)
         if table is not None:
             x = x + table
         if count is not None:
@@ -130,6 +132,7 @@ def test_a_whole_argument_that_is_changed_in_place_is_refused():
     [
         (8, {"table": rand(8, 4).float()}, r"batch_dim=\{'table': None\}"),  # broadcast: silent otherwise
         (4, {"table": rand(8, 4).float()}, r"\(it fails\).*batch_dim=\{'table': None\}"),
+        (4, {"patches": rand(16, 4).float()}, r"\(it fails\).*batch_dim=\{'patches': 0\}"),
         (8, {"weights": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]}, r"batch_dim=\{'weights': 'items'\}"),
     ],
 )

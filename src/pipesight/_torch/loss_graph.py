@@ -159,7 +159,7 @@ def _is_parameter(node: Any) -> bool:
 
 
 def _is_range(target: Tensor, shape: torch.Size) -> bool:
-    """Whether the class of sample k is k, of as many classes as there are samples."""
-    if target.dim() != 1 or len(shape) != 2 or shape[0] != shape[1] or shape[0] < 2:
+    """Whether the class of sample k is k, of as many classes as there are samples; even one, which is no class else."""
+    if target.dim() != 1 or len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         return False
     return bool(torch.equal(target, torch.arange(len(target), dtype=target.dtype, device=target.device)))

@@ -39,7 +39,9 @@ class Share:
             return ["items"]
         if self.dim is not None:
             return [None]
-        return [dim for dim, length in enumerate(self.value.shape) if length == size]
+        rows = [dim for dim, length in enumerate(self.value.shape) if length == size]
+        several = self.value.dim() and self.value.size(0) > size > 0 and self.value.size(0) % size == 0
+        return [*rows, *([0] if several else [])]  # such as the patches of pictures
 
 
 def doubt(share: Share, source: Share | None, size: int) -> str:

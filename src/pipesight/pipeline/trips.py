@@ -303,6 +303,15 @@ class TripBackward(BackwardPass):
         self.mailboxes.add(routes)
         self._total = GradientSum()
 
+    def fail(self, error: BaseException, where: Where) -> None:
+        """End the pass because of an exception."""
+        if isinstance(error, RuntimeError) and "backward through the graph a second time" in str(error):
+            error.add_note(
+                "micro-batches may share a tensor that one of them computed, from a list or dict where the model keeps "
+                "it for other calls: detach() it there, or use chunks=1"
+            )
+        super().fail(error, where)
+
     def total(self) -> GradientSum:
         """Return the gradients of all partitions; those of copies of a parameter are its own."""
         self._total = super().total()
