@@ -335,7 +335,8 @@ def test_memory_of_any_order(tmp_path):
         found = measured(over_ranks(tmp_path / name, schedule, {"F": 100, "B": 200}, layers=2, name="gpipe"))
         assert found.setting == Setting("1f1b" if name == "1f1b" else "gpipe", 2, 4, "never")
         # Two layers of 1000 bytes of parameters a rank, twice; 100 bytes go out of each layer, a quarter at a time.
-        kept = [4, 4] if name == "theirs" else [2, 1]
+        # When the gradients of parameters are there, the first micro-batch is not.
+        kept = [3, 3] if name == "theirs" else [2, 1]
         expected = [4000 + kept[0] * 50, 4000 + kept[1] * (50 + 25)]
         assert device_bytes(found.schedule, found.costs, found.balance) == pytest.approx(expected)
 

@@ -79,6 +79,14 @@ def test_offset_and_drift_are_found(recorded):
         assert own["offset_correction_ns"] == pytest.approx(-ahead, abs=20_000_000)
 
 
+def test_memory_of_each_rank(report):
+    """Each rank counts its own partition: 1F1B keeps fewer micro-batches, the nearer a partition is to the last."""
+    entries = report.memory.partitions
+    assert [(entry.partition, entry.rank) for entry in entries] == [(j, j) for j in range(4)]
+    microbatch = 2 * 4 * 4
+    assert [entry.parts["inputs"] for entry in entries[1:3]] == [3 * microbatch, 2 * microbatch]
+
+
 def test_one_clock(recorded):
     """On the common clock no task begins before the one that made its input has ended."""
     error = clock_of(recorded, 0)["error_ns"] // 1000 + 1

@@ -228,19 +228,20 @@ def test_links_take_time():
 
 
 def test_memory_of_plans():
-    """Checkpointed micro-batches keep inputs, the others all activations; parameters count with their gradients."""
+    """Checkpointed micro-batches keep inputs, the others all activations; gradients come with the first backward."""
     layer = Layer("a", 1, 1, kept_bytes=80, output_bytes=8, parameter_bytes=5)
     costs = Costs((layer, layer), input_bytes=16)
 
     def memory(schedule, checkpoint):
         return predict(costs, Setting(schedule, 2, 8, checkpoint), [1, 1]).memory_bytes
 
-    assert memory("gpipe", "never") == (8 * (2 + 10) + 10, 8 * (1 + 10) + 10)
-    assert memory("gpipe", "always") == (8 * 2 + 10 + 10, 8 * 1 + 10 + 10)
-    assert memory("gpipe", "except_last") == (8 * 2 + 10 + 10, 8 * 1 + 10 + 10)
-    assert memory("1f1b", "never") == (2 * (2 + 10) + 10, 1 + 10 + 10)
-    assert memory("1f1b", "always") == (2 * 2 + 10 + 10, 1 + 10 + 10)
-    assert memory("zero-bubble", "never") == (2 * (2 + 10) + 10, 2 * (1 + 10) + 10)
+    # 5 bytes of weights always, those of gradients from the first backward on; the first device has the batch.
+    assert memory("gpipe", "never") == (16 + 8 * 10 + 5, 8 * (1 + 10) + 5)
+    assert memory("gpipe", "always") == (16 + 10 + 10, 7 * 1 + 10 + 10)
+    assert memory("gpipe", "except_last") == (16 + 10 + 10, 7 * 1 + 10 + 10)
+    assert memory("1f1b", "never") == (16 + 2 * 10 + 10, 1 + 10 + 10)
+    assert memory("1f1b", "always") == (16 + 10 + 10, 1 + 10 + 10)
+    assert memory("zero-bubble", "never") == (16 + 2 * 10 + 10, 2 * (1 + 10) + 10)
 
 
 def plain_peak(schedule, device, inputs, kept):

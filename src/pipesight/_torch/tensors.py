@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "base_of",
     "current_gpu",
     "in_transform",
     "is_capturing_stream",
@@ -19,6 +20,7 @@ __all__ = [
     "is_tracing",
     "is_transformed",
     "is_view",
+    "local_part",
     "raw_stream",
     "storage_id",
     "with_function_overrides",
@@ -54,6 +56,18 @@ raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 
 is_capturing_stream: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 """Tell whether a CUDA graph captures the current stream, where CUDA is initialised: the C function itself."""
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Return what a tensor is a view of, if it is one, and otherwise the tensor."""
+    base = tensor._base if tensor._is_view() else None
+    return tensor if base is None else base
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that is spread over ranks, and any other tensor as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def current_gpu() -> int:

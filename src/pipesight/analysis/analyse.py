@@ -18,6 +18,7 @@ from pipesight.analysis.described_pipelines import pipelines_of, replicas_in
 from pipesight.analysis.gpu_times import gpu_times, profiled_steps
 from pipesight.analysis.layer_times import LayerReport, layer_reports, with_weights
 from pipesight.analysis.measured_costs import Measured, measure_steps
+from pipesight.analysis.memory import memory_of
 from pipesight.analysis.nonfinite import first_nonfinite
 from pipesight.analysis.overall import overall_of
 from pipesight.analysis.own_spans import own_times, pipeline_edges
@@ -116,7 +117,8 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     layers = layer_reports(layer_times, [layer for pipeline in described for layer in pipeline.layers])
     complete = own.where(timed.counted_minibatches & (own.kind != INCOMPLETE))
     links = find_links(complete, tasks, transfers, counted, run.description)
-    points = run.points()
+    points, edges = run.points(), pipeline_edges(minibatches, replicas)
+    memory = memory_of(points, edges)
     stops = stops_in(points)
 
     def operations_of(minibatches: MiniBatchTable) -> RecordedOperations | None:
@@ -130,7 +132,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     if overall is not None and len(pipelines) == 1:
         facts = pipelines[0].facts
         measured = measure_steps(
-            run, facts, timed, tasks, bubble=overall.bubble, layers=layer_times, transfers=transfers
+            run, facts, timed, tasks, bubble=overall.bubble, layers=layer_times, transfers=transfers, memory=memory
         )
         changes = find_changes(Situation.of(counted, facts=facts, measured=measured, links=links, replays=replays))
     stragglers = [
@@ -141,7 +143,6 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     held = waits.held(counted)
     program = run.program()
     own_spans = program.where(is_own(program))
-    edges = pipeline_edges(minibatches, replicas)
     curves = curves_of(points, edges)
     verdict = with_losses(
         with_waits(verdict_on(overall, pipelines, changes, slowed=replays is not None and bool(replays.causes)), held),
@@ -184,6 +185,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         own_times=own_times(own_spans, counted, minibatches=minibatches, tasks=tasks, spans=spans, replicas=replicas),
         curves=curves,
         moments=moments_of(points, edges),
+        memory=memory,
     )
 
 
@@ -246,6 +248,7 @@ def _without_tasks(run: Run, steps: range | None) -> Report:
             own_spans=own_spans_of(spans),
             curves=curves,
             moments=moments_of(points, program.edges()),
+            memory=memory_of(points, program.edges()),
         )
     times = run.names()
     rows = zip(times.category.tolist(), times.name.tolist(), times.count.tolist(), times.total.tolist(), strict=True)

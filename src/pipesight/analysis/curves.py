@@ -68,7 +68,7 @@ class StepEdges(Table):
 def curves_of(points: Points, edges: StepEdges) -> tuple[Curve, ...]:
     """Return the curves of all counters, by name: the loss and the learning rate come first."""
     own = points.where(points.category == "counter")
-    steps = _steps_of(own, edges)
+    steps = steps_of(own, edges)
     sums: dict[tuple[str, str], dict[int, list[float]]] = {}
     for name, text, step in zip(own.name.tolist(), own.values.tolist(), steps.tolist(), strict=True):
         if step is None:
@@ -91,7 +91,7 @@ def moments_of(points: Points, edges: StepEdges) -> tuple[Moment, ...]:
     rows = zip(
         own.name.tolist(),
         own.rank.tolist(),
-        _steps_of(own, edges).tolist(),
+        steps_of(own, edges).tolist(),
         own.begin.tolist(),
         own.values.tolist(),
         strict=True,
@@ -100,7 +100,7 @@ def moments_of(points: Points, edges: StepEdges) -> tuple[Moment, ...]:
     return tuple(sorted(found, key=lambda moment: (moment.time, moment.rank)))
 
 
-def _steps_of(points: Points, edges: StepEdges) -> Column:
+def steps_of(points: Points, edges: StepEdges) -> Column:
     """Return the number of the step in which each lies; ``None`` before the first."""
     found = np.full(len(points), None, object)
     for rank in np.unique(points.rank):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipesight.analysis.described_pipelines import DescribedLayer, DescribedPipeline
+from pipesight.analysis.memory import MemoryReport
 from pipesight.runs.reading.event_tables import LayerTimes
 from pipesight.schedule.costs import WEIGHT_SHARE, Layer
 from pipesight.schedule.simulation import Times
@@ -46,7 +47,13 @@ class LayerCosts:
 
 
 def layer_costs_of(
-    run: Run, facts: DescribedPipeline, times: LayerTimes, tasks: Times, usual: Times, chunks: int
+    run: Run,
+    facts: DescribedPipeline,
+    times: LayerTimes,
+    tasks: Times,
+    usual: Times,
+    chunks: int,
+    memory: MemoryReport | None,
 ) -> LayerCosts:
     """Find the layers of a pipeline.
 
@@ -57,6 +64,7 @@ def layer_costs_of(
         tasks: Microseconds of a task in the mean of all mini-batches, by kind and partition; backwards as a whole.
         usual: The same in the mean of the usual ones, which plans are about.
         chunks: How many micro-batches there were.
+        memory: What layers keep, if it was counted.
     """
     n = tasks.shape[1]
     notes = []
@@ -72,15 +80,17 @@ def layer_costs_of(
     sizes = {(fact.partition, fact.name): fact for fact in facts.layers}
     if not any(fact.parameter_bytes for fact in facts.layers):
         notes.append("the run does not record layer sizes, so memory is unknown")
-    elif any(fact.output_bytes for fact in facts.layers):
+    elif memory is None or not memory.layers:
         notes.append("activations are estimated from layer outputs; --model counts everything that is kept")
+    kept = _Kept(memory, facts, chunks)
     layers = []
     for j, own in enumerate(names):
         for k, name in enumerate(own):
             forward, recompute, backward = (float(means[j][phase, k] * scale[phase, j]) for phase in _PHASES)
             each = _each(forward, EACH[kind][0]), _each(backward, EACH[kind][1])
             again = recompute if tasks[R, j] > 0 else None
-            layers.append(_layer(name, (forward, again, backward), each, chunks, sizes.get((j, name))))
+            fact = sizes.get((j, name))
+            layers.append(_layer(name, (forward, again, backward), each, chunks, fact, kept.of(j, name, fact)))
     return LayerCosts(tuple(layers), tuple(map(len, names)), besides, _weight_share(times), known, tuple(notes))
 
 
@@ -95,8 +105,9 @@ def _layer(
     each: tuple[float, float],
     chunks: int,
     fact: DescribedLayer | None,
+    kept: tuple[float, float],
 ) -> Layer:
-    """Make a layer from the microseconds that a micro-batch takes."""
+    """Make a layer from the microseconds that a micro-batch takes, and the bytes that a batch keeps and shares."""
     forward, recompute, backward = times
     batch = chunks * MICROSECOND
     output = float(fact.output_bytes or 0) if fact is not None else 0.0
@@ -108,10 +119,42 @@ def _layer(
         None if recompute is None else max(recompute - each[0], 0.0) * batch,
         forward_each=each[0] * MICROSECOND,
         backward_each=each[1] * MICROSECOND,
-        kept_bytes=output,
+        kept_bytes=kept[0],
+        shared_bytes=kept[1],
         output_bytes=output,
         parameter_bytes=float(fact.parameter_bytes or 0) if fact is not None else 0.0,
     )
+
+
+class _Kept:
+    """What layers keep: as counted, or else their outputs. Asked for in the order of the model."""
+
+    def __init__(self, memory: MemoryReport | None, facts: DescribedPipeline, chunks: int) -> None:
+        entries = memory.layers if memory is not None else ()
+        self._entries = {(entry.partition, entry.name): entry for entry in entries}
+        self._last = {fact.partition: fact.name for fact in facts.layers}
+        self._chunks = chunks
+        self._before = 0.0  # the output of the layer before, of a batch
+        self._partition = 0
+        self._output_kept: float | None = None
+
+    def of(self, j: int, name: str, fact: DescribedLayer | None) -> tuple[float, float]:
+        """Return what a layer keeps of a batch, and what of it does not come on top of its input."""
+        output = float(fact.output_bytes or 0) if fact is not None else 0.0
+        before, self._before = self._before, output
+        begins, self._partition = j != self._partition, j
+        entry = self._entries.get((j, name))
+        if entry is None:
+            # A layer that keeps nothing does not show; neither does any, where nothing was counted.
+            return (0.0, before) if self._entries else (output, 0.0)
+        kept, both, m = entry.kept, entry.both, self._chunks
+        if begins:  # its input came from another partition, whose last layer may keep it itself
+            both = max(entry.earlier - (self._output_kept or 0.0), 0.0)
+            kept += both
+        last = self._entries.get((j, self._last.get(j, "")))
+        self._output_kept = last.output_kept if last is not None else None
+        shared = both * m + before - entry.earlier * m if before else 0.0
+        return kept * m, shared
 
 
 def _names(run: Run, facts: DescribedPipeline, n: int) -> list[list[str]]:

@@ -16,6 +16,7 @@ import numpy as np
 from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.layer_costs import MICROSECOND, layer_costs_of
 from pipesight.analysis.measured_tasks import MeasuredTasks
+from pipesight.analysis.memory import MemoryReport
 from pipesight.analysis.rank_links import Messages, messages_of
 from pipesight.analysis.transfer_waits import arrivals_of
 from pipesight.plan.plans import DISTRIBUTED_NAMES, predict
@@ -41,6 +42,8 @@ ENOUGH = 100
 DOUBTFUL = 0.1
 """Where a plan of the recorded setting is so far from its tasks' own times, layers are not known well enough to tell
 the parts of backwards apart; plans are then compared with the latter."""
+LOSS = "loss_fn"
+"""The name of a loss among the layers that keep something."""
 SMALL_MESSAGE = 64 * 1024
 """Bytes. Smaller messages take as long as the network needs for any, whatever their size."""
 
@@ -79,6 +82,8 @@ class Measured:
     """What simulating it gives for the step; what plans save is compared with this."""
     predicted_bubble: float
     """The bubble of that simulation."""
+    parameter_scale: float | None
+    """Bytes of weights, gradients and optimizer state for each byte of parameters, if they were counted."""
     processors: int | None
     """That the partitions of a replica share, if they compute on a CPU."""
 
@@ -121,6 +126,7 @@ def measure_steps(
     bubble: float,
     layers: LayerTimes,
     transfers: Transfers,
+    memory: MemoryReport | None = None,
 ) -> Measured | None:
     """Find the costs of the steps that count; ``None`` if their order cannot be simulated.
 
@@ -132,6 +138,7 @@ def measure_steps(
         bubble: Of all of them.
         layers: Times of layers in these steps.
         transfers: Of the run.
+        memory: What was counted.
     """
     split, minibatches, times = steps.main_split(), steps.minibatches, steps.counted_times
     if split is None or split.schedule is None:
@@ -143,7 +150,8 @@ def measure_steps(
     n, m = split.schedule.stages, split.schedule.chunks
     usual, rows = _usual(mine, own)
     window, whole = (MeasuredTasks(some, tasks, split.schedule, split.rates) for some in (own.where(rows), own))
-    found = layer_costs_of(run, facts, layers, whole.whole_lengths(computing=False), window.whole_lengths(), m)
+    lengths = whole.whole_lengths(computing=False), window.whole_lengths()
+    found = layer_costs_of(run, facts, layers, *lengths, m, memory)
     besides = found.besides * MICROSECOND
     # A backward that passes its gradient on before it ends lets the next begin early. More tasks would not gain more.
     waited, each = (
@@ -171,6 +179,8 @@ def measure_steps(
         loss=window.loss * MICROSECOND,
         jitter=makespan / even if even > 0 else 1.0,
         outside=outside * MICROSECOND,
+        input_bytes=_input_bytes(memory),
+        loss_bytes=sum(layer.kept for layer in memory.layers if layer.name == LOSS) * m if memory is not None else 0.0,
         minibatches=per_step,
         weight_share=found.weight_share,
         link=link,
@@ -203,6 +213,7 @@ def measure_steps(
         end=end * MICROSECOND,
         predicted_seconds=predicted[0],
         predicted_bubble=predicted[1],
+        parameter_scale=_parameter_scale(memory, facts),
         processors=steps.placements[facts.partitions].processors,
     )
 
@@ -227,6 +238,22 @@ def _setting(facts: DescribedPipeline, schedule: Schedule, checkpoint: str) -> S
                 return setting
     first = all((row[:m, 0] == F).all() for row in schedule.order)
     return Setting("gpipe", n, m, checkpoint) if devices == n and first and facts.schedule == "gpipe" else None
+
+
+def _input_bytes(memory: MemoryReport | None) -> float:
+    """Return the bytes of a batch, as far as the first layer keeps it."""
+    first = next((layer for layer in memory.layers if layer.partition == 0), None) if memory is not None else None
+    return 0.0 if first is None else first.earlier
+
+
+def _parameter_scale(memory: MemoryReport | None, facts: DescribedPipeline) -> float | None:
+    """Return how many bytes are held for each byte of parameters, where an optimizer was seen to have state or none."""
+    parameters = sum(layer.parameter_bytes or 0 for layer in facts.layers)
+    if memory is None or len(memory.steps) < 2 or not parameters:
+        return None
+    first = {entry.partition: entry for entry in reversed(memory.partitions)}  # one replica
+    fixed = sum(entry.parts["weights"] + entry.parts["optimizer_state"] for entry in first.values())
+    return fixed / parameters + 1.0
 
 
 def _between_devices(transfers: Transfers) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from pipesight.analysis.curves import Curve, Moment
 from pipesight.analysis.gpu_times import GpuTimes, ProfiledSteps
 from pipesight.analysis.layer_times import LayerReport
 from pipesight.analysis.measured_costs import Measured
+from pipesight.analysis.memory import MemoryReport
 from pipesight.analysis.nonfinite import NonFinite
 from pipesight.analysis.overall import Overall
 from pipesight.analysis.own_spans import OwnTime
@@ -128,6 +129,8 @@ class Report:
     """Counters over steps: the loss, the learning rate, and the user's own."""
     moments: tuple[Moment, ...] = ()
     """Instants that the user recorded, by time."""
+    memory: MemoryReport | None = field(default=None, repr=False)
+    """What was in memory; ``None`` if it was not counted."""
     minibatches: MiniBatchTable = field(default_factory=MiniBatchTable.empty, repr=False)
     """All mini-batches, including incomplete ones."""
     own: ProgramSpans = field(default_factory=ProgramSpans.empty, repr=False)

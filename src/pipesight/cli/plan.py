@@ -68,8 +68,8 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--parameter-scale",
         type=float,
         metavar="X",
-        default=2.0,
-        help="bytes held per byte of parameters: 2 with gradients, 4 with gradients and Adam (default: 2)",
+        help="bytes held per byte of parameters: 2 with gradients, 4 with gradients and Adam (default: as counted "
+        "in the run, or 2)",
     )
     add(
         "--link-bandwidth",
@@ -166,7 +166,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
         chunks=options.chunks,
         rounds=options.rounds,
         memory=options.memory,
-        parameter_scale=options.parameter_scale,
+        parameter_scale=_parameter_scale(options, measured),
         search=options.search,
         **({} if options.out is None else {"file": str(options.out)}),
     )
@@ -197,6 +197,13 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
     from pipesight.pipeline.profiled_costs import with_sizes
 
     return with_sizes(measured.costs, profiled), measured
+
+
+def _parameter_scale(options: argparse.Namespace, measured: Measured | None) -> float:
+    if options.parameter_scale is not None:
+        scale: float = options.parameter_scale
+        return scale
+    return (measured.parameter_scale if measured is not None else None) or 2.0
 
 
 def _link(options: argparse.Namespace) -> Link | None:

@@ -7,8 +7,9 @@ An engine keeps one `Where` per worker thread and changes it in place; observers
 
 from __future__ import annotations
 
+from pipesight.context.kept import Kept as Kept  # these "as" are for engines and observers
 from pipesight.context.observer import Observer, attach, detach, observers
-from pipesight.context.observer import Observers as Observers  # these "as" are for engines and observers
+from pipesight.context.observer import Observers as Observers
 from pipesight.context.steps import StepCounter as StepCounter
 from pipesight.context.steps import catch_up as catch_up
 from pipesight.context.steps import count_steps as count_steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipesight.context.observer import Observers
@@ -10,6 +11,8 @@ from pipesight.context.observer import Observers
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from pipesight.context.kept import Kept
 
 __all__ = [
     "MicrobatchToken",
@@ -39,6 +42,8 @@ class Where:
         "checkpoint_stop",
         "checkpointing",
         "device",
+        "gradients",
+        "kept",
         "layer",
         "marks",
         "microbatch",
@@ -98,6 +103,10 @@ class Where:
         """The rank that the worker sends to or receives from, between tasks."""
         self.observers = Observers(())
         """The observers of the current pass."""
+        self.kept: Callable[[], Kept] | None = None
+        """When a forward or a recomputation ends, or a layer of one: returns what it keeps for its backward."""
+        self.gradients: Callable[[], Iterable[Tensor]] | None = None
+        """Returns the gradients of weights that the engine holds for the partition, before they are in ``.grad``."""
         self.thread = 0
         """The thread that the tasks are drawn in, if it is not the one that runs them."""
         self.track: Any = None

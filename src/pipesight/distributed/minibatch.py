@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesight.context import MicrobatchToken, Observers, Where
+from pipesight._nested import tensors_in
+from pipesight.context import Kept, MicrobatchToken, Observers, Where
 from pipesight.distributed.failures import RankMonitor
 from pipesight.distributed.loss_check import Evidence
 from pipesight.distributed.loss_weights import LossFunction
@@ -98,3 +99,7 @@ class LocalGraph:
     """Where each layer begins."""
     rest: RestOfBackward | None = None
     """What a split backward leaves for the weights."""
+
+    def kept(self, target: Any = None) -> Kept:
+        """Return what the task keeps for its backward; ``target`` is that of the loss."""
+        return Kept([*self.leaves, *tensors_in(target)], [*self.outputs, self.loss])

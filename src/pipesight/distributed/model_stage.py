@@ -13,6 +13,7 @@ its gradients are added on the way back. ::
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipesight._nested import tensors_in
 from pipesight._torch.loss_graph import LossPart, loss_parts
-from pipesight.context import Unrepeatable
+from pipesight.context import Kept, Unrepeatable
 from pipesight.distributed.minibatch import MiniBatch
 from pipesight.distributed.model_plan import Crossing, Plan
 from pipesight.distributed.model_walk import Doors, Name
@@ -89,6 +91,12 @@ class _Graph:
     rest: RestOfBackward | None = None
     """What a split backward leaves for the weights."""
 
+    def kept(self, call: Any = ()) -> Kept:
+        """Return what the task keeps for its backward; ``call`` has the arguments of the model."""
+        again = (t for unit in self.units for t in unit.arguments)
+        inputs = [*self.leaves.values(), *tensors_in(call), *again]
+        return Kept(inputs, [*self.ends.values(), self.loss], [unit.saved() for unit in self.units])
+
 
 class ModelStage(TransferringStage):
     """A partition of this rank.
@@ -152,6 +160,8 @@ class ModelStage(TransferringStage):
         self._start("forward", i, checkpointing=checkpointed)
         try:
             graph, made = self._forward(i, leaves, checkpointed)
+            if self.has_backward:
+                batch.where.kept = functools.partial(graph.kept, self._calls[i])
             going = self._going(plan.cuts[self.j + 1].tensors, made, arriving)
         except Unrepeatable:
             message = "a checkpointed model must not call current_microbatch(); use checkpoint='never'"
@@ -299,6 +309,7 @@ class ModelStage(TransferringStage):
         except BaseException as error:
             self._fail(error)
             raise
+        self.batch.where.kept = graph.kept
         self._end()
         graph.units = []
 

@@ -13,6 +13,7 @@ the context is set, and errors name partition, layer and micro-batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from pipesight._torch.autograd import next_sequence_number
 from pipesight.distributed.minibatch import LocalGraph
 from pipesight.distributed.recomputing_layers import RecomputingLayers
 from pipesight.distributed.skip_forwarding import SkipForwarding
@@ -91,6 +93,9 @@ class Stage(TransferringStage):
             graph = LocalGraph(own, [*outputs, *(t for t in leaving.values() if t is not None)], checkpoint)
             if self.is_last:
                 self._finish(i, graph, form)
+            if self.has_backward:
+                target = batch.loss.targets[i] if self.is_last and batch.loss.targets else None
+                batch.where.kept = functools.partial(graph.kept, target)
         except BaseException as error:
             self._fail(error)
             raise
@@ -156,6 +161,7 @@ class Stage(TransferringStage):
             batch.outputs[i] = form, [t.detach() for t in graph.outputs]
             return
         layer, batch.where.layer = batch.where.layer, "loss_fn"
+        batch.where.marks.append((next_sequence_number(), "loss_fn"))
         graph.ends = [t.detach() for t in graph.outputs]
         if self.has_backward:
             graph.ends = _made_leaves(graph.ends)
@@ -225,10 +231,11 @@ class Stage(TransferringStage):
         except BaseException as error:
             self._fail(error)
             raise
-        self._end()
         graph.outputs = [*outputs, *(t for t in leaving.values() if t is not None)]
         graph.marks = self.batch.where.marks
         graph.checkpoint = None
+        self.batch.where.kept = graph.kept
+        self._end()
 
     def _gradients(self, i: int, graph: LocalGraph) -> tuple[list[Tensor], list[Tensor], dict[SkipKey, Tensor | None]]:
         """Return the outputs that have a graph, their gradients, and the gradients of skips that only pass."""

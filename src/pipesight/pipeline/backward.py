@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipesight._torch.autograd import keeps_graph
-from pipesight.context import Where
+from pipesight.context import Kept, Where
 from pipesight.pipeline.gradients import GradientSum, OutputGradients, expect_no_gradient, silence_hooks
 from pipesight.pipeline.local_graph import LocalGraph
 from pipesight.pipeline.mailbox import Packet, ready
@@ -118,6 +118,7 @@ class BackwardPass(Pass):
         self.recompute(partition, i, graph, where)
         gradients = self.receive_gradients(partition, i, graph, where)
         self.begin(where, partition, i, "backward", marks=graph.marks)
+        where.gradients = self._sums[partition.j].tensors
         begin_task(self.minibatch.randomness, (i, partition.j, "backward"))
         try:
             self.minibatch.caller.run(self._run_task, partition, i, graph, gradients, where, caught)
@@ -139,6 +140,7 @@ class BackwardPass(Pass):
             partition.checkpointer.recompute(
                 lambda checkpoint: self.call(partition, i, given, graph, checkpoint), checkpoint
             )
+            where.kept = lambda: Kept(inputs.tensors, graph.outs)
         finally:
             self.end(where)
         graph.marks = where.marks

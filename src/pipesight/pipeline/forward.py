@@ -8,11 +8,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 from torch import Tensor
 
-from pipesight.context import Where
+from pipesight.context import Kept, Where
 from pipesight.pipeline.aliasing import Changes, region_of
 from pipesight.pipeline.checkpoint import Checkpoint, changes_input, versions_of
 from pipesight.pipeline.local_graph import Inputs, LocalGraph
@@ -107,10 +108,14 @@ class ForwardPass(Pass):
             if checkpointed:
                 packets = self._run_checkpointed(partition, i, inputs, where)
                 if packets is not None:
+                    where.kept = functools.partial(Kept, inputs.tensors)
                     return packets
             if self._grad and graph is None:
                 graph = LocalGraph(partition.j, marks=where.marks)
-            return self._run_kept(partition, i, inputs, graph)
+            packets = self._run_kept(partition, i, inputs, graph)
+            if graph is not None:
+                where.kept = functools.partial(Kept, inputs.tensors, graph.outs)
+            return packets
         finally:
             self.end(where)
 

@@ -61,6 +61,10 @@ class GradientSum:
         if sums:
             add_each(sums, terms)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the sums so far."""
+        return list(self._sums.values())
+
     def merge(self, other: GradientSum) -> None:
         """Add all of another sum, and empty that one."""
         gradients: list[Tensor | None] = list(other._sums.values())

@@ -192,6 +192,7 @@ class Pass:
             where.phase = None
             where.layer = None
             where.token = None
+            where.gradients = None
 
     def describe(self, where: Where, stream: torch.cuda.Stream | None) -> None:
         """Set what is the same for all tasks of the pass."""
@@ -236,6 +237,7 @@ class Pass:
         """Tell the observers that the task has ended."""
         if self.observers.members:
             self.observers.task_ended(where)
+        where.kept = None  # it holds tensors
         if sys.exception() is None:  # or else the note on the error needs it
             where.phase = None
 

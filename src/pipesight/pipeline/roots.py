@@ -50,6 +50,10 @@ class Roots:
         self._of[j][id(tensor)] = _Root(tensor, root, root.grad_fn, root._version)
         return root
 
+    def of(self, j: int) -> list[Tensor]:
+        """Return all that stands for something in partition j."""
+        return [known.root for known in self._of[j].values()]
+
     def left(self, tensor: Tensor) -> Tensor:
         """Return a tensor as the last partition left it, which may have changed a copy on another device."""
         found = (roots.get(id(tensor)) for roots in reversed(self._of))

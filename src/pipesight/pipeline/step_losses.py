@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesight._nested import tensors_in
 from pipesight._torch.loss_graph import LossPart, loss_parts
 from pipesight.pipeline.calls import SplitCall
 from pipesight.pipeline.flattening import flatten
@@ -118,12 +119,16 @@ class StepLosses:
             self._counts[i] = self._count_given(output, self._targets[i])
         return loss
 
+    def targets_of(self, i: int) -> list[Tensor]:
+        """Return the tensors in the target of a micro-batch."""
+        return list(tensors_in(self._targets[i])) if self._targets else []
+
     def start(self, i: int, loss: Tensor) -> Tensor | None:
         """Return the gradient that the backward of a micro-batch starts from; None if it counts nothing.
 
         One that counts nothing may be NaN, as the mean of nothing is.
         """
-        self._values[i] = loss.detach()
+        self._values[i] = loss.detach().clone()  # some losses are views of memory as large as what they are a mean of
         if self._known:
             self._guesses[i] = self._known[i]
         elif (there := self._guess_there(i, loss)) is not None:

@@ -139,6 +139,7 @@ class StepPass(TripBackward):
         j = partition.j
         graph, split = self._graphs.pop((i, j)), self._split.pop((i, j))
         self.begin(where, partition, i, "weight", marks=graph.marks)
+        where.gradients = self._sums[j].tensors
         begin_task(self.minibatch.randomness, (i, j, "weight"))
         observers, where.observers = where.observers, Observers(())  # weights come in no order of layers
         try:
@@ -175,6 +176,10 @@ class _StepTrips(Trips):
     def loss_of(self, i: int) -> Callable[[Any], Tensor]:
         """Return what computes the loss of a micro-batch."""
         return functools.partial(self._losses.compute, i)
+
+    def targets_of(self, i: int) -> list[Tensor]:
+        """Return the tensors in the target of a micro-batch."""
+        return self._losses.targets_of(i)
 
     def keep(self, trip: Trip, output: Any) -> None:
         """Put the gradient of a loss where the backward waits for it, and let the graphs of its micro-batch be used."""

@@ -169,9 +169,28 @@ def _accumulate(total: GradientSum, factor: float, inputs: Sequence[tuple[Tensor
     pairs = [*total.take_all(), *inputs]
     if factor != 1:
         pairs = [(tensor, gradient * factor) for tensor, gradient in pairs]
-    if pairs:
-        tensors, gradients = zip(*pairs, strict=True)
-        torch.autograd.backward(tensors, gradients)
+    if not pairs:
+        return
+    tensors, gradients = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+    pairs.clear()
+    with torch.enable_grad():
+        end = _Handover.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
+    torch.autograd.backward(end, torch.empty(0, device="cpu"))
+
+
+class _Handover(torch.autograd.Function):
+    """Hands over gradients as results of autograd: what only it refers to becomes ``.grad`` without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.empty(0, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return (None, *gradients)
 
 
 def scale_of(scaler: Any, device: torch.device) -> float:

@@ -13,6 +13,7 @@ all in a unit's first call. A unit that was seen to use nothing but its argument
 from __future__ import annotations
 
 import bisect
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +28,7 @@ from pipesight._nested import map_tensors, tensors_in
 from pipesight._torch.autograd import next_sequence_number, sequence_number
 from pipesight._torch.function_modes import DEVICE_GETTERS, innermost_mode
 from pipesight._torch.module_internals import forward_hook_tables, not_compiled
+from pipesight.context import Kept
 from pipesight.pipeline.attributes import Attributes, watch_attributes
 from pipesight.pipeline.dependencies import Place
 from pipesight.pipeline.entering import EnteredArguments
@@ -94,6 +96,7 @@ class Trip(TorchFunctionMode):
         self._entered: EnteredArguments | None = None  # its arguments
         self._handled: BaseException | None = None  # the unit is called while it is handled
         self._checkpoint: UnitCheckpoint | None = None
+        self._given: Any = ()  # the arguments of the model
         self._looking = False  # the mode is on the stack
         self._busy = False  # what runs now is the engine's own
 
@@ -108,6 +111,7 @@ class Trip(TorchFunctionMode):
     ) -> Any:
         """Call the model in this thread; return its output, or what ``loss`` makes of it in the last partition."""
         _here.trip = self
+        self._given = args, kwargs
         self._begin_task(0)
         self._look(self._cuts_graph or self._moves)
         try:
@@ -118,6 +122,7 @@ class Trip(TorchFunctionMode):
             if loss is not None:
                 where = self._trips.wheres[self.j]
                 where.layer = "loss_fn"
+                where.marks.append((next_sequence_number(), "loss_fn"))
                 begin_task(self._trips.minibatch.randomness, (self.i, self.j, "loss"))
                 output = loss(output)
                 where.layer = None
@@ -128,14 +133,15 @@ class Trip(TorchFunctionMode):
         finally:
             self._look(False)
             _here.trip = None
+            self._given = ()
         return output
 
     def finish(self) -> None:
         """End the last task, let go of all graphs, and let the next task have its turn."""
         self._end_task(last=True)
 
-    def arrive(self, k: int) -> None:
-        """Go on in partition k, whose first module is about to be called."""
+    def arrive(self, k: int, arguments: Any = ()) -> None:
+        """Go on in partition k, whose first module is about to be called with these arguments."""
         if self.j >= k:
             raise RuntimeError(
                 f"'{self._placement.names[k]}', which begins partition {k}, was called in partition {self.j}: "
@@ -149,12 +155,12 @@ class Trip(TorchFunctionMode):
             )
         self._trips.called.add(k)
         while self.j < k:
-            self._switch()
+            self._switch(arguments)
 
-    def _switch(self) -> None:
+    def _switch(self, arguments: Any = ()) -> None:
         self._busy = True
         try:
-            self._end_task()
+            self._end_task(arguments)
             self._begin_task(self.j + 1)
         finally:
             self._busy = False
@@ -173,17 +179,28 @@ class Trip(TorchFunctionMode):
         trips.begin(where, trips.partitions[j], self.i, "forward", checkpointing=self._checkpointed)
         begin_task(trips.minibatch.randomness, (self.i, j, "forward"))
 
-    def _end_task(self, *, last: bool = False) -> None:
+    def _end_task(self, outputs: Any = (), *, last: bool = False) -> None:
         trips, where = self._trips, self._trips.wheres[self.j]
         end_task()
         if self._grad:
             self.graphs[self.j].marks = where.marks
             self.roots.check(self.j)
+            where.kept = functools.partial(self._kept, outputs)
         trips.end(where)
         if last:  # this thread may not run again before others have gone on, and would keep alive what they free
             self.graphs.clear()
             self.roots.clear()
         trips.give_turn(self.i, self.j)
+
+    def _kept(self, outputs: Any) -> Kept:
+        """Return what the task under way keeps for its backward; it, or an earlier one, has made ``outputs``."""
+        start, graph = self._starts[self.j], self.graphs[self.j]
+        nodes = [t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None]
+        arrived = self.roots.of(self.j)
+        arrived += tensors_in(self._given) if self.j == 0 else []
+        arrived += self._trips.targets_of(self.i) if self.j == self._trips.n - 1 else []
+        again = [t for unit in graph.units for t in unit.arguments]
+        return Kept([*arrived, *again], [*graph.outs, *(node for node in nodes if sequence_number(node) >= start)])
 
     # Units.
 
@@ -193,7 +210,7 @@ class Trip(TorchFunctionMode):
             return None
         cut = self._placement.cuts.get(module)
         if cut is not None:
-            self.arrive(cut)
+            self.arrive(cut, (args, kwargs))
         unit = self._placement.units.get(module)
         if unit is None:
             return None
@@ -245,7 +262,9 @@ class Trip(TorchFunctionMode):
                 self.graphs[self.j].units.append(checkpoint)
             unit.closed.setdefault(self._grad, True)
             if where.observers.members:
+                where.kept = functools.partial(self._kept, output) if self._grad else None
                 where.observers.layer_ended(where)
+                where.kept = None
                 watch_backward(args, output, unit.name)
             where.layer = None
             begin_task(self._trips.minibatch.randomness, (self.i, self.j, f"after {self._calls}"))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesight.context import Unrepeatable, Where, enter_thread
+from pipesight.context import Kept, Unrepeatable, Where, enter_thread
 from pipesight.pipeline.attributes import PassAttributes
 from pipesight.pipeline.backward import BackwardPass
 from pipesight.pipeline.calls import SplitCall
@@ -203,6 +203,10 @@ class Trips(Pass):
         """Return what makes a loss of the output of a micro-batch, if the pass does."""
         return None
 
+    def targets_of(self, i: int) -> list[Tensor]:
+        """Return what the loss of a micro-batch is computed with, besides the output."""
+        return []
+
     def keep(self, trip: Trip, output: Any) -> None:
         """Keep the output of a micro-batch, and put its graphs onto the tape."""
         flat = flatten_output(output, self.tape.call.dims)
@@ -345,6 +349,7 @@ class TripBackward(BackwardPass):
             self.check_weights(partition)
             for unit in units:
                 self.minibatch.caller.run(functools.partial(unit.recompute, keep=self.runs_twice(i, partition.j)))
+            where.kept = lambda: Kept(recomputed=[unit.saved() for unit in units])
         finally:
             self.end(where)
         if not self._keep:

@@ -10,7 +10,7 @@ The unit's own autograd graph stays, with a number in place of each saved tensor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +130,15 @@ class UnitCheckpoint:
                 "but its arguments, weights and random numbers; use checkpoint='never'"
             )
         self._values = found
+
+    @property
+    def arguments(self) -> Sequence[Tensor]:
+        """The tensors among the arguments of the call."""
+        return self._tensors
+
+    def saved(self) -> tuple[str, Sequence[Tensor], Sequence[Tensor | None]]:
+        """Return the unit's name, its arguments, and what its recomputation has saved and nobody has used yet."""
+        return self._name, self._tensors, self._values
 
     def _pack(self, tensor: Tensor) -> int:
         self._shapes.append(tensor.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipesight.pipeline.any_model import Pipeline as PipelineOfAnyModel
     from pipesight.pipeline.gpipe import GPipe
 
-__all__ = ["Pipeline", "PipelineDescription", "is_pipeline"]
+__all__ = ["Pipeline", "PipelineDescription", "is_pipeline", "parts_of"]
 
 Pipeline: TypeAlias = Union["GPipe", "PipelineOfAnyModel", "DistributedPipeline", TorchPipeline]
 """A pipeline of either engine, or of bare torch. Those in one process are modules."""
@@ -110,17 +110,25 @@ class PipelineDescription:
         return self._pipeline.training if isinstance(self._pipeline, nn.Module) else True
 
 
+def parts_of(pipeline: Pipeline) -> dict[int, nn.Module]:
+    """Return the partitions of this process."""
+    if isinstance(pipeline, TorchPipeline):
+        return dict(pipeline.stages)
+    if isinstance(pipeline, nn.Module):
+        parts: Iterable[nn.Module] = pipeline.partitions
+        return dict(enumerate(parts))
+    return dict(pipeline.partitions)
+
+
 def _layers(pipeline: Pipeline, *, everywhere: bool) -> Iterator[tuple[int, str, nn.Module]]:
     """Yield partition, name and layer of those of this process or, as far as they are known, of all."""
     if isinstance(pipeline, TorchPipeline):
         for j, layers in sorted(pipeline.layers.items()):
             yield from ((j, name, layer) for name, layer in layers.items())
         return
-    parts: Mapping[int, nn.Module]
-    if isinstance(pipeline, nn.Module):
-        parts = dict(enumerate(pipeline.partitions))
-    else:
-        parts = dict(enumerate(pipeline.outlines)) if everywhere else dict(pipeline.partitions)
+    parts = parts_of(pipeline)
+    if everywhere and not isinstance(pipeline, nn.Module):
+        parts = dict(enumerate(pipeline.outlines))
     for j, part in parts.items():
         yield from ((j, name, layer) for name, layer in part.named_children())
 

@@ -10,6 +10,7 @@ from torch import nn
 from pipesight import trace as tracing
 from pipesight.recording._guard import Guard
 from pipesight.recording.log_capture import LogCapture
+from pipesight.recording.memory import MemoryRecorder
 from pipesight.recording.options import RecordingOptions
 from pipesight.recording.pipeline_description import Pipeline
 from pipesight.recording.process_stops import StopWatch
@@ -48,6 +49,7 @@ class Recorders:
         self._hooks_paused = False
         self._imports: ImportWatch | None = None
         self._schedules: ScheduleHooks | None = None
+        self._memory: MemoryRecorder | None = None
         self._recorded = 0
         self.on = True
         """Whether the current step is recorded."""
@@ -87,9 +89,14 @@ class Recorders:
             stack.callback(self.session.stop)
             self._stops = StopWatch()
             stack.callback(self._stops.close)
+            self._memory = MemoryRecorder()
+            self._memory.attach()
+            stack.callback(self._memory.detach)
         if options.trace or options.stats is not None:
             self._hooks = instrument(depth=1 if options.trace else 0).__enter__()
             stack.callback(self._hooks.__exit__, None, None, None)
+            if self._memory is not None:
+                self._memory.modules = self._hooks.modules
         # After `instrument`: what a pipeline sends is recorded with its place.
         self._imports = ImportWatch(SCHEDULES, self._follow_schedules)
         stack.callback(self._leave_schedules)
@@ -125,6 +132,8 @@ class Recorders:
         if self.session is not None:
             self.session.resume()
             guard("end the trace", self.session.stop)
+        if self._memory is not None:
+            guard("stop counting memory", self._memory.detach)
         if self._log is not None:
             guard("end the log", self._log.remove)
 
@@ -140,6 +149,8 @@ class Recorders:
                 self.session.resume()
             else:
                 self.session.pause()
+        if self._memory is not None:
+            self._memory.switch(step, recorded=self.on)
         self._want_hooks(self.on)
         self._recorded += self.on
         if self._hooks is not None and self._options.trace:
@@ -157,7 +168,9 @@ class Recorders:
             self._hooks.modules.pause(not wanted)
 
     def meet_pipeline(self, pipeline: Pipeline) -> None:
-        """Take statistics of a pipeline that is called."""
+        """Take statistics of a pipeline that is called, and count its memory."""
+        if self._memory is not None:
+            self._memory.meet_pipeline(pipeline)
         if self.statistics is None:
             return
         if isinstance(pipeline, TorchPipeline):
@@ -167,7 +180,9 @@ class Recorders:
             self.statistics.meet_pipeline(pipeline)
 
     def meet_module(self, module: nn.Module) -> None:
-        """Take statistics of a module that is called from outside all others."""
+        """Take statistics of a module that is called from outside all others, and count its memory."""
+        if self._memory is not None:
+            self._memory.meet_module(module)
         if self.statistics is not None:
             self.statistics.meet_module(module)
 

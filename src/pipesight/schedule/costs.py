@@ -33,7 +33,9 @@ class Layer:
     backward_each: float = 0.0
     """The same for the backward."""
     kept_bytes: float = 0.0
-    """Bytes kept from forward to backward if it is not recomputed, including the output."""
+    """Bytes kept from forward to backward if it is not recomputed, and not by an earlier layer."""
+    shared_bytes: float = 0.0
+    """What of that does not come on top of the layer's input, where that is kept because a stage begins here."""
     output_bytes: float = 0.0
     """What goes to the next layer."""
     parameter_bytes: float = 0.0
@@ -42,6 +44,8 @@ class Layer:
     def __post_init__(self) -> None:
         times = (self.forward, self.backward, self.recompute or 0.0, self.forward_each, self.backward_each)
         sizes = (self.kept_bytes, self.output_bytes, self.parameter_bytes)
+        if not math.isfinite(self.shared_bytes):
+            raise ValueError(f"shared bytes must be finite (layer {self.name!r}: {self.shared_bytes})")
         if not all(0 <= cost < math.inf for cost in (*times, *sizes)):
             raise ValueError(f"costs must be finite and not negative (layer {self.name!r}: {times}, {sizes})")
 
@@ -76,6 +80,8 @@ class Costs:
     """Samples in a batch; there cannot be more micro-batches."""
     input_bytes: float = 0.0
     """Of a whole batch of the model's input."""
+    loss_bytes: float = 0.0
+    """What a loss inside the pipeline keeps of a whole batch, checkpointed or not."""
     forward_overhead: float = 0.0
     """Seconds of each forward task outside its layers."""
     recompute_overhead: float = 0.0

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipesight.schedule.contention import rate_of
 from pipesight.schedule.costs import Costs
-from pipesight.schedule.memory import held
+from pipesight.schedule.memory import activation_bytes, gradient_scale, held
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Simulation, Times, simulate
 from pipesight.schedule.task_orders import B, F, R, Schedule, W, recomputed
@@ -61,10 +61,18 @@ class StageCosts:
         if setting.partitions == 1:
             self.send[:] = 0.0
         self.loss = costs.loss if self.schedule.joined else costs.loss / m
-        self.inputs: Times = sizes
-        """Bytes of the input of a stage that begins with a layer, for a micro-batch."""
-        self.kept: Times = _sums([layer.kept_bytes for layer in layers]) / m
-        self.parameters: Times = _sums([layer.parameter_bytes for layer in layers]) * parameter_scale
+        inputs, kept = activation_bytes(costs)
+        self.inputs: Times = inputs / m
+        """Bytes that a stage keeps of a micro-batch to recompute it."""
+        self.kept: Times = kept / m
+        """Bytes that it keeps for the backward, beside that."""
+        parameters = _sums([layer.parameter_bytes for layer in layers])
+        scale = gradient_scale(parameter_scale) if costs.minibatches == 1 else 0.0
+        self.gradients: Times = parameters * scale
+        """Bytes that a stage holds from its first backward on."""
+        self.parameters: Times = parameters * (parameter_scale - scale)
+        """Bytes that it always holds; the first stage has the batch, too."""
+        self.parameters[0, 1:] += costs.input_bytes
         self.again = sum(recomputed(setting.checkpoint, m))
         self._held = held(self.schedule)
 
@@ -104,7 +112,8 @@ class StageCosts:
         needs = []
         for device in range(self.setting.partitions):
             first, last = begin[homes == device], end[homes == device]
-            needs.append(self._memory(device, self.inputs[first], self.kept[first, last]))
+            sizes = (self.inputs[first, last], self.kept[first, last], self.gradients[first, last])
+            needs.append(self._memory(device, *sizes))
             needs[-1] += self.parameters[first, last].sum(axis=0)
         return np.stack(needs)
 
@@ -112,15 +121,16 @@ class StageCosts:
         """Return the bytes that each device needs for any one block."""
         if self.setting.rounds != 1:
             raise ValueError(f"devices have several blocks each (rounds: {self.setting.rounds})")
-        inputs = np.broadcast_to(self.inputs[:, None], self.kept.shape)
-        alone = [self._memory(d, inputs[None], self.kept[None]) for d in range(self.setting.partitions)]
+        sizes = (self.inputs[None], self.kept[None], self.gradients[None])
+        alone = [self._memory(d, *sizes) for d in range(self.setting.partitions)]
         return np.stack(alone) + self.parameters
 
-    def _memory(self, device: int, inputs: Times, kept: Times) -> Times:
-        of_inputs, of_activations = self._held[device]
-        most: Times = np.zeros(inputs.shape[1:])
-        for a, b in zip(of_inputs, of_activations, strict=True):
-            np.maximum(most, np.tensordot(a, inputs, 1) + np.tensordot(b, kept, 1), out=most)
+    def _memory(self, device: int, *sizes: Times) -> Times:
+        """Return the most that is held at any time, of inputs, activations and gradients of these sizes."""
+        most: Times = np.zeros(sizes[0].shape[1:])
+        for state in zip(*self._held[device], strict=True):
+            parts = [np.tensordot(count, size, 1) for count, size in zip(state, sizes, strict=True)]
+            np.maximum(most, sum(parts[1:], parts[0]), out=most)
         return most
 
 

@@ -9,7 +9,10 @@ from pipesight.trace._args import plain_args
 from pipesight.trace._recording_switch import is_recording
 from pipesight.trace._span_events import Mark, put
 
-__all__ = ["counter", "instant"]
+__all__ = ["counter", "instant", "memory_counter", "memory_instant"]
+
+MEMORY = "memory"
+"""The category of what is recorded of memory. The program's own counters and instants have others."""
 
 
 def counter(name: str, /, **values: float) -> None:
@@ -32,3 +35,15 @@ def instant(name: str, /, **args: Any) -> None:
     """
     if is_recording() and not _span_events.is_compiling():
         put(Mark("i", name, "instant"), plain_args(args))
+
+
+def memory_counter(name: str, values: dict[str, int]) -> None:
+    """Record bytes in memory; viewers stack them."""
+    if is_recording() and not _span_events.is_compiling():
+        put(Mark("C", name, MEMORY), values)
+
+
+def memory_instant(name: str, values: dict[str, Any]) -> None:
+    """Record what memory is used for in more detail."""
+    if is_recording() and not _span_events.is_compiling():
+        put(Mark("i", name, MEMORY), values)

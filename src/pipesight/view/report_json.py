@@ -9,6 +9,7 @@ from typing import Any
 
 from pipesight._version import __version__
 from pipesight.analysis.layer_times import LayerReport
+from pipesight.analysis.memory import MemoryReport
 from pipesight.analysis.overall import Overall
 from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.program_advice import part_title
@@ -67,10 +68,20 @@ def as_json(report: Report) -> dict[str, Any]:
         "own_times": [asdict(own) for own in report.own_times],
         "curves": [asdict(curve) for curve in report.curves],
         "moments": [asdict(moment) for moment in report.moments],
+        "memory": None if report.memory is None else _memory(report.memory),
     }
     plain = _plain(result)
     assert isinstance(plain, dict)
     return plain
+
+
+def _memory(memory: MemoryReport) -> dict[str, Any]:
+    return {
+        "steps": list(memory.steps),
+        "partitions": [asdict(entry) for entry in memory.partitions],
+        "devices": [asdict(entry) for entry in memory.devices],
+        "layers": [asdict(layer) for layer in memory.layers],
+    }
 
 
 def _program(program: ProgramReport) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.report import Report
 from pipesight.view.finding_sentences import Finding, finding_groups, nonfinite_in, remarks_in, warm_up_in
 from pipesight.view.text_layout import LEAST, Style, beside, columns, spark
+from pipesight.view.text_memory import memory_block
 from pipesight.view.text_program import curve_lines, own_span_table, program_blocks
 from pipesight.view.text_tables import (
     PARTITIONS,
@@ -68,6 +69,8 @@ def render(
         blocks += [partition_table(pipeline, report, style) for pipeline in report.pipelines]
     elif report.layers:
         blocks.append(layer_table(report, style))
+    if report.memory is not None:
+        blocks.append(memory_block(report.memory, style))
     if report.what_if is not None:
         blocks.append(what_if_block(report.what_if, style, is_verdict=report.verdict.text == report.what_if.verdict))
     if report.program is None:

@@ -41,7 +41,7 @@ from pipesight._torch.bare_schedules import (
     peer_rank,
     stages_of,
 )
-from pipesight.context import MicrobatchToken, Observers, Phase, Where
+from pipesight.context import Kept, MicrobatchToken, Observers, Phase, Where
 from pipesight.pipeline.minibatch import next_serial
 from pipesight.pipeline.workers import annotate
 from pipesight.recording.torch_pipelines.rank_messages import RankMessages
@@ -172,6 +172,8 @@ class ScheduleHooks:
         except BaseException as error:
             entered.fail(error)
             raise
+        if stage.has_backward:
+            entered.here().kept = partial(_kept, stage, _chunk(args, kwargs), output)
         if not (stage.is_last and entered.waits_for_loss):
             entered.end_task()
         return output
@@ -252,11 +254,18 @@ class _Pass:
         if where.observers.members:
             where.observers.task_ended(where)
         where.phase = None
+        where.kept = None  # it holds tensors
 
     def fail(self, error: BaseException) -> None:
         """End the task, and note on the error where it was raised."""
         annotate(error, self.here())
         self.end_task()
+
+
+def _kept(stage: Any, i: int, output: Any) -> Kept:
+    """Return what a stage keeps of a micro-batch for its backward."""
+    ends, inputs = stage.fwd_cache.get(i, (output, ()))
+    return Kept(list(tensors_in(inputs)), list(tensors_in(ends)))
 
 
 def _chunk(args: Any, kwargs: Any) -> int:

@@ -230,7 +230,7 @@ FROM events GROUP BY file
 """
 POINTS = f"""
 INSERT INTO points SELECT rank, category, name, "begin", layer FROM events
-WHERE kind = {_POINT} AND category IN ('counter', 'instant')
+WHERE kind = {_POINT} AND category IN ('counter', 'instant', 'memory')
 """
 SETTLING = "DELETE FROM events WHERE kind < -1"
 SETTLING_ALL = f"DELETE FROM events WHERE kind = {_DAMAGED}"

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from pipesight import context
 from pipesight._nested import samples_in, tensors_in
 from pipesight._patches import Patches, harmless
+from pipesight._torch.autograd import next_sequence_number
 from pipesight._torch.module_internals import GLOBAL_HOOKS_CHECK
 from pipesight._torch.tensors import in_transform, without_function_overrides
 from pipesight.trace import _span_events
@@ -83,6 +84,8 @@ class ModuleHooks:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        self.marks: list[tuple[int, str]] | None = None
+        """If it is a list, it gets autograd's number at the start of each module of an outermost call, and its name."""
         self._handles: list[RemovableHandle] = []
         self._suspensions = 0
         self._era = next(_eras)  # calls of an earlier era may have ended unseen
@@ -158,6 +161,11 @@ class ModuleHooks:
     def _started(self, module: nn.Module, inputs: Any) -> None:
         calls, node = _here.calls, ai.compute.forward
         call = _Call(module, len(calls))
+        if self.marks is not None:
+            if not calls:
+                self.marks.clear()
+            layer = _args(module, calls[0].module if calls else module, len(calls)).get("layer")
+            self.marks.append((next_sequence_number(), layer or type(module).__name__))
         if len(calls) < self.depth and node.recording:
             call.args = _args(module, calls[0].module if calls else module, len(calls))
             if not torch.is_grad_enabled():

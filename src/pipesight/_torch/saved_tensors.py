@@ -1,0 +1,46 @@
+"""What autograd nodes have saved for their backward, without unpacking it: that could run code of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from pipesight._torch.autograd import PythonNode
+
+__all__ = ["following_nodes", "saved_by", "saved_output"]
+
+_PREFIX = "_raw_saved_"
+_names: dict[type, tuple[str, ...]] = {}
+
+
+def saved_by(node: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a node has saved, except those that hooks of the program have packed."""
+    kind = type(node)
+    names = _names.get(kind)
+    if names is None:
+        names = _names[kind] = tuple(name for name in dir(kind) if name.startswith(_PREFIX))
+    for name in names:
+        saved = getattr(node, name, None)
+        for one in saved if isinstance(saved, (tuple, list)) else (saved,):
+            # Before torch 2.7 or so, there is no way to tell whether hooks have packed it.
+            if one is not None and getattr(one, "unpack_hook", one) is None and isinstance(one.data, Tensor):
+                yield one.data
+    if isinstance(node, PythonNode):
+        yield from (value for value in vars(node).values() if isinstance(value, Tensor))
+
+
+def following_nodes(node: Any) -> Iterator[Any]:
+    """Yield the nodes that the gradients of a node go to."""
+    return (following for following, _ in node.next_functions if following is not None)
+
+
+def saved_output(node: Any, number: int) -> int:
+    """Return the bytes of an output, if the node that makes it has saved it, as a ReLU does, and 0 if not."""
+    metadata = node._input_metadata
+    if number >= len(metadata):
+        return 0
+    shape, dtype = tuple(metadata[number].shape), metadata[number].dtype
+    results = (t for t in saved_by(node) if t.grad_fn is None and not t.requires_grad)
+    return next((t.nbytes for t in results if (tuple(t.shape), t.dtype) == (shape, dtype)), 0)

@@ -1,0 +1,223 @@
+"""What was in memory, in the steps where it was counted: peaks by partition and device, and what layers keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipesight.analysis.curves import StepEdges, steps_of
+from pipesight.runs.reading.event_tables import Points
+
+__all__ = ["PARTS", "DeviceMemory", "LayerMemory", "MemoryCurve", "MemoryReport", "PartitionMemory", "memory_of"]
+
+PARTS = ("weights", "gradients", "optimizer_state", "inputs", "activations")
+"""What memory is for, as the recording names it."""
+CATEGORY = "memory"
+_PARTITION, _DEVICE, _PEAK, _LAYERS = "memory of partition ", "memory of ", "peak of ", "kept by layers"
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionMemory:
+    """The peak of a partition, in bytes. Memory that two partitions of a device share counts in both."""
+
+    rank: int
+    """The rank that it is on."""
+    partition: int
+    """The partition."""
+    peak: int
+    """The sum of all parts at the end of the task, or of the optimizer's step, where it was largest."""
+    step: int
+    """The step of that."""
+    parts: Mapping[str, int]
+    """What it was made of: each of `PARTS`."""
+    activations: int
+    """The most bytes of activations at any time, without inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The peak of a device, in bytes, as far as its use is known."""
+
+    rank: int
+    """The rank that uses it."""
+    device: str
+    """Such as `cuda:0`; `cpu` is the process."""
+    peak: int
+    """The largest sum of all parts."""
+    step: int
+    """The step of that."""
+    parts: Mapping[str, int]
+    """What it was made of: each of `PARTS`."""
+    allocated: int | None
+    """The most that was allocated at the same moments: on a CPU, by the whole process, Python included."""
+    allocator_peak: int | None
+    """The most that was ever allocated on a GPU, in the middle of tasks too."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """What a layer keeps for its backward in a micro-batch, in bytes: the mean over micro-batches."""
+
+    partition: int | None
+    """Where it ran; ``None`` without a pipeline."""
+    name: str
+    """Its name in the model; ``loss_fn`` is the loss."""
+    kept: float
+    """Of what earlier layers do not keep; without the partition's input."""
+    earlier: float
+    """What it keeps of what earlier layers, or partitions, have made."""
+    both: float
+    """What of that is in `kept`."""
+    output_kept: float | None
+    """Of the last layer of a partition: how much of its output it keeps itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """What a partition, or a device, held over a run, in bytes."""
+
+    rank: int
+    """The rank that it is on."""
+    partition: int | None
+    """``None``: that of a device."""
+    device: str | None
+    """``None``: that of a partition."""
+    times: tuple[int, ...]
+    """Microseconds of the trace's clock."""
+    steps: tuple[int, ...]
+    """The step of each time."""
+    values: tuple[tuple[int, ...], ...]
+    """A row for each of `PARTS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """All that was counted."""
+
+    steps: tuple[int, ...]
+    """Those in which it was."""
+    partitions: tuple[PartitionMemory, ...]
+    """By partition and rank."""
+    devices: tuple[DeviceMemory, ...]
+    """By rank and device."""
+    layers: tuple[LayerMemory, ...]
+    """In the order in which they ran."""
+    curves: tuple[MemoryCurve, ...]
+    """Of the partitions; of the devices, where there are none."""
+
+
+def memory_of(points: Points, edges: StepEdges) -> MemoryReport | None:
+    """Return what was counted; ``None`` if nothing was."""
+    own = points.where(points.category == CATEGORY)
+    if not len(own):
+        return None
+    rows = list(_rows(own, edges))
+    partitions = _grouped(row for row in rows if row[0].startswith(_PARTITION))
+    devices = _grouped(row for row in rows if row[0].startswith(_DEVICE) and not row[0].startswith(_PARTITION))
+    most = {(row[1], row[0].removeprefix(_PEAK)): row for row in rows if row[0].startswith(_PEAK)}
+    if not partitions and not devices:
+        return None
+    curves = [
+        _curve(rank, found, partition=int(name.removeprefix(_PARTITION))) for (name, rank), found in partitions.items()
+    ] or [_curve(rank, found, device=name.removeprefix(_DEVICE)) for (name, rank), found in devices.items()]
+    return MemoryReport(
+        steps=tuple(sorted({row[2] for row in rows if not row[0].startswith(_PEAK)})),
+        partitions=tuple(
+            sorted(
+                (_partition(name, rank, found) for (name, rank), found in partitions.items()),
+                key=lambda entry: (entry.partition, entry.rank),
+            )
+        ),
+        devices=tuple(_device(name, rank, found, most) for (name, rank), found in sorted(devices.items())),
+        layers=tuple(_layers(rows)),
+        curves=tuple(sorted(curves, key=lambda curve: (curve.partition or 0, curve.rank))),
+    )
+
+
+_Row = tuple[str, int, int, int, dict[str, Any]]
+"""Name, rank, step, time and values of a point."""
+
+
+def _rows(points: Points, edges: StepEdges) -> Iterator[_Row]:
+    steps = steps_of(points, edges)
+    columns = (points.name, points.rank, points.begin, points.values)
+    for step, name, rank, begin, text in zip(steps.tolist(), *(column.tolist() for column in columns), strict=True):
+        try:
+            values = json.loads(text)
+        except (TypeError, ValueError, RecursionError):
+            continue
+        if isinstance(values, dict) and step is not None:
+            yield str(name), int(rank), int(step), int(begin), values
+
+
+def _grouped(rows: Iterator[_Row]) -> dict[tuple[str, int], list[_Row]]:
+    found: dict[tuple[str, int], list[_Row]] = {}
+    for row in rows:
+        if all(isinstance(row[4].get(part), int) for part in PARTS):
+            found.setdefault((row[0], row[1]), []).append(row)
+    return found
+
+
+def _parts(row: _Row) -> dict[str, int]:
+    return {part: row[4][part] for part in PARTS}
+
+
+def _total(row: _Row) -> int:
+    return sum(row[4][part] for part in PARTS)
+
+
+def _partition(name: str, rank: int, rows: list[_Row]) -> PartitionMemory:
+    top = max(rows, key=_total)
+    most = max(row[4]["activations"] for row in rows)
+    return PartitionMemory(rank, int(name.removeprefix(_PARTITION)), _total(top), top[2], _parts(top), most)
+
+
+def _device(name: str, rank: int, rows: list[_Row], most: Mapping[tuple[int, str], _Row]) -> DeviceMemory:
+    top, device = max(rows, key=_total), name.removeprefix(_DEVICE)
+    allocated = [_total(row) + row[4]["other"] for row in rows if isinstance(row[4].get("other"), int)]
+    peak = most.get((rank, device))
+    return DeviceMemory(
+        rank,
+        device,
+        _total(top),
+        top[2],
+        _parts(top),
+        max(allocated, default=None),
+        None if peak is None else peak[4].get("allocated"),
+    )
+
+
+def _curve(rank: int, rows: list[_Row], *, partition: int | None = None, device: str | None = None) -> MemoryCurve:
+    rows = sorted(rows, key=lambda row: row[3])
+    return MemoryCurve(
+        rank,
+        partition,
+        device,
+        tuple(row[3] for row in rows),
+        tuple(row[2] for row in rows),
+        tuple(tuple(row[4][part] for row in rows) for part in PARTS),
+    )
+
+
+def _layers(rows: list[_Row]) -> Iterator[LayerMemory]:
+    """Yield the layers: means over the tasks that kept anything, forward or recomputed."""
+    found: dict[tuple[int | None, str], list[list[float]]] = {}
+    last: dict[int | None, tuple[str, list[float]]] = {}
+    for _, _, _, _, values in (row for row in rows if row[0] == _LAYERS):
+        partition, layers = values.get("partition"), values.get("layers")
+        if not isinstance(partition, int | None) or not isinstance(layers, dict):
+            continue
+        for name, numbers in layers.items():
+            if isinstance(numbers, list) and len(numbers) == 3:
+                found.setdefault((partition, name), []).append(numbers)
+        if layers:
+            name, kept = last.setdefault(partition, (next(reversed(layers)), []))
+            kept.append(values.get("output_kept", 0))
+    for (partition, name), numbers in sorted(found.items(), key=lambda entry: entry[0][0] or 0):
+        kept, earlier, both = np.mean(numbers, axis=0).tolist()
+        of_output = float(np.mean(last[partition][1])) if last[partition][0] == name else None
+        yield LayerMemory(partition, name, kept, earlier, both, of_output)

@@ -1,0 +1,275 @@
+"""Record what is in memory at the ends of tasks, in some steps.
+
+A step is measured if so many have passed since the last that this costs less than 1% of their time::
+
+    step    0  1  2  3  4  5  6  7  8       0 and 1 always: the optimizer makes its state at the end of step 0
+            m  m  .  .  m  .  .  .  m       then those whose number is a multiple of a power of two
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from pipesight import context
+from pipesight._nested import tensors_in
+from pipesight._patches import Patches, harmless
+from pipesight.context import Kept, Observer, Where, attach, detach
+from pipesight.recording.memory.allocators import allocated, most_allocated
+from pipesight.recording.memory.saved_activations import SavedActivations, saved_by_units
+from pipesight.recording.memory.storage_ledger import StorageLedger
+from pipesight.recording.pipeline_description import Pipeline, is_pipeline, parts_of
+from pipesight.trace.automatic.modules import ModuleHooks
+from pipesight.trace.point_events import memory_counter, memory_instant
+
+__all__ = ["MemoryRecorder"]
+
+COST = 0.01
+"""The share of the time of all steps that measuring may take."""
+ALWAYS = 2
+"""So many steps are measured first, whatever that costs."""
+_PHASES = ("forward", "recompute")
+
+
+class MemoryRecorder(Observer):
+    """Counts bytes by partition and by device, and records them."""
+
+    def __init__(self) -> None:
+        self.modules: ModuleHooks | None = None
+        """What sees the modules of a program without a pipeline."""
+        self._parts: dict[int | None, list[weakref.ref[nn.Module]]] = {}
+        self._homes: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # parameters, and their partitions
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._ledgers: dict[torch.device, StorageLedger] = {}
+        self._tasks: weakref.WeakKeyDictionary[threading.Thread, SavedActivations] = weakref.WeakKeyDictionary()
+        self._patches = Patches()
+        self._handles: list[RemovableHandle] = []
+        self._counting = threading.Lock()
+        self._measuring = False
+        self._counted: set[int | None] = set()  # partitions whose weights were counted in this step
+        self._steps, self._interval = 0, 1
+        self._step, self._begun, self._spent = 0, 0.0, 0.0
+
+    def attach(self) -> None:
+        """Start to measure."""
+        attach(self)
+        self._patches.keep(register_optimizer_step_post_hook(self._stepped))
+        self._patches.wrap(torch.autograd, "backward", self._backward)
+
+    def detach(self) -> None:
+        """Stop it."""
+        if self._measuring:
+            self._note_peaks()
+        self._measuring = False
+        detach(self)
+        self._patches.undo()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # Which steps, and what there is.
+
+    def switch(self, step: int, *, recorded: bool) -> None:
+        """Turn to another step; ``recorded`` says whether it is one of those to record."""
+        now = time.perf_counter()
+        if self._measuring:
+            self._note_peaks()
+            share = self._spent / max(now - self._begun, 1e-9)
+            self._interval = 1
+            while share / self._interval > COST:
+                self._interval *= 2
+            self._ledgers.clear()
+        self._measuring = recorded and (self._steps < ALWAYS or step % self._interval == 0)
+        self._steps += self._measuring
+        if self.modules is not None:
+            self.modules.marks = [] if self._measuring else None
+        self._step, self._begun, self._spent = step, now, 0.0
+        self._counted.clear()
+
+    def meet_pipeline(self, pipeline: Pipeline) -> None:
+        """Learn of a pipeline that is called."""
+        for j, part in parts_of(pipeline).items():
+            if self._meet(j, part):
+                self._homes |= {id(p): (weakref.ref(p), j) for p in part.parameters()}
+        if isinstance(pipeline, nn.Module):
+            self._meet(None, pipeline)  # what no partition has
+
+    def meet_module(self, module: nn.Module) -> None:
+        """Learn of a module that is called from outside all others."""
+        if not is_pipeline(module) and self._meet(None, module):
+            self._handles.append(module.register_forward_hook(self._called))
+
+    def _meet(self, j: int | None, module: nn.Module) -> bool:
+        known = [other for other in self._parts.get(j, []) if other() is not None]
+        if any(other() is module for other in known):
+            return False
+        self._parts[j] = [*known, weakref.ref(module)]
+        self._counted.discard(j)
+        return True
+
+    # What a program does outside of pipelines.
+
+    @harmless
+    def _called(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The model has been called."""
+        if not self._measuring or not torch.is_grad_enabled() or context.current() is not None:
+            return
+        began = time.perf_counter()
+        saved = SavedActivations()
+        found = list(tensors_in(output))
+        saved.walk(found)
+        marks = self.modules.marks if self.modules is not None else None
+        layers, of_inputs = saved.by_layer(marks or [], list(tensors_in(args)), list(self._weights_of(None)))
+        if layers:
+            memory_instant("kept by layers", {"partition": None, "inputs": of_inputs, "layers": layers})
+        with self._counting:
+            for device in {tensor.device for tensor in found}:
+                self._count_fixed(None)
+                ledger = self._ledgers.setdefault(device, StorageLedger())
+                ledger.add(tensors_in(args), "inputs", None)
+                ledger.add(saved.tensors, "activations", None)
+                self._write(device, None)
+        self._spent += time.perf_counter() - began
+
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._count_again()
+        return result
+
+    @harmless
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizers.add(optimizer)
+        self._count_again()
+
+    def _count_again(self) -> None:
+        """Count gradients and optimizer state anew."""
+        if not self._measuring or context.current() is not None:
+            return
+        began = time.perf_counter()
+        with self._counting:
+            self._counted.clear()
+            for j in [*self._parts]:
+                self._count_fixed(j)
+            for device in self._ledgers:
+                self._write(device, None, all_partitions=True)
+        self._spent += time.perf_counter() - began
+
+    # What the engines call.
+
+    def wanted(self) -> bool:
+        """Return whether this step is measured."""
+        return self._measuring
+
+    def task_started(self, where: Where) -> None:
+        """Forget what the thread's last task has saved."""
+        if where.phase in _PHASES:
+            self._tasks[threading.current_thread()] = SavedActivations()
+
+    def layer_ended(self, where: Where) -> None:
+        """Walk on in the graph, where the engine cannot say at the end of a task where that ends."""
+        if where.kept is not None and where.phase in _PHASES:
+            began = time.perf_counter()
+            self._task().walk(where.kept().ends)
+            self._spent += time.perf_counter() - began
+
+    def task_ended(self, where: Where) -> None:
+        """Count what is in memory, and record it."""
+        began = time.perf_counter()
+        j, device = where.partition, where.device
+        if device is None:
+            return
+        with self._counting:
+            for known in [*self._parts]:
+                self._count_fixed(known)
+            ledger = self._ledgers.setdefault(device, StorageLedger())
+            if where.phase in _PHASES:
+                saved = self._tasks.pop(threading.current_thread(), None)
+                if saved is not None and where.kept is not None:
+                    self._count_task(where, where.kept(), saved, ledger)
+            else:
+                ledger.add(self._gradients_of(j), "gradients", j)
+                ledger.add(() if where.gradients is None else where.gradients(), "gradients", j)
+            self._write(device, j)
+        self._spent += time.perf_counter() - began
+
+    # Counting.
+
+    def _task(self) -> SavedActivations:
+        return self._tasks.setdefault(threading.current_thread(), SavedActivations())
+
+    def _count_fixed(self, j: int | None) -> None:
+        """Count weights, gradients and optimizer state of a partition once a step."""
+        if j in self._counted:
+            return
+        self._counted.add(j)
+        for parameter in self._weights_of(j):
+            self._ledger_of(parameter).add([parameter], "weights", j)
+        for gradient in self._gradients_of(j):
+            self._ledger_of(gradient).add([gradient], "gradients", j)
+        for parameter, tensor in self._state():
+            known = self._homes.get(id(parameter))
+            home = known[1] if known is not None and known[0]() is parameter else None
+            if home == j:
+                self._ledger_of(tensor).add([tensor], "optimizer_state", j)
+
+    def _count_task(self, where: Where, kept: Kept, saved: SavedActivations, ledger: StorageLedger) -> None:
+        j = where.partition
+        saved.walk(kept.ends)
+        ledger.add(kept.inputs, "inputs", j)
+        ledger.add(saved.tensors, "activations", j)
+        layers, of_inputs = saved.by_layer(where.marks, kept.inputs, self._weights_of(j))
+        saved.forget()
+        if kept.recomputed and where.phase == "recompute":
+            for _, _, tensors in kept.recomputed:
+                ledger.add(tensors, "activations", j)
+            of_units, of_inputs = saved_by_units(kept.recomputed, self._weights_of(j))
+            layers |= of_units
+        if layers:
+            place = {"step": where.step, "partition": j, "microbatch": where.microbatch, "phase": where.phase}
+            sizes = {"inputs": of_inputs, "output_kept": saved.output_kept, "layers": layers}
+            memory_instant("kept by layers", {**place, **sizes})
+
+    def _write(self, device: torch.device, j: int | None, *, all_partitions: bool = False) -> None:
+        by_partition, total = self._ledgers[device].sums()
+        for partition, sums in by_partition.items():
+            if partition is not None and (all_partitions or partition == j):
+                memory_counter(f"memory of partition {partition}", sums)
+        found = allocated(device)
+        if found is not None and found >= sum(total.values()):
+            total = {**total, "other": found - sum(total.values())}
+        memory_counter(f"memory of {device}", total)
+
+    def _note_peaks(self) -> None:
+        for device in self._ledgers:
+            most = most_allocated(device)
+            if most is not None:
+                memory_counter(f"peak of {device}", {"allocated": most})
+
+    def _ledger_of(self, tensor: Tensor) -> StorageLedger:
+        return self._ledgers.setdefault(tensor.device, StorageLedger())
+
+    def _modules_of(self, j: int | None) -> Iterator[nn.Module]:
+        return (module for reference in self._parts.get(j, ()) if (module := reference()) is not None)
+
+    def _weights_of(self, j: int | None) -> Iterator[Tensor]:
+        for module in self._modules_of(j):
+            yield from itertools.chain(module.parameters(), module.buffers())
+
+    def _gradients_of(self, j: int | None) -> Iterable[Tensor]:
+        return (p.grad for module in self._modules_of(j) for p in module.parameters() if p.grad is not None)
+
+    def _state(self) -> Iterator[tuple[Any, Tensor]]:
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                for tensor in tensors_in(state):
+                    yield parameter, tensor
