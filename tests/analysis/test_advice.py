@@ -191,3 +191,24 @@ def with_tasks(folder: Path, factor: Callable) -> Report:
             time = lambda phase, i, j, r=rank: int(1000 * even(phase, i, j) * factor(phase, i, j, r))
             at = made.gpipe(step, time, rank=rank, at=at)
     return analysed(made)
+
+
+def test_checkpoint_advice_says_whether_it_fits(tmp_path):
+    """The memory that keeping activations takes is named; where devices have less, it is no advice but a remark."""
+    from dataclasses import replace
+
+    from pipesight.analysis.planned_changes import planned_changes, too_large
+
+    cost = lambda phase, k: 160 if phase == "backward" else 80
+    measured = time_of(tmp_path, "before", [1, 1], 8, cost, checkpointed=7).measured
+    counted = replace(measured, parameter_scale=4.0)
+    # The second device holds 4 * 1000 bytes when seven micro-batches are left: an input and an output, 12.5 each.
+    (unknown,) = [change for change in planned_changes(counted) if change.what.startswith("checkpoint")]
+    assert unknown.why == "nothing is recomputed; a device needs 4.08 KiB instead of 4.00 KiB"
+    (fits,) = [change for change in planned_changes(replace(counted, capacity=8192)) if "checkpoint" in change.what]
+    assert fits.why == "nothing is recomputed; a device needs 4.08 KiB instead of 4.00 KiB, and has 8.00 KiB"
+    small = replace(counted, capacity=4150)
+    assert not [change for change in planned_changes(small) if change.what.startswith("checkpoint=")]
+    assert too_large(small).endswith("does not fit: a device needs 4.08 KiB instead of 4.00 KiB, and has 4.05 KiB")
+    assert too_large(counted) is None
+    assert too_large(replace(counted, capacity=8192)) is None

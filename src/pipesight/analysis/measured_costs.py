@@ -16,7 +16,7 @@ import numpy as np
 from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.layer_costs import MICROSECOND, layer_costs_of
 from pipesight.analysis.measured_tasks import MeasuredTasks
-from pipesight.analysis.memory import MemoryReport
+from pipesight.analysis.memory import MemoryReport, least_capacity
 from pipesight.analysis.rank_links import Messages, messages_of
 from pipesight.analysis.transfer_waits import arrivals_of
 from pipesight.plan.plans import DISTRIBUTED_NAMES, predict
@@ -84,6 +84,8 @@ class Measured:
     """The bubble of that simulation."""
     parameter_scale: float | None
     """Bytes of weights, gradients and optimizer state for each byte of parameters, if they were counted."""
+    capacity: int | None
+    """Bytes of memory of the smallest device, if known."""
     processors: int | None
     """That the partitions of a replica share, if they compute on a CPU."""
 
@@ -214,6 +216,7 @@ def measure_steps(
         predicted_seconds=predicted[0],
         predicted_bubble=predicted[1],
         parameter_scale=_parameter_scale(memory, facts),
+        capacity=least_capacity(memory),
         processors=steps.placements[facts.partitions].processors,
     )
 

@@ -12,7 +12,16 @@ import numpy as np
 from pipesight.analysis.curves import StepEdges, steps_of
 from pipesight.runs.reading.event_tables import Points
 
-__all__ = ["PARTS", "DeviceMemory", "LayerMemory", "MemoryCurve", "MemoryReport", "PartitionMemory", "memory_of"]
+__all__ = [
+    "PARTS",
+    "DeviceMemory",
+    "LayerMemory",
+    "MemoryCurve",
+    "MemoryReport",
+    "PartitionMemory",
+    "least_capacity",
+    "memory_of",
+]
 
 PARTS = ("weights", "gradients", "optimizer_state", "inputs", "activations")
 """What memory is for, as the recording names it."""
@@ -56,6 +65,8 @@ class DeviceMemory:
     """The most that was allocated at the same moments: on a CPU, by the whole process, Python included."""
     allocator_peak: int | None
     """The most that was ever allocated on a GPU, in the middle of tasks too."""
+    capacity: int | None
+    """The memory of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +119,13 @@ class MemoryReport:
     """In the order in which they ran."""
     curves: tuple[MemoryCurve, ...]
     """Of the partitions; of the devices, where there are none."""
+
+
+def least_capacity(memory: MemoryReport | None) -> int | None:
+    """Return the memory of the smallest device, if that of all is known."""
+    found = [entry.capacity for entry in memory.devices] if memory is not None else []
+    known = [capacity for capacity in found if capacity is not None]
+    return min(known) if known and len(known) == len(found) else None
 
 
 def memory_of(points: Points, edges: StepEdges) -> MemoryReport | None:
@@ -188,6 +206,7 @@ def _device(name: str, rank: int, rows: list[_Row], most: Mapping[tuple[int, str
         _parts(top),
         max(allocated, default=None),
         None if peak is None else peak[4].get("allocated"),
+        None if peak is None else peak[4].get("capacity"),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipesight.analysis.measured_costs import Measured
 from pipesight.plan.large_layers import LargeLayer, large_layer
@@ -30,7 +30,7 @@ class Outcome:
     devices: str | None = None
     """Their kind, such as ``cpu`` or ``cuda``."""
     memory: float = math.inf
-    """Bytes that a device may hold at most."""
+    """Bytes that a device may hold at most, or infinity. Plans may need more than devices were seen to have."""
     file: str = "schedule.csv"
     """Where an order that a search found is written, or is to be."""
 
@@ -42,7 +42,20 @@ class Outcome:
     def fastest_to_run(self) -> Plan | None:
         """Return the fastest plan that the engine of the run can run: `GPipe`, the steps or calls of a `Pipeline`, or
         `DistributedPipeline`."""
-        return next((plan for plan in self.plans if self.call(plan) is not None), None)
+        able = (plan for plan in self.plans if self.call(plan) is not None)
+        return next((plan for plan in able if self.fits(plan) is not False), None)
+
+    @property
+    def capacity(self) -> float | None:
+        """The memory of a device: as given, or as recorded."""
+        recorded = None if self.measured is None else self.measured.capacity
+        return recorded if math.isinf(self.memory) else self.memory
+
+    def fits(self, plan: Plan) -> bool | None:
+        """Whether a plan needs no more memory than the devices have; ``None`` if that is not known."""
+        if self.capacity is None or not self.costs.sizes_known:
+            return None
+        return max(plan.memory_bytes) <= self.capacity
 
     def keep(self) -> str | None:
         """Return the advice to keep the recorded settings, or nothing if a plan that can run saves more than 1%.
@@ -144,13 +157,15 @@ def make_plans(
     )
     plans = best_plans(costs, possible, memory=memory, parameter_scale=parameter_scale)
     if search:
-        found = search_orders(costs, plans, memory=memory, parameter_scale=parameter_scale)
-        plans = [found, *plans] if found.order is not None else plans
+        searched = search_orders(costs, plans, memory=memory, parameter_scale=parameter_scale)
+        plans = [searched, *plans] if searched.order is not None else plans
     if measured is None:
         return Outcome(costs, plans, memory=memory, file=file)
     recorded = device_bytes(measured.schedule, costs, measured.balance, parameter_scale=parameter_scale)
     kinds = {name.partition(":")[0] for name in measured.facts.devices or ()}
-    return Outcome(costs, plans, measured, recorded, kinds.pop() if len(kinds) == 1 else None, memory, file)
+    kind = kinds.pop() if len(kinds) == 1 else None
+    found = Outcome(costs, plans, measured, recorded, kind, memory, file)
+    return replace(found, plans=sorted(plans, key=lambda plan: found.fits(plan) is False))
 
 
 def best_of_each(plans: Iterable[Plan]) -> list[Plan]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pipesight._formatting import time
+from pipesight._formatting import size, time
 from pipesight._plurals import count_of
 from pipesight.analysis.measured_costs import Measured
 from pipesight.plan.balance_search import find_balance
@@ -26,7 +26,17 @@ from pipesight.plan.possible_settings import settings
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.stage_costs import StageCosts
 
-__all__ = ["AT_LEAST", "AT_MOST", "SIMULATED", "Change", "fewer_partitions", "gain_of", "mean_task", "planned_changes"]
+__all__ = [
+    "AT_LEAST",
+    "AT_MOST",
+    "SIMULATED",
+    "Change",
+    "fewer_partitions",
+    "gain_of",
+    "mean_task",
+    "planned_changes",
+    "too_large",
+]
 
 DOUBT = 0.5
 """How much an upper limit weighs against a simulated gain."""
@@ -93,7 +103,9 @@ def fewer_partitions(measured: Measured, *, lost: float) -> Change | None:
 
 def _best(measured: Measured, setting: Setting) -> Plan:
     """Return a setting with its best balance."""
-    return predict(measured.costs, setting, find_balance(StageCosts(measured.costs, setting)).balance)
+    scale = measured.parameter_scale or 2.0
+    found = find_balance(StageCosts(measured.costs, setting, parameter_scale=scale))
+    return predict(measured.costs, setting, found.balance, parameter_scale=scale)
 
 
 def _balance(measured: Measured) -> Change | None:
@@ -103,7 +115,7 @@ def _balance(measured: Measured) -> Change | None:
     if setting.stages < 2 or not measured.layers_known:
         return None
     plan, now = _best(measured, setting), measured.balance
-    if plan.balance == now:
+    if plan.balance == now or not _fits(plan, measured):
         return None
     ends = [sum(now[: j + 1]) for j in range(len(now))]
     blocks = [measured.costs.layers[end - count : end] for end, count in zip(ends, now, strict=True)]
@@ -129,16 +141,20 @@ def _chunks(measured: Measured) -> Change | None:
         rounds=setting.rounds,
     )
     plans = fastest_first(
-        predict(measured.costs, other, measured.balance)
+        plan
         for other in possible
         if other.chunks != m and not (other.chunks == 1 and _splitting_pays(measured))
+        if _fits(plan := _kept_setting(measured, other), measured)
     )
     if not plans:
         return None
     chunks, gain = plans[0].setting.chunks, gain_of(plans[0], measured)
     what = f"chunks={chunks} instead of {m}"
     if chunks > m:
-        return Change(what, "fill and drain shrink, provided that smaller tasks take less time", gain, AT_MOST)
+        why = "fill and drain shrink, provided that smaller tasks take less time"
+        if measured.parameter_scale is not None:
+            why += f"; {_need(plans[0], measured)}"
+        return Change(what, why, gain, AT_MOST)
     why = f"each task, of {time(mean_task(measured) * 1e6)} on average, has a fixed cost, however few samples it gets"
     if chunks == 1 and setting.partitions > 1:
         why = f"the tasks are too small for splitting to pay: {why}"
@@ -169,10 +185,44 @@ def _checkpoint(measured: Measured) -> Change | None:
     assert setting is not None
     if setting.checkpoint == "never" or (setting.checkpoint == "except_last" and setting.chunks == 1):
         return None
-    plan = predict(measured.costs, replace(setting, checkpoint="never"), measured.balance)
+    plan = _kept_setting(measured, replace(setting, checkpoint="never"))
+    if not _fits(plan, measured):
+        return None
     why = "nothing is recomputed; activations of all micro-batches must fit in memory"
+    if measured.parameter_scale is not None:
+        why = f"nothing is recomputed; {_need(plan, measured)}"
     what = f'checkpoint="never" instead of "{setting.checkpoint}"'
     return Change(what, why, gain_of(plan, measured), SIMULATED)
+
+
+def too_large(measured: Measured) -> str | None:
+    """Say so if nothing but memory speaks against keeping all activations."""
+    setting = measured.setting
+    if setting is None or setting.checkpoint == "never":
+        return None
+    plan = _kept_setting(measured, replace(setting, checkpoint="never"))
+    if _fits(plan, measured) or (gain := gain_of(plan, measured)) <= WORTH:
+        return None
+    return f'checkpoint="never" would save {gain:.0%} of a step, but does not fit: {_need(plan, measured)}'
+
+
+def _kept_setting(measured: Measured, setting: Setting) -> Plan:
+    """Predict another setting with the recorded balance."""
+    return predict(measured.costs, setting, measured.balance, parameter_scale=measured.parameter_scale or 2.0)
+
+
+def _fits(plan: Plan, measured: Measured) -> bool:
+    """Whether the devices have the memory, as far as both are known."""
+    known = measured.parameter_scale is not None and measured.capacity is not None
+    return not known or max(plan.memory_bytes) <= (measured.capacity or 0)
+
+
+def _need(plan: Plan, measured: Measured) -> str:
+    """Say what memory a plan needs, beside what the recorded setting is predicted to need."""
+    assert measured.setting is not None
+    now = max(_kept_setting(measured, measured.setting).memory_bytes)
+    text = f"a device needs {size(max(plan.memory_bytes))} instead of {size(now)}"
+    return text if measured.capacity is None else f"{text}, and has {size(measured.capacity)}"
 
 
 def _schedule(measured: Measured) -> Change | None:
@@ -187,7 +237,10 @@ def _schedule(measured: Measured) -> Change | None:
     for name in ("gpipe", "1f1b", "zero-bubble"):
         if name == setting.schedule or not (other := replace(setting, schedule=name)).runs:
             continue
-        gain = gain_of(predict(measured.costs, other, measured.balance), measured)
+        plan = _kept_setting(measured, other)
+        if not _fits(plan, measured):
+            continue
+        gain = gain_of(plan, measured)
         what = f'schedule="{name if in_steps else DISTRIBUTED_NAMES[name]}" instead of "{measured.schedule_name}"'
         if name == "zero-bubble":  # what it costs to compute gradients in two parts is not known
             found.append(Change(what, f"weight gradients fill the time that {who} would wait", gain, AT_MOST))
@@ -210,7 +263,8 @@ def _together(measured: Measured) -> Change | None:
         recorded=measured.schedule.chunks,
         rounds=measured.rounds,
     )
-    plans = best_plans(measured.costs, possible)
+    plans = best_plans(measured.costs, possible, parameter_scale=measured.parameter_scale or 2.0)
+    plans = [plan for plan in plans if _fits(plan, measured)]
     if over_ranks:
         plans = [plan for plan in plans if distributed_call(plan, measured.costs.units) is not None]
     if not plans or (gain := gain_of(plans[0], measured)) <= WORTH:

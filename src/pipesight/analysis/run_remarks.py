@@ -13,7 +13,7 @@ from pipesight._formatting import percent, time
 from pipesight._plurals import count_of, plural
 from pipesight.analysis.clock_errors import doubts_about_clocks
 from pipesight.analysis.described_pipelines import DescribedPipeline
-from pipesight.analysis.planned_changes import AT_MOST, Change
+from pipesight.analysis.planned_changes import AT_MOST, Change, too_large
 from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatchTable
 from pipesight.analysis.step_times import StepTimes
@@ -35,6 +35,7 @@ __all__ = [
     "remarks_on_bubble",
     "remarks_on_clocks",
     "remarks_on_measuring",
+    "remarks_on_memory",
     "remarks_on_program",
     "remarks_on_samples",
     "remarks_on_simulation",
@@ -203,6 +204,12 @@ def remarks_on_simulation(measured: Measured | None, changes: Sequence[Change]) 
         return []
     text = f"the simulation of the recorded schedule is off by {measured.error:+.0%}"
     return [Remark(None, f"{text}; simulated gains may be off by as much")]
+
+
+def remarks_on_memory(measured: Measured | None) -> list[Remark]:
+    """Say what would help if there were more memory."""
+    text = None if measured is None else too_large(measured)
+    return [] if text is None else [Remark(None, text)]
 
 
 def _never_stepped(minibatches: MiniBatchTable, spans: Spans) -> int:

@@ -49,6 +49,7 @@ def _plan(outcome: Outcome, plan: Plan) -> dict[str, Any]:
         "window_seconds": plan.window_seconds,
         "bubble": plan.bubble,
         "memory_bytes": _bytes(outcome, plan.memory_bytes),
+        "fits": outcome.fits(plan),
         "proven": plan.proven,
         "bound_seconds": plan.bound_seconds,
         "call": outcome.call(plan),

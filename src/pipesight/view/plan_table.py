@@ -96,7 +96,7 @@ def table_rows(outcome: Outcome, plans: Iterable[Plan]) -> list[Row]:
         what = (name, setting.checkpoint, str(setting.chunks), _balance(plan.balance))
         step = time(plan.step_seconds * 1e6) + ("" if plan.proven else " *")
         saved = "" if outcome.baseline is None else f"{1 - plan.step_seconds / outcome.baseline:.1%}"
-        cells = (*what, step, saved, f"{plan.bubble:.1%}", _memory(outcome, plan.memory_bytes))
+        cells = (*what, step, saved, f"{plan.bubble:.1%}", _memory(outcome, plan.memory_bytes, plan))
         found.append(("" if place else "best", *cells))
     return found
 
@@ -123,6 +123,8 @@ def notes_on(outcome: Outcome, plans: Sequence[Plan]) -> list[str]:
             )
     if any(plan.setting.chunks == 1 and plan.setting.partitions > 1 for plan in plans):
         found.append("with chunks=1 there is no pipelining: partitions take turns")
+    if outcome.capacity is not None and any(outcome.fits(plan) is False for plan in plans):
+        found.append(f"plans marked ! do not fit: a device of the run has {size(outcome.capacity)}")
     if (large := outcome.too_large()) is not None:
         found.append(large_layer_note(large))
     return [*found, *outcome.costs.notes]
@@ -142,8 +144,10 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _memory(outcome: Outcome, needs: Sequence[float] | None) -> str:
-    return size(max(needs)) if needs is not None and outcome.costs.sizes_known else "?"
+def _memory(outcome: Outcome, needs: Sequence[float] | None, plan: Plan | None = None) -> str:
+    if needs is None or not outcome.costs.sizes_known:
+        return "?"
+    return size(max(needs)) + (" !" if plan is not None and outcome.fits(plan) is False else "")
 
 
 def _balance(balance: Sequence[int]) -> str:

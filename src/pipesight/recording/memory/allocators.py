@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["allocated", "most_allocated"]
+__all__ = ["allocated", "capacity", "most_allocated"]
 
 
 class _Mallinfo(ctypes.Structure):
@@ -40,6 +40,11 @@ def allocated(device: torch.device) -> int | None:
         return None
     found = function()
     return int(found.uordblks + found.hblkhd)
+
+
+def capacity(device: torch.device) -> int | None:
+    """Return the bytes that a GPU has."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def most_allocated(device: torch.device) -> int | None:

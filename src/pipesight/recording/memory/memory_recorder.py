@@ -25,7 +25,7 @@ from pipesight import context
 from pipesight._nested import tensors_in
 from pipesight._patches import Patches, harmless
 from pipesight.context import Kept, Observer, Where, attach, detach
-from pipesight.recording.memory.allocators import allocated, most_allocated
+from pipesight.recording.memory.allocators import allocated, capacity, most_allocated
 from pipesight.recording.memory.saved_activations import SavedActivations, saved_by_units
 from pipesight.recording.memory.storage_ledger import StorageLedger
 from pipesight.recording.pipeline_description import Pipeline, is_pipeline, parts_of
@@ -251,9 +251,9 @@ class MemoryRecorder(Observer):
 
     def _note_peaks(self) -> None:
         for device in self._ledgers:
-            most = most_allocated(device)
-            if most is not None:
-                memory_counter(f"peak of {device}", {"allocated": most})
+            most, whole = most_allocated(device), capacity(device)
+            if most is not None and whole is not None:
+                memory_counter(f"peak of {device}", {"allocated": most, "capacity": whole})
 
     def _ledger_of(self, tensor: Tensor) -> StorageLedger:
         return self._ledgers.setdefault(tensor.device, StorageLedger())
