@@ -274,7 +274,6 @@ def test_checkpoints(instrumented, tmp_path):
     assert {e["args"]["size"] for e in events} == {path.stat().st_size}
 
 
-@pytest.mark.filterwarnings("ignore")  # it says that there is one process
 def test_safetensors(instrumented, tmp_path):
     """Files of safetensors are checkpoints too."""
     safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
@@ -286,6 +285,7 @@ def test_safetensors(instrumented, tmp_path):
     assert {(e["args"]["path"], e["args"]["size"]) for e in events} == {(str(path), path.stat().st_size)}
 
 
+@pytest.mark.filterwarnings("ignore")  # it says that there is one process
 def test_distributed_checkpoints(instrumented, tmp_path):
     """So do checkpoints in shards, each once."""
     from torch.distributed import checkpoint
