@@ -12,6 +12,7 @@ import { startLayers } from "./layer_table.js";
 import { showLive, startLive } from "./live_updates.js";
 import { startLog } from "./log_lines.js";
 import { startLosses } from "./lost_time.js";
+import { startMemory } from "./memory_section.js";
 import { startNames } from "./span_table.js";
 import "./palette.js";
 import { unpackPayload } from "./payload.js";
@@ -119,6 +120,7 @@ for (const start of [
   startLosses,
   startLayers,
   startCurves,
+  startMemory,
   startStatistics,
   startLog,
   startLinks,

@@ -14,6 +14,7 @@ from pipesight.analysis.report import Report
 from pipesight.runs.reading.run import Run
 from pipesight.view.finding_sentences import nonfinite_in
 from pipesight.view.payload.log_lines import logs_of
+from pipesight.view.payload.memory_curves import memory_of
 from pipesight.view.payload.rank_traffic import traffic_of
 from pipesight.view.payload.run_summary import facts_of, findings_of, title_of, verdict_of
 from pipesight.view.payload.size_limits import Limits
@@ -103,6 +104,7 @@ def program_payload(
         "start": shown_numbers.index(start) if start in shown_numbers else 0,
         "statistics": statistics,
         "curves": curve_columns(report.curves),
+        "memory": memory_of(report.memory),
         "logs": logs_of(
             said, steps=shown_numbers, begin=int(begins.min()) if len(begins) else 0, most=limits.log_lines
         ),

@@ -1,0 +1,27 @@
+"""Memory on the page: each partition over a step, with its peak, in the last steps where it was counted."""
+
+from __future__ import annotations
+
+from pipesight.analysis.memory import PARTS, MemoryCurve, MemoryReport
+from pipesight.view.payload.memory_curves import POINTS, STEPS, memory_of
+
+
+def test_the_peak_survives_thinning():
+    """Of a long step, evenly spread moments are kept, and the one with the most memory; times begin at 0."""
+    count, peak = 5 * POINTS, 3 * POINTS + 1
+    steps = tuple(step for step in range(STEPS + 2) for _ in range(count))
+    values = [[1] * len(steps) for _ in PARTS]
+    values[4][5 * count + peak] = 1000
+    curve = MemoryCurve(0, 1, None, tuple(range(100, 100 + len(steps))), steps, tuple(map(tuple, values)))
+    found = memory_of(MemoryReport(tuple(range(STEPS + 2)), (), (), (), (curve,)))
+    assert found is not None
+    assert [step["number"] for step in found["steps"]] == list(range(2, STEPS + 2))
+    (drawn,) = found["steps"][-1]["curves"]
+    assert (drawn["name"], drawn["peak"], drawn["times"][0], drawn["times"][-1]) == ("partition 1", 1004, 0, count - 1)
+    assert len(drawn["times"]) <= POINTS + 2
+    assert drawn["values"][4][drawn["times"].index(peak)] == 1000
+
+
+def test_without_memory_there_is_nothing():
+    """A run that counted nothing has no section."""
+    assert memory_of(None) is None
