@@ -110,7 +110,7 @@ def test_signal_while_recording_and_writing(script, tmp_path, number, status):
     """A signal that comes while the recording thread helps the writer loses no event and does not hang."""
     body = f"""
 start('run', interval=0.05)
-threading.Timer(0.6, os.kill, (os.getpid(), signal.{number})).start()
+threading.Timer(0.25, os.kill, (os.getpid(), signal.{number})).start()
 count = 0
 try:
     while True:
