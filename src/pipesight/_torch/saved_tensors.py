@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipesight._torch.autograd import PythonNode
 
-__all__ = ["following_nodes", "saved_by", "saved_output"]
+__all__ = ["CAN_BE_SEEN", "following_nodes", "saved_by", "saved_output"]
 
+CAN_BE_SEEN: bool = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+"""Whether this PyTorch tells which saved tensors hooks of the program have packed; old ones do not."""
 _PREFIX = "_raw_saved_"
 _names: dict[type, tuple[str, ...]] = {}
 
@@ -24,8 +27,7 @@ def saved_by(node: Any) -> Iterator[Tensor]:
     for name in names:
         saved = getattr(node, name, None)
         for one in saved if isinstance(saved, (tuple, list)) else (saved,):
-            # Before torch 2.7 or so, there is no way to tell whether hooks have packed it.
-            if one is not None and getattr(one, "unpack_hook", one) is None and isinstance(one.data, Tensor):
+            if one is not None and one.unpack_hook is None and isinstance(one.data, Tensor):
                 yield one.data
     if isinstance(node, PythonNode):
         yield from (value for value in vars(node).values() if isinstance(value, Tensor))

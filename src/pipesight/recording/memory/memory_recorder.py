@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from pipesight import context
 from pipesight._nested import tensors_in
 from pipesight._patches import Patches, harmless
+from pipesight._torch.saved_tensors import CAN_BE_SEEN
 from pipesight.context import Kept, Observer, Where, attach, detach
 from pipesight.recording.memory.allocators import allocated, capacity, most_allocated
 from pipesight.recording.memory.saved_activations import SavedActivations, saved_by_units
@@ -89,7 +90,7 @@ class MemoryRecorder(Observer):
             while share / self._interval > COST:
                 self._interval *= 2
             self._ledgers.clear()
-        self._measuring = recorded and (self._steps < ALWAYS or step % self._interval == 0)
+        self._measuring = CAN_BE_SEEN and recorded and (self._steps < ALWAYS or step % self._interval == 0)
         self._steps += self._measuring
         if self.modules is not None:
             self.modules.marks = [] if self._measuring else None
