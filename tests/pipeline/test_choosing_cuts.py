@@ -111,10 +111,13 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_pipeline_chooses() -> None:
     """A pipeline of so many partitions cuts itself, and learns as the model does."""
     model = Model([Block(4 * MS), Block(4 * MS), Block(4 * MS), Block(4 * MS)])
-    pipe = Pipeline(model, partitions=2, sample=SAMPLE, devices=["cpu"] * 2, chunks=2)
+    model.blocks[3].spare = nn.Parameter(torch.zeros(9999))
+    settings: Any = {"partitions": 2, "sample": SAMPLE, "devices": ["cpu"] * 2, "chunks": 2}
+    pipe = Pipeline(model, **settings)
     assert pipe.cuts == ["blocks.2"]
+    assert Pipeline(model, **settings, equal="memory").cuts == ["blocks.3"]
     pipe(**SAMPLE)["loss"].backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "spare" not in name)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,7 @@ def test_pipeline_chooses() -> None:
         ({"sample": SAMPLE}, r"together"),
         ({"partitions": 2, "sample": SAMPLE, "cuts": ["head"]}, r"without cuts"),
         ({"partitions": 2, "sample": SAMPLE["x"]}, r"\(args, kwargs\).*Tensor"),
+        ({"partitions": 2, "sample": SAMPLE, "equal": "size"}, r"'time' or 'memory'.*'size'"),
         ({"partitions": 0, "sample": SAMPLE}, r"partitions: 0"),
         ({"partitions": 9, "sample": SAMPLE}, r"Model has too few modules.*drop, blocks.0, blocks.1, head"),
     ],

@@ -8,7 +8,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from pipesight.pipeline.autograd_node import connect
 from pipesight.pipeline.batch_dims import BatchDim, BatchDims
 from pipesight.pipeline.caller_state import CallerState
 from pipesight.pipeline.calls import split_call
-from pipesight.pipeline.choosing_cuts import CallSample, cuts_by_time
+from pipesight.pipeline.choosing_cuts import CallSample, cuts_by_size, cuts_by_time
 from pipesight.pipeline.devices import choose_devices
 from pipesight.pipeline.generating import through_pipeline
 from pipesight.pipeline.loss_merging import LossMerging, LossWeight
@@ -79,8 +79,9 @@ class Pipeline(nn.Module):
         module: The model, or a function without arguments that builds it.
         cuts: The modules, by name, whose first call begins the next partition.
         balance: Instead of cuts, for an ``nn.Sequential``: how many layers each partition takes.
-        partitions: Instead of cuts: how many partitions, of about the same time; see `pipesight.balance.cuts_by_time`.
+        partitions: Instead of cuts: how many partitions, which are about equal.
         sample: A call to measure for that, ``(args, kwargs)`` or ``kwargs`` alone.
+        equal: In what they are: ``"time"`` or ``"memory"``; see `pipesight.balance.cuts_by_time` and ``cuts_by_size``.
         devices: One per partition. By default the CUDA devices in order, or the CPU for every partition if there is no
             GPU. Parameters move to the device of the partition that uses them first.
         chunks: Number of micro-batches per mini-batch.
@@ -110,6 +111,7 @@ class Pipeline(nn.Module):
         balance: Iterable[int] | None = None,
         partitions: int | None = None,
         sample: CallSample | None = None,
+        equal: Literal["time", "memory"] = "time",
         devices: Iterable[torch.device | str | int] | None = None,
         chunks: int = 1,
         checkpoint: CheckpointMode = "except_last",
@@ -129,7 +131,10 @@ class Pipeline(nn.Module):
                 raise TypeError("balance says where the model is cut, so it must be given without cuts and partitions")
             cuts = _cuts_of(module, balance)
         if cuts is None and partitions is not None and sample is not None:
-            cuts = cuts_by_time(module, sample, partitions, chunks=chunks, batch_dim=batch_dim)
+            if equal not in ("time", "memory"):
+                raise ValueError(f"equal must be 'time' or 'memory', in which partitions are equal, but got {equal!r}")
+            choose = cuts_by_time if equal == "time" else cuts_by_size
+            cuts = choose(module, sample, partitions, chunks=chunks, batch_dim=batch_dim)
         elif partitions is not None or sample is not None:
             raise TypeError("partitions and sample must be given together, and without cuts: they choose the cuts")
         names = check_cuts(module, cuts or [])
