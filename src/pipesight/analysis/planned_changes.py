@@ -143,6 +143,7 @@ def _chunks(measured: Measured) -> Change | None:
     plans = fastest_first(
         plan
         for other in possible
+        if other.rounds == setting.rounds  # the balance has a part for each stage
         if other.chunks != m and not (other.chunks == 1 and _splitting_pays(measured))
         if _fits(plan := _kept_setting(measured, other), measured)
     )
