@@ -89,14 +89,13 @@ class Recorders:
             stack.callback(self.session.stop)
             self._stops = StopWatch()
             stack.callback(self._stops.close)
-            self._memory = MemoryRecorder()
-            self._memory.attach()
-            stack.callback(self._memory.detach)
         if options.trace or options.stats is not None:
             self._hooks = instrument(depth=1 if options.trace else 0).__enter__()
             stack.callback(self._hooks.__exit__, None, None, None)
-            if self._memory is not None:
-                self._memory.modules = self._hooks.modules
+            if options.trace:
+                self._memory = MemoryRecorder(self._hooks.modules)
+                self._memory.attach()
+                stack.callback(self._memory.detach)
         # After `instrument`: what a pipeline sends is recorded with its place.
         self._imports = ImportWatch(SCHEDULES, self._follow_schedules)
         stack.callback(self._leave_schedules)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._nested import tensors_in
@@ -43,18 +42,20 @@ _PHASES = ("forward", "recompute")
 
 
 class MemoryRecorder(Observer):
-    """Counts bytes by partition and by device, and records them."""
+    """Counts bytes by partition and by device, and records them.
 
-    def __init__(self) -> None:
-        self.modules: ModuleHooks | None = None
-        """What sees the modules of a program without a pipeline."""
+    Args:
+        modules: What sees the modules of a program without a pipeline.
+    """
+
+    def __init__(self, modules: ModuleHooks) -> None:
+        self._modules = modules
         self._parts: dict[int | None, list[weakref.ref[nn.Module]]] = {}
         self._homes: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # parameters, and their partitions
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._ledgers: dict[torch.device, StorageLedger] = {}
         self._tasks: weakref.WeakKeyDictionary[threading.Thread, SavedActivations] = weakref.WeakKeyDictionary()
         self._patches = Patches()
-        self._handles: list[RemovableHandle] = []
         self._counting = threading.Lock()
         self._measuring = False
         self._counted: set[int | None] = set()  # partitions whose weights were counted in this step
@@ -64,6 +65,7 @@ class MemoryRecorder(Observer):
     def attach(self) -> None:
         """Start to measure."""
         attach(self)
+        self._modules.outermost_ended = self._module_ended
         self._patches.keep(register_optimizer_step_post_hook(self._stepped))
         self._patches.wrap(torch.autograd, "backward", self._backward)
 
@@ -74,9 +76,7 @@ class MemoryRecorder(Observer):
         self._measuring = False
         detach(self)
         self._patches.undo()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._modules.outermost_ended = None
 
     # Which steps, and what there is.
 
@@ -92,8 +92,7 @@ class MemoryRecorder(Observer):
             self._ledgers.clear()
         self._measuring = CAN_BE_SEEN and recorded and (self._steps < ALWAYS or step % self._interval == 0)
         self._steps += self._measuring
-        if self.modules is not None:
-            self.modules.marks = [] if self._measuring else None
+        self._modules.marks = [] if self._measuring else None
         self._step, self._begun, self._spent = step, now, 0.0
         self._counted.clear()
 
@@ -107,8 +106,8 @@ class MemoryRecorder(Observer):
 
     def meet_module(self, module: nn.Module) -> None:
         """Learn of a module that is called from outside all others."""
-        if not is_pipeline(module) and self._meet(None, module):
-            self._handles.append(module.register_forward_hook(self._called))
+        if not is_pipeline(module):
+            self._meet(None, module)
 
     def _meet(self, j: int | None, module: nn.Module) -> bool:
         known = [other for other in self._parts.get(j, []) if other() is not None]
@@ -121,23 +120,23 @@ class MemoryRecorder(Observer):
     # What a program does outside of pipelines.
 
     @harmless
-    def _called(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The model has been called."""
-        if not self._measuring or not torch.is_grad_enabled() or context.current() is not None:
+    def _module_ended(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Count what the call of a module from outside all others has saved."""
+        if not self._measuring or not torch.is_grad_enabled() or is_pipeline(module):
             return
         began = time.perf_counter()
         saved = SavedActivations()
         found = list(tensors_in(output))
         saved.walk(found)
-        marks = self.modules.marks if self.modules is not None else None
-        layers, of_inputs = saved.by_layer(marks or [], list(tensors_in(args)), list(self._weights_of(None)))
+        marks, inputs = self._modules.marks or [], list(tensors_in(args))
+        layers, of_inputs = saved.by_layer(marks, inputs, list(self._weights_of(None)))
         if layers:
             memory_instant("kept by layers", {"partition": None, "inputs": of_inputs, "layers": layers})
         with self._counting:
             for device in {tensor.device for tensor in found}:
                 self._count_fixed(None)
                 ledger = self._ledgers.setdefault(device, StorageLedger())
-                ledger.add(tensors_in(args), "inputs", None)
+                ledger.add(inputs, "inputs", None)
                 ledger.add(saved.tensors, "activations", None)
                 self._write(device, None)
         self._spent += time.perf_counter() - began

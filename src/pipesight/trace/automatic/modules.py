@@ -86,6 +86,8 @@ class ModuleHooks:
         self.depth = depth
         self.marks: list[tuple[int, str]] | None = None
         """If it is a list, it gets autograd's number at the start of each module of an outermost call, and its name."""
+        self.outermost_ended: Callable[[nn.Module, Any, Any], None] | None = None
+        """Called with a module, its positional arguments and its output, when a call from outside all others ends."""
         self._handles: list[RemovableHandle] = []
         self._suspensions = 0
         self._era = next(_eras)  # calls of an earlier era may have ended unseen
@@ -192,6 +194,8 @@ class ModuleHooks:
                 if call.span is not None and torch.is_grad_enabled() and ai.compute.backward.recording:
                     _watch_backward(output, call)
                 break
+        if not calls and self.outermost_ended is not None:
+            self.outermost_ended(module, inputs, output)
 
 
 on_outermost: list[Callable[[nn.Module], None]] = []
