@@ -100,7 +100,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         prog="python -m benchmarks",
         description="Run benchmarks and print their tables.",
         epilog="benchmarks:\n"
-        + "\n".join(f"  {name:12}{line}" for name, (_, line) in BENCHMARKS.items())
+        + "\n".join(f"  {name:16}{line}" for name, (_, line) in BENCHMARKS.items())
         + "\n\npython -m benchmarks page [--merge FILE ...] writes docs/benchmarks.md without measuring",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
