@@ -17,6 +17,7 @@ from pipesight.analysis.curves import curves_of, moments_of
 from pipesight.analysis.described_pipelines import pipelines_of, replicas_in
 from pipesight.analysis.gpu_times import gpu_times, profiled_steps
 from pipesight.analysis.layer_times import LayerReport, layer_reports, with_weights
+from pipesight.analysis.logged_steps import logged_curves, logged_steps, remarks_on_log, verdict_on_log
 from pipesight.analysis.measured_costs import Measured, measure_steps
 from pipesight.analysis.memory import memory_of
 from pipesight.analysis.nonfinite import first_nonfinite
@@ -64,6 +65,7 @@ from pipesight.runs.reading.stats_and_logs import NONFINITE_KEYS
 
 if TYPE_CHECKING:
     from pipesight.runs.reading.event_tables import Operations
+    from pipesight.runs.reading.megatron_log import TrainingLog
     from pipesight.runs.reading.run import Run
     from pipesight.schedule.costs import Link
 
@@ -93,6 +95,8 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     """
     if (operations := run.operations()) is not None:
         return _of_operations(run, operations, steps, partition, layer)
+    if (log := run.training_log()) is not None:
+        return _of_log(run, log, steps, partition, layer)
     described = pipelines_of(run.description)
     all_tasks, spans, transfers = run.tasks(), run.spans(), run.transfers()
     replicas = replicas_of(all_tasks, replicas_in(described))
@@ -291,9 +295,7 @@ def _of_operations(
     run: Run, operations: Operations, steps: range | None, partition: int | None, layer: str | None
 ) -> Report:
     """Say what slows a job of which only the operations are known."""
-    if partition is not None or layer is not None:
-        what = f"partition {partition}" if partition is not None else f"layer {layer!r}"
-        raise ValueError(f"a trace of operations cannot be narrowed to {what}; leave --partition and --layer out")
+    _refuse_narrowing("a trace of operations", partition, layer)
     if steps is not None:
         there = run.steps()
         operations = operations.where((operations.step >= steps.start) & (operations.step < steps.stop))
@@ -318,6 +320,32 @@ def _of_operations(
         verdict=Verdict(found.verdict, ()),
         what_if=found,
     )
+
+
+def _of_log(run: Run, log: TrainingLog, steps: range | None, partition: int | None, layer: str | None) -> Report:
+    """Say what a training log of Megatron-LM holds."""
+    _refuse_narrowing("a training log", partition, layer)
+    if steps is not None:
+        kept = [entry for entry in log.iterations if steps.start <= entry.number < steps.stop]
+        if not kept:
+            first, last = log.iterations[0].number, log.iterations[-1].number
+            asked = f"{steps.start} to {steps.stop - 1}"
+            raise ValueError(f"no line is about iterations {asked} (iterations: {first} to {last})")
+        log = replace(log, iterations=kept)
+    logged, curves = logged_steps(log), logged_curves(log)
+    return Report(
+        **_identity(run),
+        remarks=(*remarks_on(run), *remarks_on_log(logged, log)),
+        verdict=with_losses(verdict_on_log(logged), curves),
+        logged=logged,
+        curves=curves,
+    )
+
+
+def _refuse_narrowing(what: str, partition: int | None, layer: str | None) -> None:
+    if partition is not None or layer is not None:
+        part = f"partition {partition}" if partition is not None else f"layer {layer!r}"
+        raise ValueError(f"{what} cannot be narrowed to {part}; leave --partition and --layer out")
 
 
 def _narrowed_pipelines(pipelines: Sequence[PipelineReport], partition: int | None) -> tuple[PipelineReport, ...]:

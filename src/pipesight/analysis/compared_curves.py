@@ -42,6 +42,8 @@ def _step_times(report: Report) -> tuple[Curve, ...]:
         numbers, times = steps.step, steps.period
     elif report.program is not None:
         numbers, times = report.program.steps.by_step()
+    elif report.logged is not None:
+        return (Curve(STEP_TIME, report.logged.steps, report.logged.times),)
     else:
         return ()
     order = np.argsort(numbers, kind="stable")

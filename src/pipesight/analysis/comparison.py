@@ -73,8 +73,8 @@ def compare(first: Report, second: Report) -> Comparison:
     one, other = _steps_of(first), _steps_of(second)
     names = [name for name in one.quantities if name in other.quantities]
     quantities = {name: Difference(one.quantities[name], other.quantities[name]) for name in names}
-    # A part that one of them does not have takes no time there.
-    both = dict.fromkeys([*one.parts, *other.parts])
+    # A part that one of them does not have takes no time there; of a training log, none is known.
+    both = dict.fromkeys([*one.parts, *other.parts] if one.parts and other.parts else [])
     parts = {name: Difference(one.parts.get(name, 0.0), other.parts.get(name, 0.0)) for name in both}
     text = _sentence(one.time.median, other.time.median, parts)
     if (same := same_layers(first, second)) is not None:
@@ -113,6 +113,13 @@ def _steps_of(report: Report) -> _Steps:
             "samples_per_second": program.samples_per_second,
         }
         time, parts = program.time, program.parts
+    elif (logged := report.logged) is not None:
+        found = {
+            "step_time": logged.time.median,
+            "steps_per_second": 1e6 / logged.time.mean,
+            "samples_per_second": logged.samples_per_second,
+        }
+        time, parts = logged.time, {}
     else:
         raise ValueError(f"{report.path!r} has no complete step to compare")
     return _Steps(time, {name: value for name, value in found.items() if value is not None}, parts)
@@ -170,6 +177,8 @@ def _statistics_of(report: Report) -> str | None:
 
 def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> str:
     change = after - before
+    if abs(change) < ALIKE * before and not parts:
+        return f"The median step takes the same time in both, to within {ALIKE:.0%}."
     if abs(change) < ALIKE * before:
         largest = max(parts, key=lambda name: abs(parts[name].change))
         text = f"The median step takes the same time in both, to within {ALIKE:.0%}"
@@ -179,6 +188,8 @@ def _sentence(before: float, after: float, parts: Mapping[str, Difference]) -> s
         return f"{text}; the largest difference in the mean step is {differs}."
     text = f"The second run takes {abs(change) / before:.1%} {'more' if change > 0 else 'less'} time per step: "
     text += f"{signed_time(change)} in the median step."
+    if not parts:
+        return text
     # Parts are those of the mean step, which a few long steps may dominate.
     mean = sum(part.change for part in parts.values())
     if abs(mean - change) <= 0.25 * abs(change):

@@ -13,6 +13,7 @@ from pipesight.analysis.collectives import Collective
 from pipesight.analysis.curves import Curve, Moment
 from pipesight.analysis.gpu_times import GpuTimes, ProfiledSteps
 from pipesight.analysis.layer_times import LayerReport
+from pipesight.analysis.logged_steps import LoggedSteps
 from pipesight.analysis.measured_costs import Measured
 from pipesight.analysis.memory import MemoryReport
 from pipesight.analysis.nonfinite import NonFinite
@@ -113,6 +114,8 @@ class Report:
     """The first tensor with NaN or Inf, if statistics were recorded and there was one."""
     gpus: tuple[GpuTimes, ...] = ()
     """What GPUs did, of a trace of PyTorch's profiler: one for each rank."""
+    logged: LoggedSteps | None = None
+    """Of a training log of Megatron-LM: its iterations and timers."""
     profiled: tuple[ProfiledSteps, ...] = ()
     """The steps of a trace of PyTorch's profiler: one for each rank."""
     names: tuple[NameTime, ...] = ()

@@ -36,6 +36,8 @@ MARKS = ascii_uppercase
 
 def settings_text(comparison: Comparison) -> str:
     """Say which settings differ."""
+    if comparison.first.logged is not None or comparison.second.logged is not None:
+        return "A training log has no settings to compare"
     differ = [f"{name} {_plain(one)} -> {_plain(other)}" for name, (one, other) in comparison.settings.items()]
     return f"Different settings: {', '.join(differ)}" if differ else "The recorded settings are the same"
 
@@ -140,6 +142,8 @@ def quantity_rows(comparison: Comparison, *more: Comparison) -> list[list[str]]:
 def part_rows(comparison: Comparison, *more: Comparison) -> list[list[str]]:
     """Write the mean step in the same way, then the parts that matter."""
     all_parts = [one.parts for one in (comparison, *more)]
+    if not any(all_parts):
+        return []
     wholes = [
         Difference(sum(part.first for part in parts.values()), sum(part.second for part in parts.values()))
         for parts in all_parts

@@ -60,6 +60,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "what_if": None if report.what_if is None else asdict(report.what_if),
         "nonfinite": None if report.nonfinite is None else asdict(report.nonfinite),
         "gpus": [asdict(gpu) for gpu in report.gpus],
+        "logged": None if report.logged is None else asdict(report.logged),
         "profiled": [asdict(steps) for steps in report.profiled],
         "names": [asdict(name) for name in report.names],
         "program": None if report.program is None else _program(report.program),

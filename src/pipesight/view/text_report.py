@@ -11,6 +11,7 @@ from pipesight.analysis.pipeline_report import PipelineReport
 from pipesight.analysis.report import Report
 from pipesight.view.finding_sentences import Finding, finding_groups, nonfinite_in, remarks_in, warm_up_in
 from pipesight.view.text_layout import LEAST, Style, beside, columns, spark
+from pipesight.view.text_log import log_blocks
 from pipesight.view.text_memory import memory_block
 from pipesight.view.text_program import curve_lines, own_span_table, program_blocks
 from pipesight.view.text_tables import (
@@ -55,6 +56,8 @@ def render(
     blocks.append(_verdict(report, style))
     if report.overall is not None:
         blocks.append(_speed(report, report.overall, style))
+    if report.logged is not None:
+        blocks += log_blocks(report.logged, style)
     if report.program is not None:
         blocks += program_blocks(report, report.program, style, step=step)
     drawn = report.typical if step is None else step
@@ -93,6 +96,8 @@ def _head(report: Report, style: Style) -> list[str]:
     if report.what_if is not None and not len(report.steps):
         steps = count_of(report.what_if.steps, "step")
         counted = f"{steps}, {count_of(report.what_if.operations, 'operation')}"
+    if report.logged is not None:
+        counted = f"{count_of(len(report.logged.steps), 'line')} of iterations"
     if report.program is not None:
         what = ("step", None) if report.program.trains else ("batch", "batches")
         counted = f"{count_of(len({*report.program.steps.step.tolist()}), *what)}, {counted}"

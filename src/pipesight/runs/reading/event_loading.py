@@ -21,6 +21,7 @@ from pipesight.runs.reading.attempts import Attempt, choose, own_restarts
 from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
 from pipesight.runs.reading.descriptions import merged, processes_of, read_description, read_ranks, shifts_of
 from pipesight.runs.reading.duckdb_events import DuckEvents, FileFacts, Source, UnreadableError
+from pipesight.runs.reading.megatron_log import TrainingLog, is_training_log, read_training_log
 from pipesight.runs.reading.operation_trace import is_parquet, read_operations
 from pipesight.runs.reading.reader_notes import NotARunError, Note
 from pipesight.runs.reading.safe_open import refusal, without_refused
@@ -69,6 +70,8 @@ class Loaded:
     """Whether every event was read, not just what a report needs."""
     operations: Operations | None = None
     """Of a trace of operations, which has no events."""
+    log: TrainingLog | None = None
+    """Of a training log of Megatron-LM, which has none either."""
 
 
 def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None, whole: bool = False) -> Loaded:
@@ -96,6 +99,8 @@ def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None, w
         )
     if is_parquet(path):
         return _open_operations(path, attempt)
+    if is_training_log(path):
+        return _open_log(path, attempt)
     events = DuckEvents(whole=whole)
     loaded = Loaded(events, asked=attempt, whole=whole)
     meanwhile = threading.Thread(target=_import_rest)
@@ -139,9 +144,22 @@ def _open_dataset(path: Path, engine: object, asked: int | None) -> Loaded:
 
 def _open_operations(path: Path, asked: int | None) -> Loaded:
     operations = read_operations(path)
+    _refuse_attempt(path, asked)
+    return Loaded(DuckEvents(), count=len(operations), operations=operations)
+
+
+def _open_log(path: Path, asked: int | None) -> Loaded:
+    _refuse_attempt(path, asked)
+    log = read_training_log(path)
+    if not log.iterations:
+        raise NotARunError(f"no iteration has a time in {str(path)!r}")
+    return Loaded(DuckEvents(), notes=[Note(path, text) for text in log.notes], log=log)
+
+
+def _refuse_attempt(path: Path, asked: int | None) -> None:
+    """Refuse an attempt that a file without a run directory cannot have."""
     if asked not in (None, 0):
         raise ValueError(f"there is no attempt {asked} in {str(path)!r} (attempts: 0)")
-    return Loaded(DuckEvents(), count=len(operations), operations=operations)
 
 
 def _load(path: Path, loaded: Loaded, events: DuckEvents, asked: int | None) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Tasks,
         Transfers,
     )
+    from pipesight.runs.reading.megatron_log import TrainingLog
 
 __all__ = ["LogLine", "NotARunError", "Note", "Run", "is_dataset", "open_run"]
 
@@ -108,6 +109,10 @@ class Run:
     def operations(self) -> Operations | None:
         """Return the operations of a trace that has these instead of events; ``None`` for any other run."""
         return self._loaded.operations
+
+    def training_log(self) -> TrainingLog | None:
+        """Return the iterations of a training log of Megatron-LM; ``None`` for any other run."""
+        return self._loaded.log
 
     def transfers(self, steps: range | None = None) -> Transfers:
         """Return the transfers between partitions, by mini-batch and begin."""
@@ -194,6 +199,8 @@ class Run:
     def _steps(self) -> list[int]:
         if (operations := self.operations()) is not None:
             return sorted({*operations.step.tolist()})
+        if (log := self.training_log()) is not None:
+            return [entry.number for entry in log.iterations]
         from pipesight.runs.reading import event_queries
 
         return [int(step) for step in event_queries.steps(self._events.frame, self._events.fetch)]
@@ -227,6 +234,7 @@ class Run:
         Returns the number of events.
 
         Raises:
+            NotARunError: it has no events: a trace of operations, or a training log.
             OSError: it could not be written.
             TypeError: the events are in a cluster: the run already is a dataset.
         """
@@ -234,6 +242,9 @@ class Run:
         from pipesight.runs.reading.duckdb_events import DuckEvents
         from pipesight.runs.reading.event_loading import load
 
+        if self._loaded.operations is not None or self._loaded.log is not None:
+            what = "a trace of operations" if self._loaded.operations is not None else "a training log"
+            raise NotARunError(f"{what} has no events to make a dataset of: {str(self.path)!r}")
         if not isinstance(self._events, DuckEvents):
             raise TypeError(f"the run already is a dataset: {str(self.path)!r}")
         if self._events.is_whole:

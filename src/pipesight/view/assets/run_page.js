@@ -13,7 +13,7 @@ import { showLive, startLive } from "./live_updates.js";
 import { startLog } from "./log_lines.js";
 import { startLosses } from "./lost_time.js";
 import { startMemory } from "./memory_section.js";
-import { startNames } from "./span_table.js";
+import { startNames, startTimers } from "./span_table.js";
 import "./palette.js";
 import { unpackPayload } from "./payload.js";
 import { startPerfetto } from "./perfetto.js";
@@ -112,6 +112,7 @@ for (const start of [
   startWhatIf,
   startRankTables,
   startNames,
+  startTimers,
   startSearching,
   startPath,
   startRange,

@@ -109,6 +109,7 @@ def program_payload(
             said, steps=shown_numbers, begin=int(begins.min()) if len(begins) else 0, most=limits.log_lines
         ),
         "traffic": traffic_of(report),
+        "timers": [],
         "names": [],
         "notes": _notes(shown, numbers),
         "traces": [],

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipesight.analysis.critical_path import critical_paths
+from pipesight.analysis.curves import Curve
 from pipesight.analysis.described_pipelines import hosts_of
 from pipesight.analysis.report import Report
 from pipesight.runs.reading.event_tables import LayerRuns
@@ -93,15 +94,29 @@ def page_payload(
         "shown": shown,
         "start": numbers.index(timelines.start) if timelines.start in numbers else 0,
         "statistics": statistics,
-        "curves": curve_columns(report.curves),
+        "curves": curve_columns((*_logged_times(report), *report.curves)),
         "memory": memory_of(report.memory),
         "logs": logs,
         "what_if": what_if_of(report.what_if),
         "traffic": traffic_of(report),
+        "timers": _timers(report),
         "names": [[name.category, name.name, name.count, name.total] for name in report.names],
         "notes": _notes(timelines, shown, layered),
         "traces": _traces(run.path),
     }
+
+
+def _timers(report: Report) -> list[list[Any]]:
+    """Return the timers of a training log."""
+    timers = report.logged.timers if report.logged is not None else ()
+    return [[timer.name, timer.least, timer.most, timer.share, timer.count] for timer in timers]
+
+
+def _logged_times(report: Report) -> tuple[Curve, ...]:
+    """Return how long the iterations of a training log took, as a curve."""
+    if report.logged is None:
+        return ()
+    return (Curve("iteration (ms)", report.logged.steps, tuple(time / 1000 for time in report.logged.times)),)
 
 
 def _shown(
