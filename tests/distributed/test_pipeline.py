@@ -61,6 +61,28 @@ def test_loss_curves(ranks, tmp_path):
     assert output.split() == schedule_names()
 
 
+def test_repr(tmp_path):
+    """It shows how the model is cut and run, as those of the other pipelines do, and the layers of this rank alone."""
+    body = """
+def layers():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+given = dict(chunks=4, schedule="gpipe", checkpoint="always")
+text = repr(DistributedPipeline(layers, [2, 1], loss_fn=nn.functional.mse_loss, **given))
+assert text.startswith("DistributedPipeline("), text
+assert "balance=[2, 1], devices=['cpu', 'cpu'], chunks=4, checkpoint='always', schedule='gpipe'\\n" in text, text
+assert f"rank {rank} has partitions [{rank}] of 2" in text, text
+assert ("out_features=3" in text, "Tanh" in text) == (rank == 1, rank == 0), text
+text = repr(DistributedPipeline(layers, cuts=["2"], loss=lambda output: output.sum(), loss_weight="sum", **given))
+assert "cuts=['2'], devices=['cpu', 'cpu'], chunks=4, checkpoint='always', schedule='gpipe'\\n" in text, text
+assert "balance" not in text and "data_parallel" not in text, text
+if rank == 0:
+    print(text)
+"""
+    output, _ = torchrun(2, body, tmp_path)
+    assert "Linear" in output
+    assert repr(object.__new__(DistributedPipeline)).startswith("<pipesight.distributed")
+
+
 def test_initial_weights(tmp_path):
     """A factory's weights depend on the seed and the layer, never on the ranks; no rank holds those of others."""
     body = """

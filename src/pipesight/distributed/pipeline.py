@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -28,6 +29,7 @@ from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.model_pipeline import ModelPipeline
 from pipesight.distributed.replicas import KINDS
 from pipesight.distributed.transfers import TransferringStage
+from pipesight.pipeline.argument_text import argument_text
 from pipesight.pipeline.batch_dims import BatchDim
 from pipesight.pipeline.loss_merging import LossWeight
 from pipesight.pipeline.partition import Partition
@@ -172,6 +174,25 @@ class DistributedPipeline:
         self._devices = {rank: str(answer["device"]) for rank, answer in messages.items()}
         refuse_plain_scalers(self.parameters())
         self._where.pipe = messages[self._mesh.members[0]]["pipe"]
+
+    def __repr__(self) -> str:
+        """Say how the model is cut and run, what this rank has of it, and list its layers."""
+        if "_devices" not in self.__dict__:  # its constructor raised, or has not returned
+            return object.__repr__(self)
+        cuts = self.cuts
+        text = argument_text(
+            balance=self.balance if cuts is None else None,
+            cuts=cuts,
+            devices=self.devices,
+            chunks=self._chunks,
+            checkpoint=self._checkpoint,
+            schedule=self.schedule,
+        )
+        if len(self._mesh.pipelines) > 1:
+            text += f", data_parallel={self._data_parallel!r}"
+        lines = [text, f"rank {dist.get_rank()} has partitions {[*self.partitions]} of {len(self.ranks)}:"]
+        lines.append(f"(module): {self.module!r}")
+        return f"{type(self).__name__}(\n{textwrap.indent(chr(10).join(lines), '  ')}\n)"
 
     def _choose(self, schedule: str | PathLike[str] | Schedule) -> RankSchedule:
         """Return the schedule. Its file may be missing on one machine: then all ranks raise."""

@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from pipesight import context
 from pipesight._torch.module_internals import not_compiled, target_device
 from pipesight._torch.tensors import in_transform
+from pipesight.pipeline.argument_text import argument_text
 from pipesight.pipeline.autograd_node import connect
 from pipesight.pipeline.batch_dims import BatchDim, BatchDims
 from pipesight.pipeline.caller_state import CallerState
@@ -348,9 +349,14 @@ class Pipeline(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Return the arguments of the constructor."""
-        devices = [str(device) for device in self.devices]
-        return f"cuts={self.cuts}, devices={devices}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
+        """Say how the model is cut and run."""
+        return argument_text(
+            cuts=self.cuts,
+            devices=self.devices,
+            chunks=self._chunks,
+            checkpoint=self._checkpoint,
+            schedule=self.schedule,
+        )
 
     def _engine(self) -> TripEngine:
         """Return what runs the partitions, created on first use and again after a copy or a fork."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipesight import context
 from pipesight._torch.module_internals import not_compiled, set_state_metadata, state_metadata, target_device
 from pipesight._torch.tensors import in_transform
+from pipesight.pipeline.argument_text import argument_text
 from pipesight.pipeline.autograd_node import connect
 from pipesight.pipeline.caller_state import CallerState
 from pipesight.pipeline.devices import choose_devices
@@ -126,8 +127,9 @@ class GPipe(nn.Module):
 
     def extra_repr(self) -> str:
         """Say how the model is cut and run."""
-        devices = [str(device) for device in self._devices]
-        return f"balance={self._balance}, devices={devices}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
+        return argument_text(
+            balance=self._balance, devices=self._devices, chunks=self._chunks, checkpoint=self._checkpoint
+        )
 
     def __len__(self) -> int:
         return sum(self._balance)
