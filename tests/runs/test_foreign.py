@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -453,6 +454,58 @@ def test_torchtitan(tmp_path):
             {**known, "statistic": "train.loss", "value": 2.5},
             {**known, "statistic": "train.grad", "value": None, "nonfinite": "nan"},
         ]
+
+
+def titan_job(rank: int, passes: list[int]) -> list[dict[str, Any]]:
+    """Return the log of a rank: in a step, 10 ms of loading, a forward and backward, 9 of the optimizer, 1 of rest."""
+    at, lines = 5_000_000, [titan("model_build_end", 4_000_000, value=3000.0, step=None)]
+    for step, milliseconds in enumerate(passes, 1):
+        begin = at
+        for name, took in (("fetching_batch", 10), ("fwd_bwd", milliseconds), ("optim", 9)):
+            at += took * 1000
+            lines.append(titan(f"{name}_end", at, value=float(took), step=step))
+        loss = math.nan if step == 4 else 8.0 / step + rank
+        lines.append(titan("metric_value", at, event_name="loss", value=loss, log_type="instant", step=step))
+        at += 1000
+        lines.append(titan("step_end", at, value=(at - begin) / 1000, step=step))
+    return [{**line, "rank": rank, "pid": 50 + rank, "tid": 50 + rank} for line in lines]
+
+
+def test_steps_of_torchtitan(tmp_path):
+    """Its log gives steps, where their time goes, and curves, as of any program."""
+    passes = [80, 90, 100, 90, 120]
+    for rank in range(2):
+        path = tmp_path / f"trainer.global_rank_{rank}.20261115-100000-ABCDEF.jsonl"
+        path.write_text("\n".join(map(json.dumps, titan_job(rank, passes))))
+    with open_run(tmp_path) as run:
+        report = analyse(run)
+    program = report.program
+    assert program is not None
+    steps = program.steps.where(program.steps.rank == 0)
+    assert steps.step.tolist() == [1, 2, 3, 4]  # of the last, it is not known where the next would begin
+    assert steps.period.tolist() == [(10 + one + 9 + 1) * 1000 for one in passes[:4]]
+    assert {name: round(time) for name, time in program.parts.items()} == {
+        "data_loading": 10_000,
+        "optimizer": 9_000,
+        "own:fwd_bwd": 90_000,
+        "between": 1_000,
+    }
+    assert report.curves[0].name == "loss"
+    assert report.curves[0].values[:3] == (8.5, 4.5, pytest.approx(8 / 3 + 0.5))
+    assert report.curves[0].first_nonfinite == 4
+    assert report.verdict.text.startswith("The loss is not finite in step 4.")
+    assert not any("fwd_bwd" in change.what for change in report.verdict.changes)
+    assert any("a bubble of a pipeline in it cannot be told" in remark.text for remark in report.remarks)
+
+
+def test_tasks_of_asyncio_in_torchtitan(tmp_path):
+    """Spans of tasks that take turns on a thread are listed by name: they overlap, and are no parts of a step."""
+    lines = [{**line, "task_name": "Task-1"} for line in titan_job(0, [80, 90, 100])]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with open_run(tmp_path) as run:
+        report = analyse(run)
+    assert report.program is None
+    assert {name.name: name.count for name in report.names}["fwd_bwd"] == 3
 
 
 def test_any_json_lines(tmp_path):

@@ -12,6 +12,7 @@ from pipesight._formatting import percent, time
 from pipesight._plurals import count_of
 from pipesight.analysis.planned_changes import AT_MOST, Change
 from pipesight.analysis.program_report import ProgramReport
+from pipesight.analysis.program_steps import WHOLE_PASSES
 from pipesight.analysis.program_time import OWN, REST
 from pipesight.analysis.run_remarks import with_ending
 from pipesight.analysis.verdict import MUCH, Verdict
@@ -110,7 +111,7 @@ def _changes(shares: Mapping[str, float], program: ProgramReport, description: M
         why = "the main thread copies tensors between devices"
         yield Change(f"copy in the background: {first}.to(device, non_blocking=True)", why, copying, AT_MOST)
     for part, share in shares.items():
-        if part.startswith(OWN) and share > MUCH:
+        if part.startswith(OWN) and share > MUCH and part.removeprefix(OWN) not in WHOLE_PASSES:
             why = "training waits for it in every step"
             yield Change(f"{part_title(part)} (a span of yours): less often, or in the background", why, share, AT_MOST)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipesight.analysis.curves import StepEdges
 from pipesight.analysis.module_times import ModuleTimes, times_of_modules
-from pipesight.analysis.program_steps import ProgramSteps, find_program_steps, is_backward, is_call
+from pipesight.analysis.program_steps import ProgramSteps, find_program_steps, is_backward, is_call, is_whole_pass
 from pipesight.analysis.program_time import Pieces, is_own, nested_pieces, own_name, part_names, parts_of
 from pipesight.analysis.step_times import Summary, slow_first, summary
 from pipesight.runs.reading.event_codes import DATA, EVALUATION, OPTIMIZER
@@ -151,7 +151,7 @@ def program_report(spans: ProgramSpans, *, only: range | None = None, on_device:
         ValueError: None of the wanted steps was recorded.
     """
     steps = find_program_steps(spans)
-    if not len(steps) or not (is_call(spans) | is_backward(spans)).any():
+    if not len(steps) or not (is_call(spans) | is_backward(spans) | is_whole_pass(spans)).any():
         return None
     if only is not None and not np.isin(steps.step, np.array(only)).any():
         asked = f"{only.start}" if len(only) == 1 else f"{only.start}:{only.stop - 1}"

@@ -18,7 +18,11 @@ import numpy as np
 from pipesight.runs.reading.event_codes import COMMUNICATION, DATA, EVALUATION, OPTIMIZER
 from pipesight.runs.reading.event_tables import Column, ProgramSpans, Table
 
-__all__ = ["ProgramSteps", "find_program_steps", "is_backward", "is_call"]
+__all__ = ["ProgramSteps", "find_program_steps", "is_backward", "is_call", "is_whole_pass"]
+__all__ += ["WHOLE_PASSES"]
+
+WHOLE_PASSES = ("fwd_bwd", "forward_backward")
+"""Spans of torchtitan that are a forward with its backward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +56,12 @@ def is_backward(spans: ProgramSpans) -> Column:
     return found
 
 
+def is_whole_pass(spans: ProgramSpans) -> Column:
+    """Return which spans are a forward with its backward, as torchtitan logs them."""
+    found: Column = (spans.category == "torchtitan") & np.isin(spans.name.astype(str), WHOLE_PASSES)
+    return found
+
+
 def find_program_steps(spans: ProgramSpans) -> ProgramSteps:
     """Find the steps of every rank."""
     tables = [_of_rank(spans.where(spans.rank == rank)) for rank in np.unique(spans.rank)]
@@ -61,7 +71,7 @@ def find_program_steps(spans: ProgramSpans) -> ProgramSteps:
 def _of_rank(spans: ProgramSpans) -> ProgramSteps:
     calls, backwards = is_call(spans), is_backward(spans)
     stepping = spans.kind == OPTIMIZER
-    training = backwards | stepping
+    training = backwards | stepping | is_whole_pass(spans)
     # Spans of the user's own may be open for many steps; these begin and end within one.
     own = training | calls | np.isin(spans.kind, (DATA, COMMUNICATION))
     if not own.any():

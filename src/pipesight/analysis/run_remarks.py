@@ -14,6 +14,8 @@ from pipesight._plurals import count_of, plural
 from pipesight.analysis.clock_errors import doubts_about_clocks
 from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.planned_changes import AT_MOST, Change, too_large
+from pipesight.analysis.program_steps import WHOLE_PASSES
+from pipesight.analysis.program_time import OWN
 from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatchTable
 from pipesight.analysis.step_times import StepTimes
@@ -142,6 +144,9 @@ def remarks_on_program(program: ProgramReport) -> list[Remark]:
             "modules ran on a GPU; times are those of the main thread, which does not wait for the GPU: steps are "
             "right, but the time of a part or a module is that of launching its work"
         )
+        found.append(Remark(None, text))
+    if any(part.removeprefix(OWN) in WHOLE_PASSES for part in program.parts) and not program.modules.modules:
+        text = "forward and backward are one span in the log: a bubble of a pipeline in it cannot be told"
         found.append(Remark(None, text))
     if program.samples_per_second is None and program.trains:
         text = (

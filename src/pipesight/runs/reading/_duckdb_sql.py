@@ -167,7 +167,8 @@ END""",
         WHEN name IN ('optim', 'optim_step') THEN {OPTIMIZER}
         WHEN name LIKE '%checkpoint%' THEN {CHECKPOINT}
         WHEN name = 'collect_dist_metrics' THEN {COMMUNICATION}
-        ELSE -1 END
+        WHEN name IN ('step', 'train_step') THEN -1
+        ELSE {PROGRAM} END
     ELSE -1""",
     ),
     "partition": f"coalesce(args.partition, try_cast(regexp_extract(name, {_PP}, 1) AS INTEGER), -1)",

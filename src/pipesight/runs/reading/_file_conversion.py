@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from pipesight.runs.reading._decompression import Decompressor, without_surrogates
 from pipesight.runs.reading._duckdb_sql import LONGEST
-from pipesight.runs.reading._foreign_formats import ChromeReader, records, span_of
+from pipesight.runs.reading._foreign_formats import ChromeReader, event_of, records
 from pipesight.runs.reading.clock_shift import ClockShift
 from pipesight.runs.reading.duckdb_events import DuckEvents, Source, UnreadableError
 from pipesight.runs.reading.trace_files import TraceFile
@@ -77,8 +77,8 @@ class Normalizer:
                     yield without_surrogates(line) + b"\n"
         elif self.file.form == "records":
             for record in records(line for text in self._whole_lines() for line in text.split(b"\n")):
-                if (span := span_of(record)) is not None:
-                    yield json.dumps(span).encode() + b"\n"
+                if (event := event_of(record)) is not None:
+                    yield json.dumps(event).encode() + b"\n"
         else:
             yield from map(without_surrogates, self._whole_lines())
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["ChromeReader", "records", "span_of", "statistics_of"]
+__all__ = ["ChromeReader", "event_of", "records", "statistics_of"]
 
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(r"\}\s*,\s*(?=\{)")
@@ -18,6 +18,7 @@ _BASE = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d{1,19})')
 _DISTRIBUTED = re.compile(r'"distributedInfo"\s*:\s*(?=\{)')
 _LONGEST = 2**22  # characters of an event
 _LONGEST_HEAD = 2**26  # characters before the first
+_WORDS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _STEPS = ("step", "iteration", "global_step", "iter")
 
 
@@ -142,8 +143,23 @@ def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield value
 
 
-def span_of(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the span that a line of torchtitan's structured log ends, as an event; ``None`` if it ends none."""
+def event_of(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the span that a line of torchtitan's structured log ends, or its metric, as an event; or ``None``."""
+    return _span_of(record) or _counter_of(record)
+
+
+def _counter_of(record: dict[str, Any]) -> dict[str, Any] | None:
+    name, value, at = record.get("event_name"), record.get("value"), record.get("time_us")
+    if record.get("log_type_name") != "metric_value" or not isinstance(name, str) or not isinstance(at, int):
+        return None
+    if not isinstance(value, int | float) or not _is_number(value):
+        return None
+    said = {"value": value if math.isfinite(value) else _WORDS[str(float(value))]}
+    about = {"pid": record.get("pid"), "tid": record.get("tid"), "ts": at}
+    return {"name": name, "cat": "counter", "ph": "C", **about, "args": said, "point": said}
+
+
+def _span_of(record: dict[str, Any]) -> dict[str, Any] | None:
     name, value, end = record.get("log_type_name"), record.get("value"), record.get("time_us")
     if not isinstance(name, str) or not name.endswith("_end") or record.get("log_type") != "event":
         return None
@@ -155,7 +171,8 @@ def span_of(record: dict[str, Any]) -> dict[str, Any] | None:
         "name": name.removesuffix("_end"),
         "cat": "torchtitan",
         "pid": record.get("pid"),
-        "tid": record.get("tid"),
+        # Tasks of asyncio take turns on their thread, so their spans are not inside each other.
+        "tid": record.get("tid") if record.get("task_name") is None else -1,
         "ts": end - dur,
         "dur": dur,
         "ph": "X",
