@@ -8,10 +8,12 @@ from statistics import median
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pipesight.analysis.comparison import compare
 from pipesight.cli.command import main
-from pipesight.report import analyse, as_json, open_run
+from pipesight.report import NotARunError, analyse, as_json, open_run, render
 from pipesight.view.payload.run_payload import page_payload
 from support.schemas import validated
 
@@ -179,6 +181,31 @@ def test_losses_that_are_not_finite(tmp_path):
     assert report.curves[0].steps == (1, 3)
     assert "0 iterations skipped, 1 with a loss that is not finite" in words(report)
     assert "skipped: 1 line of iterations without a time" in words(report)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 400), st.sampled_from(["", "nan", "-inf", "9" * 30, ".", "|", "\0", "{", ": ", "\n"])),
+        max_size=6,
+    )
+)
+def test_damaged_logs(tmp_path, changes):
+    """Whatever a log was changed to, it is reported with numbers that JSON has, or is refused as no log."""
+    text = "\n".join(job("minmax", means=[900.0, 910.0], pause=1.0))
+    for at, insert in changes:
+        place = len(text) * at // 401
+        text = text[:place] + insert + text[place + 3 :]
+    path = tmp_path / "a.log"
+    path.write_text(text)
+    try:
+        run = open_run(path)
+    except NotARunError:
+        return
+    with run:
+        report = analyse(run)
+    validated("report", as_json(report))
+    assert render(report, width=40)
 
 
 def test_only_one_line(tmp_path):

@@ -29,6 +29,7 @@ _NO_CURVE = (ELAPSED, "consumed samples", "skipped samples")
 _LOSS = {"lm loss": "loss"}  # as our own runs call it, so that they can be compared
 _OUTER = ("forward-backward", "optimizer")
 """Timers that are not inside others."""
+_MOST = 1e15  # samples, or iterations
 _NOTED = 0.01
 """The share of the time from which what is outside iterations is worth a remark."""
 
@@ -80,7 +81,7 @@ def logged_steps(log: TrainingLog) -> LoggedSteps:
     lines = log.iterations
     counted = [line for line in lines if not line.is_first] or lines
     times = summary(np.array([_microseconds(line.values[ELAPSED]) for line in counted]))
-    speeds = [line.values[_BATCH] / line.values[ELAPSED] * 1e3 for line in counted if _BATCH in line.values]
+    speeds = [_count(line, _BATCH) / line.values[ELAPSED] * 1e3 for line in counted if _count(line, _BATCH)]
     # A first line of one iteration has timers that were divided by more.
     timed = [line for line in lines if not line.is_first]
     names = dict.fromkeys(name for line in timed for name in line.timers)
@@ -97,8 +98,8 @@ def logged_steps(log: TrainingLog) -> LoggedSteps:
         outside=None if elapsed is None else max(0.0, elapsed - inside),
         elapsed=elapsed,
         counted=len(counted),
-        skipped=int(sum(line.values.get(_SKIPPED, 0) for line in lines)),
-        nan=int(sum(line.values.get(_NAN, 0) for line in lines)),
+        skipped=sum(_count(line, _SKIPPED) for line in lines),
+        nan=sum(_count(line, _NAN) for line in lines),
         timers=tuple(timers),
     )
 
@@ -165,6 +166,12 @@ def _timer(name: str, spreads: Sequence[tuple[float | None, float]], step: Summa
         most=most,
         share=None if step is None else most / step.median,
     )
+
+
+def _count(line: LoggedIteration, name: str) -> int:
+    """Return a count that a line has, 0 if it has none that can be one."""
+    value = line.values.get(name, 0.0)
+    return int(value) if 0 <= value < _MOST else 0
 
 
 def _between(lines: Sequence[LoggedIteration]) -> float | None:

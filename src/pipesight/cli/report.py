@@ -35,7 +35,7 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "3 the bubble is larger than --fail-over allows",
     )
     add = parser.add_argument
-    add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, or one trace")
+    add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, one trace, or a training log")
     add("other_paths", type=Path, metavar="RUN_B", nargs="*", help="further runs, to compare with the first")
     add("--json", action="store_true", help="print JSON, described by report.schema.json")
     add("--steps", type=_steps, metavar="A:B", help="only steps A to B, both included; also 10:, :20 or 15")

@@ -28,15 +28,15 @@ ELAPSED = "elapsed time per iteration (ms)"
 """The name of the value that every line has."""
 
 _SEARCHED = 2**26  # bytes before the first line: every rank may print its arguments and warnings
+_LONGEST_ITERATION = 1e12  # milliseconds
 _LONGEST = 2**16  # bytes of a line
-_LINE = re.compile(
-    r"[^{]*?(?:\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{1,6})?)\])? "
-    r"+iteration +(?P<number>\d{1,18})/ *\d{1,18} \|(?P<values>.*)"
-)
+_TIMED = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{1,6})?)\]$")
+_NUMBER = re.compile(r" {0,20}(\d{1,18})/ {0,20}\d{1,18} \|")
 _HEAD = re.compile(r"(?:^|[\s:)])(?:max time|times|time) across ranks \(ms\):\s*$")
-_SPREAD = re.compile(r"    (?P<name>\S+) \.*: (?:\((?P<least>[\d.]+), (?P<most>[\d.]+)\)|(?P<only>[\d.]+))\s*$")
+_TIME = r"\d{1,15}\.\d{1,9}"
+_SPREAD = re.compile(rf"    (?P<name>\S+) \.*: (?:\((?P<least>{_TIME}), (?P<most>{_TIME})\)|(?P<only>{_TIME}))\s*$")
 _NAME = re.compile(r"  (?P<name>\S+):\s*$")
-_RANK = re.compile(r"     rank +\d{1,9}: (?P<value>[\d.]+)\s*$")
+_RANK = re.compile(rf"     rank +\d{{1,9}}: (?P<value>{_TIME})\s*$")
 _APART = ("save-checkpoint", "load-checkpoint", "evaluate", "eval-time", "gpu-sniff-test")
 """Beginnings of the names of timers that are logged when they run, not for each iteration."""
 
@@ -54,7 +54,7 @@ class LoggedIteration:
     """When it was written, in a time zone that the log does not name."""
     values: dict[str, float]
     """What it says, by name: means over the iterations since the line before, and counts."""
-    is_first: bool
+    is_first: bool = False
     """Whether it is the first since the program started."""
     timers: dict[str, Spread] = field(default_factory=dict)
     """Per iteration."""
@@ -75,7 +75,7 @@ def is_training_log(path: Path) -> bool:
     """Return whether a file is text with a line of an iteration."""
     if not path.is_file() or sniff(path).form not in ("other", "records"):
         return False
-    return any(_iteration(line) for line in _lines(path, _SEARCHED))
+    return any(_iteration(line) is not None for line in _lines(path, _SEARCHED))
 
 
 def read_training_log(path: Path) -> TrainingLog:
@@ -89,17 +89,16 @@ def parse_training_log(lines: Iterable[str]) -> TrainingLog:
     starts, unread, blocks, name = 1, 0, 0, ""
     block: dict[str, Spread] = {}
     for line in lines:
-        if (found := _iteration(line)) is not None:
+        if (entry := _iteration(line)) is not None:
             _settle(log, block, follows=blocks == 1)
             block, blocks = {}, 0
-            number, values = int(found["number"]), _values(found["values"])
-            if not 0 < values.get(ELAPSED, 0.0) < math.inf:
+            if not 0 < entry.values.get(ELAPSED, 0.0) < _LONGEST_ITERATION:
                 unread, blocks = unread + 1, 2  # timers that follow are not those of the line before
                 continue
-            if log.iterations and number <= log.iterations[-1].number:
+            if log.iterations and entry.number <= log.iterations[-1].number:
                 starts, log.iterations = starts + 1, []
-            is_first = not log.iterations
-            log.iterations.append(LoggedIteration(number, _moment(found["time"]), values, is_first))
+            entry.is_first = not log.iterations
+            log.iterations.append(entry)
         elif _HEAD.search(line):
             _settle(log, block, follows=blocks == 1)
             block, blocks, name = {}, blocks + 1, ""
@@ -120,8 +119,16 @@ def parse_training_log(lines: Iterable[str]) -> TrainingLog:
     return log
 
 
-def _iteration(line: str) -> re.Match[str] | None:
-    return _LINE.match(line) if ELAPSED in line else None
+def _iteration(line: str) -> LoggedIteration | None:
+    """Return what the line of an iteration says, its values unchecked; ``None`` of any other line."""
+    if ELAPSED not in line:
+        return None
+    before, _, rest = line.partition(" iteration ")
+    number = _NUMBER.match(rest)
+    if number is None or "{" in before:
+        return None
+    timed = _TIMED.search(before[-28:])
+    return LoggedIteration(int(number[1]), _moment(timed and timed[1]), _values(rest[number.end() :]))
 
 
 def _settle(log: TrainingLog, block: dict[str, Spread], *, follows: bool) -> None:
