@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipesight.runs.following.follower import check_place
 from pipesight.runs.reading.run import NotARunError, open_run
 from support.read import small, some_examples, texts
 from support.synthetic import START, Made
@@ -203,13 +204,25 @@ def test_file_that_cannot_be_opened(tmp_path):
 
 
 # Runs that are mixed up.
-def test_two_runs_in_a_folder(tmp_path):
-    """Of two runs in one folder, the newer is read, and the other left out with all its ranks, and told."""
+def test_folder_of_runs(tmp_path):
+    """A folder with runs in it is not read as one; the error names them."""
+    for name in ("b", "a"):
+        small(tmp_path / "runs" / name).write()
+        with pytest.raises(NotARunError) as caught:
+            open_run(tmp_path / "runs")
+        assert str(tmp_path / "runs" / name) in str(caught.value)
+    assert "has 2 runs in it" in str(caught.value)
+    with pytest.raises(NotARunError, match="has 2 runs in it"):
+        check_place(tmp_path / "runs")
+
+
+def test_two_traced_folders(tmp_path):
+    """Of traces of two runs in one folder, the newer are read; the others are left out with all their ranks, and told."""
     for name, age, ranks in (("a", 2000, 1), ("b", 1000, 3)):
         made = small(tmp_path / name)
         for rank in range(1, ranks):
             made.span("a", "b", begin=0, dur=1, rank=rank)
-        made.write()
+        (made.write() / "run.json").unlink()
         for trace in (tmp_path / name / "trace").iterdir():
             os.utime(trace, (age, age))
     with open_run(tmp_path) as run:

@@ -213,7 +213,10 @@ def measure(run: Run, *, link: Link | None = None) -> Measured:
             what = "no pipeline tasks"
         elif not report.trained:
             what = "no mini-batch with all its forwards and backwards"
-        raise NoTasksError(f"the run has {what} ({run.path}); record at least one complete training step of a pipeline")
+        remedy = "record at least one complete training step of a pipeline"
+        if report.program is not None:
+            remedy += ", or plan a model that is not one yet: pipesight plan --model MODULE:FACTORY"
+        raise NoTasksError(f"the run has {what} ({run.path}); {remedy}")
     return found if link is None else replace(found, costs=replace(found.costs, link=link))
 
 

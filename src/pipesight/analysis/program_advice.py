@@ -65,9 +65,11 @@ def program_verdict(program: ProgramReport, changes: Sequence[Change], run: Run)
     """Say what a step takes, and what most of it is."""
     total = max(sum(program.parts.values()), 1e-9)
     largest = sorted(program.parts, key=lambda part: -program.parts[part])
+    # What is between the others comes after them.
+    largest = sorted(largest[:4], key=lambda part: part == REST)
     named = [
-        f"{percent(program.parts[part] / total)} {'between all these' if part == REST else part_title(part)}"
-        for part in largest[:4]
+        f"{percent(program.parts[part] / total)} {'between these' if part == REST else part_title(part)}"
+        for part in largest
         if program.parts[part] / total >= MUCH
     ]
     what = "step" if program.trains else "batch"

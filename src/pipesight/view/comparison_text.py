@@ -123,7 +123,7 @@ def _curve_lines(runs: Sequence[Report], style: Style) -> list[str]:
         for mark, own in zip(MARKS, curve.values, strict=False):
             values = [value for value in own if value is not None]
             if values:
-                above = [0.0 if value is None or not math.isfinite(value) else value - low for value in own]
+                above = [value if value is None else value - low if math.isfinite(value) else 0.0 for value in own]
                 line = spark(above, drawn, top=(high - low) or 1.0, ascii=style.ascii)
                 rows.append([f"  {mark}", line, write(values[0]), "->", write(values[-1])])
         lines += columns(rows, align="llrlr", gap=1)

@@ -80,8 +80,10 @@ def bar(share: float, width: int, *, ascii: bool = False) -> str:
     return "█" * whole + " ▏▎▍▌▋▊▉"[rest].strip()
 
 
-def spark(values: Sequence[float], width: int, *, top: float, ascii: bool = False) -> str:
+def spark(values: Sequence[float | None], width: int, *, top: float, ascii: bool = False) -> str:
     """Draw values as columns, each as high as its share of ``top``; of more than fit, the highest of each few.
+
+    Where there is no value, there is a blank.
 
     >>> spark([1, 2, 8], 3, top=8)
     '▁▂█'
@@ -89,8 +91,10 @@ def spark(values: Sequence[float], width: int, *, top: float, ascii: bool = Fals
     levels = ".:-=+*%#" if ascii else "▁▂▃▄▅▆▇█"
     count = min(len(values), width)
     edges = [k * len(values) // max(count, 1) for k in range(count + 1)]
-    highest = [max(values[a:b]) for a, b in pairwise(edges)]
-    return "".join(levels[min(max(math.ceil(value / max(top, 1e-9) * 8), 1), 8) - 1] for value in highest)
+    highest = [max((value for value in values[a:b] if value is not None), default=None) for a, b in pairwise(edges)]
+    return "".join(
+        " " if value is None else levels[min(max(math.ceil(value / max(top, 1e-9) * 8), 1), 8) - 1] for value in highest
+    )
 
 
 def columns(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pipesight._formatting import size
 from pipesight._plurals import count_of
 from pipesight.analysis.memory import MemoryReport
-from pipesight.view.text_layout import Style, columns
+from pipesight.view.text_layout import Style, columns, shown_width
 
 __all__ = ["memory_block"]
 
@@ -15,6 +15,10 @@ ROWS = 16
 """How many partitions are listed; of more, those that need most."""
 LAYERS = 5
 """How many layers are listed."""
+LONG = ("weights", "gradients", "optimizer", "inputs", "activations")
+"""What the parts are called."""
+SHORT = ("weights", "grads", "optim.", "inputs", "activ.")
+"""Likewise where the terminal is narrow."""
 
 
 def memory_block(found: MemoryReport, style: Style) -> list[str]:
@@ -34,8 +38,13 @@ def memory_block(found: MemoryReport, style: Style) -> list[str]:
         head = ["rank", "device"]
         rows = [[str(e.rank), e.device, size(e.peak), *_parts(e.parts)] for e in found.devices[:ROWS]]
         more, noun = len(found.devices) - len(rows), "device"
-    head += ["peak", "weights", "gradients", "optimizer", "inputs", "activations"]
-    table = columns([[style.paint(cell, "dim") for cell in head], *rows], align="r" * len(head))
+    for parts in (LONG, SHORT):
+        heads = [style.paint(cell, "dim") for cell in (*head, "peak", *parts)]
+        table = columns([heads, *rows], align="r" * len(heads))
+        if max(map(shown_width, table)) <= style.width - 2:
+            break
+    else:
+        table = columns([heads, *rows], align="r" * len(heads), width=style.width - 2)
     lines = [style.paint(f"Memory (peak of {count_of(len(found.steps), 'step')} where it was counted)", "bold")]
     lines += [f"  {line}" for line in table]
     if more > 0:
@@ -43,14 +52,19 @@ def memory_block(found: MemoryReport, style: Style) -> list[str]:
     lines += style.wrapped(_devices(found), indent="    ", first="  ") if _devices(found) else []
     layers = sorted((layer for layer in found.layers if layer.kept), key=lambda layer: -layer.kept)
     if layers:
-        named = ", ".join(f"{style.plain(layer.name)} {size(layer.kept)}" for layer in layers[:LAYERS])
+        named = ", ".join(f"{_name(style.plain(layer.name))} {size(layer.kept)}" for layer in layers[:LAYERS])
         rest = f", and {count_of(len(layers) - LAYERS, 'more layer')}" if len(layers) > LAYERS else ""
-        lines += style.wrapped(f"Kept for each micro-batch: {named}{rest}", indent="    ", first="  ")
+        lines += style.wrapped(f"Layers that keep most for each micro-batch: {named}{rest}", indent="    ", first="  ")
     return lines
 
 
 def _parts(parts: Mapping[str, int]) -> list[str]:
     return [size(count) if count else "-" for count in parts.values()]
+
+
+def _name(layer: str) -> str:
+    """Return the name of a layer; a number, as in an `nn.Sequential`, could be taken for a part of the size."""
+    return f"layer {layer}" if layer.isdigit() else layer
 
 
 def _devices(found: MemoryReport) -> str:

@@ -13,6 +13,7 @@ from pipesight.analysis.program_advice import part_title
 from pipesight.analysis.program_report import ProgramReport
 from pipesight.analysis.program_time import OWN
 from pipesight.analysis.report import Report
+from pipesight.view.finding_sentences import numbers
 from pipesight.view.text_layout import NAMED, Style, bar, columns, spark
 
 __all__ = ["curve_lines", "own_span_table", "program_blocks", "step_lines"]
@@ -74,12 +75,12 @@ def _speed(program: ProgramReport, style: Style) -> list[str]:
     lines = []
     for head, (*_, note) in zip(columns([row[:2] for row in rows], align="lr"), rows, strict=True):
         lines += style.wrapped(note, indent=" " * (len(head) + 2), first=f"{head}  ")
-    numbers, period = program.steps.where(program.counted).by_step()
-    if len(numbers) >= 4:
+    counted, period = program.steps.where(program.counted).by_step()
+    if len(counted) >= 4:
         drawn = spark(period.tolist(), style.width - 34, top=period.max(), ascii=style.ascii)
         lines += columns([[f"Each {what}", "time", drawn, f"to {time(period.max())}"]], align="lrll")
     if program.warm_up:
-        slow = f"Excluded as warm-up: {', '.join(map(str, program.warm_up))}"
+        slow = f"Excluded as warm-up: {numbers(program.warm_up)}, much slower than the rest."
         lines += [style.paint(line, "dim") for line in style.wrapped(slow, indent="  ", first="")]
     return lines
 

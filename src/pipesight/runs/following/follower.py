@@ -21,7 +21,7 @@ from pipesight.runs.following.recent_run import RecentRun
 from pipesight.runs.format import LOGS, RANKS, RUN_FILE, STATS, TRACE, TRACE_SUFFIXES, rank_in
 from pipesight.runs.reading.attempts import attempt_of_trace, choose_running
 from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
-from pipesight.runs.reading.descriptions import merged, read_description, read_ranks
+from pipesight.runs.reading.descriptions import folder_of_runs, merged, read_description, read_ranks, runs_inside
 from pipesight.runs.reading.process_liveness import KILLED, ending_of, is_gone, may_restart
 from pipesight.runs.reading.run import NotARunError
 from pipesight.runs.reading.safe_open import refusal, without_refused
@@ -65,6 +65,8 @@ def check_place(path: Path) -> None:
                 f"not a run: {str(path)!r} is a file; give the folder of a run, or a trace such as rank-00000.pfw.gz"
             )
         return
+    if inside := runs_inside(path):
+        raise NotARunError(folder_of_runs(path, inside))
     names = {entry.name for entry in path.iterdir()}
     if not names or names & {TRACE, STATS, LOGS, RANKS}:
         return

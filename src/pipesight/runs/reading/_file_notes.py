@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -77,6 +78,8 @@ def missing_ranks(there: Collection[int], world_size: object) -> str | None:
 
 def nothing_found(path: Path, notes: Sequence[Note]) -> str:
     """Return the message of a `NotARunError`: no events, and why."""
+    if path.is_dir() and (operations := sorted(path.glob("*.parquet"))):
+        return f"no events in {str(path)!r}; give one of the files in it: {shlex.quote(str(operations[0]))}"
     more = f"; and {len(notes) - 1} more" if len(notes) > 1 else ""
     why = f" ({notes[0].path.name}: {notes[0].text}{more})" if notes else ""
     return f"no events in {str(path)!r}{why}; give a run directory, or a trace such as trace.pfw.gz"

@@ -7,19 +7,35 @@ description = merged(own, ranks)
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipesight.runs.format import RANKS, RUN_FILE, version_note
+from pipesight._plurals import count_of
+from pipesight.runs.format import RANKS, RUN_FILE, TRACE, version_note
 from pipesight.runs.reading.clock_shift import ClockShift
 from pipesight.runs.reading.safe_open import check_plain, read_json_object, without_refused
 
-__all__ = ["merged", "processes_of", "read_description", "read_ranks", "shifts_of"]
+__all__ = ["folder_of_runs", "merged", "processes_of", "read_description", "read_ranks", "runs_inside", "shifts_of"]
 
 _ATTEMPT = ("launch", "restart")
 """What the ranks of a node have in common, unless the file of one is of an earlier attempt."""
 _END = ("host", "pid", "ended", "outcome")
+
+
+def runs_inside(folder: Path) -> list[Path]:
+    """Return the runs in a folder that is not a run itself; read as one, they would be mixed."""
+    if not folder.is_dir() or (folder / RUN_FILE).exists() or (folder / TRACE).is_dir():
+        return []
+    return sorted(child for child in folder.iterdir() if (child / RUN_FILE).is_file())
+
+
+def folder_of_runs(folder: Path, runs: Sequence[Path]) -> str:
+    """Return the message of an error: a folder has runs in it."""
+    first, *others = (shlex.quote(str(run)) for run in runs)
+    remedy = f"give one, or compare some: pipesight report {first} {others[0]}" if others else f"give {first}"
+    return f"{str(folder)!r} is not a run, but has {count_of(len(runs), 'run')} in it; {remedy}"
 
 
 def read_description(run: Path, note: Callable[[Path, str], None] | None = None) -> dict[str, Any]:

@@ -19,7 +19,15 @@ from pipesight.runs.reading._file_notes import file_notes, missing_ranks, nothin
 from pipesight.runs.reading._parquet_dataset import check_schema, is_dataset, read_notes
 from pipesight.runs.reading.attempts import Attempt, choose, own_restarts
 from pipesight.runs.reading.clock_shift import NO_SHIFT, ClockShift
-from pipesight.runs.reading.descriptions import merged, processes_of, read_description, read_ranks, shifts_of
+from pipesight.runs.reading.descriptions import (
+    folder_of_runs,
+    merged,
+    processes_of,
+    read_description,
+    read_ranks,
+    runs_inside,
+    shifts_of,
+)
 from pipesight.runs.reading.duckdb_events import DuckEvents, FileFacts, Source, UnreadableError
 from pipesight.runs.reading.megatron_log import TrainingLog, is_training_log, read_training_log
 from pipesight.runs.reading.operation_trace import is_parquet, read_operations
@@ -90,6 +98,8 @@ def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None, w
     if not path.is_dir() and not path.is_file():
         what = "neither a file nor a folder" if path.exists() else "no such file or folder"
         raise NotARunError(f"{what}: {str(path)!r}; give a run directory, or a trace such as trace.pfw.gz")
+    if inside := runs_inside(path):
+        raise NotARunError(folder_of_runs(path, inside))
     if is_dataset(path):
         return _open_dataset(path, engine, attempt)
     if engine != "duckdb":

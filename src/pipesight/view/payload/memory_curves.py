@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from pipesight.analysis.memory import PARTS, MemoryCurve, MemoryReport
@@ -9,7 +10,7 @@ from pipesight.analysis.memory import PARTS, MemoryCurve, MemoryReport
 __all__ = ["memory_of"]
 
 STEPS = 4
-"""So many of the last steps are in the page."""
+"""So many of the last steps in which most partitions were counted are in the page."""
 POINTS = 500
 """At most so many moments of a step, the evenly spread ones and the peak."""
 CURVES = 32
@@ -19,7 +20,10 @@ def memory_of(memory: MemoryReport | None) -> dict[str, Any] | None:
     """Return the parts and, for each step, the curves of partitions or devices; ``None`` without any."""
     if memory is None or not memory.curves:
         return None
-    steps = sorted({step for curve in memory.curves for step in curve.steps})[-STEPS:]
+    # Ranks may count memory in different steps; one that misses partitions would look as if these held nothing.
+    counted = Counter(step for curve in memory.curves for step in set(curve.steps))
+    most = max(counted.values())
+    steps = sorted(step for step, curves in counted.items() if curves == most)[-STEPS:]
     return {"parts": list(PARTS), "steps": [_step(memory, step) for step in steps]}
 
 
