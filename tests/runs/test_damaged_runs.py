@@ -217,7 +217,7 @@ def test_folder_of_runs(tmp_path):
 
 
 def test_two_traced_folders(tmp_path):
-    """Of traces of two runs in one folder, the newer are read; the others are left out with all their ranks, and told."""
+    """Of traces of two runs in one folder, the newer are read, the others left out with all their ranks, and told."""
     for name, age, ranks in (("a", 2000, 1), ("b", 1000, 3)):
         made = small(tmp_path / name)
         for rank in range(1, ranks):

@@ -22,6 +22,17 @@ def test_the_peak_survives_thinning():
     assert drawn["values"][4][drawn["times"].index(peak)] == 1000
 
 
+def test_steps_that_all_partitions_counted():
+    """A step that only one of two ranks counted is not drawn: the other would look as if it held nothing."""
+    curves = [
+        MemoryCurve(rank, rank, None, tuple(range(len(steps))), steps, tuple((1,) * len(steps) for _ in PARTS))
+        for rank, steps in ((0, (0, 1, 8)), (1, (0, 1)))
+    ]
+    found = memory_of(MemoryReport((0, 1, 8), (), (), (), tuple(curves)))
+    assert found is not None
+    assert [(step["number"], len(step["curves"])) for step in found["steps"]] == [(0, 2), (1, 2)]
+
+
 def test_without_memory_there_is_nothing():
     """A run that counted nothing has no section."""
     assert memory_of(None) is None

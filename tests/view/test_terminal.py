@@ -523,6 +523,12 @@ def test_columns_are_as_high_as_values(values, width):
         assert "█" in drawn
 
 
+def test_missing_values_are_blank():
+    """A step without a value is blank, not as low as the lowest."""
+    assert spark([None, 1, 2, None, None, None], 6, top=2) == " ▄█   "
+    assert spark([None, 1, None, None], 2, top=1) == "█ "
+
+
 def test_columns_align():
     """Cells are aligned by what is seen of them, not by escape codes."""
     red = Style(colour=True).paint("ab", "red")

@@ -231,12 +231,15 @@ def verdict_of(
     first = f"A step takes {slowdown:.2f} times as long as without stragglers"
     if not causes:
         return f"{first}, for no single cause."
-    words = "; ".join(_in_words(cause, by_worker, names_of(cause.ranks, partitions), stages) for cause in causes)
-    shares = " of an ideal step" if any(cause.kind != "rank" for cause in causes) else ""
+    named = [_in_words(cause, by_worker, names_of(cause.ranks, partitions), stages) for cause in causes]
+    share = next((k for k, cause in enumerate(causes) if cause.kind != "rank"), None)
+    if share is not None:
+        named[share] += " of an ideal step"
+    words = "; ".join(named)
     more = ""
     if sum(cause.share for cause in causes) > slowdown - 1 + WORTH:
-        more = " Together this is more than ideal durations save: those of computing are means, usual ones medians."
-    return f"{first}. {words[0].upper()}{words[1:]}{shares}.{more}"
+        more = " Together they cost more than an ideal step saves: its computing takes means, slow calls included."
+    return f"{first}. {words[0].upper()}{words[1:]}.{more}"
 
 
 def names_of(workers: Sequence[int], partitions: Mapping[int, tuple[int, int]] | None = None) -> list[str]:

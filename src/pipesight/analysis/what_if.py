@@ -90,6 +90,11 @@ class WhatIf:
     """What is in doubt."""
 
     @property
+    def is_certain(self) -> bool:
+        """Whether the slowdown is more than what replays are off by; shares of a smaller one say nothing."""
+        return self.slowdown - 1 > abs(self.error)
+
+    @property
     def trusted(self) -> bool:
         """Whether the replayed step is about as long as the recorded one."""
         return abs(self.error) <= DOUBTFUL

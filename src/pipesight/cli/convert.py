@@ -14,6 +14,7 @@ from typing import IO
 
 from pipesight._plurals import count_of, plural
 from pipesight.runs.chrome_trace import chrome_trace
+from pipesight.runs.reading.descriptions import folder_of_runs, runs_inside
 from pipesight.runs.reading.profiler_trace import ProfilerTrace, profiler_traces
 from pipesight.runs.reading.trace_reader import NotATraceError, TraceReader, find_traces
 
@@ -137,6 +138,8 @@ def _to_chrome(options: argparse.Namespace) -> int:
 
 def _readers(trace: Path) -> list[TraceReader] | list[ProfilerTrace]:
     """Return the traces to read; skip files in a folder that are no traces, with a note."""
+    if inside := runs_inside(trace):
+        raise NotATraceError(folder_of_runs(trace, inside))
     if profiles := profiler_traces(trace):
         return profiles
     readers = []

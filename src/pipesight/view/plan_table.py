@@ -19,6 +19,8 @@ SMALL = 0.5
 """Plans whose micro-batches have at most this share of the recorded samples get a note."""
 FAR_OFF = 0.1
 """The error of the simulated recording above which there is a note."""
+RECORDED, SIMULATED = "recorded", "simulated"
+"""The first rows: the recorded schedule as measured, and as simulated."""
 HEADINGS = ("", "schedule", "checkpoint", "chunks", "balance", "step", "saves", "bubble", "memory")
 
 Row: TypeAlias = tuple[str, ...]
@@ -30,17 +32,18 @@ def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = 
 
     Args:
         outcome: The plans.
-        all_plans: Whether to list all, not only the best of each schedule and checkpoint mode.
+        all_plans: Whether to list all, not only the best of each schedule and checkpoint mode, if it saves time.
         width: Columns of the terminal; by default, there is no limit.
     """
-    shown = outcome.plans if all_plans else best_of_each(outcome.plans)
+    shown = outcome.plans if all_plans else _faster(outcome)
     lines = _fitted(table_rows(outcome, shown), width)
     sentences = []
     if any(not plan.proven for plan in shown):
         sentences.append("* another balance may be faster: the search stopped before it had ruled out all others")
     if len(shown) < len(outcome.plans):
+        saves = "" if outcome.baseline is None else ", if it saves time"
         sentences.append(
-            f"the best of {len(outcome.plans)} plans for each schedule and checkpoint mode; --all shows all of them"
+            f"the fastest of {len(outcome.plans)} plans for each schedule and checkpoint mode{saves}; --all shows all"
         )
     sentences += [f"note: {note}" for note in notes_on(outcome, shown)]
     if (advice := outcome.keep()) is not None:
@@ -54,6 +57,13 @@ def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = 
     return "\n".join(lines)
 
 
+def _faster(outcome: Outcome) -> list[Plan]:
+    """Return the best plan of each kind that is faster than what was recorded; without one, the best of each."""
+    best = best_of_each(outcome.plans)
+    faster = [plan for plan in best if outcome.baseline is None or plan.step_seconds < outcome.baseline]
+    return faster or best
+
+
 def _limit_of_engine(outcome: Outcome) -> str:
     if outcome.in_steps:
         return "Pipeline on the CPU runs loops of two rounds only"
@@ -61,12 +71,18 @@ def _limit_of_engine(outcome: Outcome) -> str:
 
 
 def _fitted(rows: Sequence[Row], width: int | None) -> list[str]:
-    """Lay the table out or, where it is too wide, each plan in lines of its own."""
-    for gap in (2, 1):
-        lines = columns([HEADINGS, *rows], align="l" * len(HEADINGS), gap=gap)
-        if width is None or max(map(shown_width, lines)) <= width:
-            return lines
-    return [line for row in rows for line in _stacked(row, width or 0)]
+    """Lay the table out or, where it is too wide, what was recorded above it, or each plan in lines of its own."""
+    if width is None:
+        return columns([HEADINGS, *rows], align="l" * len(HEADINGS))
+    known = [row for row in rows if row[0] in (RECORDED, SIMULATED)]
+    above = [line for row in known for line in _stacked(row, width)]
+    plans = [row[1:] for row in (HEADINGS, *rows[len(known) :])]
+    for start, table in (([], [HEADINGS, *rows]), (above, plans)):
+        for gap in (2, 1):
+            lines = [*start, *columns(table, align="l" * len(table[0]), gap=gap)]
+            if max(map(shown_width, lines)) <= width:
+                return lines
+    return [line for row in rows for line in _stacked(row, width)]
 
 
 def _stacked(row: Row, width: int) -> list[str]:
@@ -87,9 +103,9 @@ def table_rows(outcome: Outcome, plans: Iterable[Plan]) -> list[Row]:
     found: list[Row] = []
     if (known := outcome.measured) is not None:
         what = (known.schedule_name, known.checkpoint, str(known.schedule.chunks), _balance(known.balance))
-        found.append(("recorded", *what, time(known.step_seconds * 1e6), "", f"{known.bubble:.1%}", ""))
+        found.append((RECORDED, *what, time(known.step_seconds * 1e6), "", f"{known.bubble:.1%}", ""))
         simulated = (time(known.predicted_seconds * 1e6), f"{known.error:+.1%} off", f"{known.predicted_bubble:.1%}")
-        found.append(("simulated", *[""] * 4, *simulated, _memory(outcome, outcome.recorded_bytes)))
+        found.append((SIMULATED, *[""] * 4, *simulated, _memory(outcome, outcome.recorded_bytes)))
     for place, plan in enumerate(plans):
         setting = plan.setting
         name = plan.schedule_name + (f" x{setting.rounds}" if setting.rounds > 1 and not setting.in_v else "")

@@ -40,7 +40,7 @@ def what_if_block(found: WhatIf, style: Style, *, is_verdict: bool) -> list[str]
         rows.append(["Exchanged step", time(found.exchanged), "if replicas exchanged some, too, to have the same work"])
     rows.append(["Slowdown", f"{found.slowdown:.2f}", "S: replayed by ideal step"])
     for name, share, who in (("M_W", found.m_w, "slowest 3% of workers are"), ("M_S", found.m_s, "last stage is")):
-        if share is not None:
+        if share is not None and found.is_certain:
             rows.append([name, f"{round(share, 2) + 0.0:.2f}", f"share of the slowdown that goes if the {who} ideal"])
     lines = [style.paint("What if there were no stragglers (replayed)", "bold")]
     if not is_verdict:

@@ -21,7 +21,7 @@ export function startWhatIf() {
       found.m_s !== null && `M_S ${found.m_s.toFixed(2)}`.replace("-0.00", "0.00"),
     );
     byId("what-if-verdict").textContent = state.run.payload.verdict.text === found.verdict ? "" : found.verdict;
-    put(byId("what-if-remarks"), ...found.remarks.map((remark) => make("li", {}, remark)));
+    put(byId("what-if-remarks"), ...found.remarks.map((remark) => make("li", {}, `${remark[0].toUpperCase()}${remark.slice(1)}.`)));
     put(byId("what-if"), map(found));
   });
 }
