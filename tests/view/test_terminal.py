@@ -397,7 +397,7 @@ def test_comparison_names_settings_that_differ(tmp_path):
 
     def of_settings(name: str, balance: list[int], chunks: int, stats: str | None, **facts: Any) -> Report:
         made = Made(tmp_path / name, balance=balance, chunks=chunks, observed={"stats": stats})
-        made.pipeline = {**facts, "batch_size": 16}
+        made.pipeline = {"batch_size": 16, **facts}
         made.gpipe(1, lambda *_: 100, at=made.gpipe(0, lambda *_: 100))
         return analysed(made)
 
@@ -407,6 +407,9 @@ def test_comparison_names_settings_that_differ(tmp_path):
     line = "partitions 2 -> 3, balance [2, 1] -> [1, 1, 1], devices [cuda:0, cuda:1] -> [cpu], chunks 4 -> 2, "
     line = f"Different settings: {line}checkpoint always -> never, stats none -> my.yaml"
     assert line in render_comparison(found, width=140).replace("\n  ", "")
+    assert "samples" not in found.text
+    larger = of_settings("c", [2, 1], 4, None, batch_size=32)
+    assert compare(one, larger).text.endswith("Steps have 32 samples instead of 16.")
     assert comparison_as_json(found)["settings"] == {
         "partitions": {"first": 2, "second": 3},
         "balance": {"first": [2, 1], "second": [1, 1, 1]},

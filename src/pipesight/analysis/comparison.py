@@ -77,6 +77,10 @@ def compare(first: Report, second: Report) -> Comparison:
     both = dict.fromkeys([*one.parts, *other.parts] if one.parts and other.parts else [])
     parts = {name: Difference(one.parts.get(name, 0.0), other.parts.get(name, 0.0)) for name in both}
     text = _sentence(one.time.median, other.time.median, parts)
+    settings = _settings(first, second)
+    if "batch" in settings:
+        before, after = settings["batch"]
+        text = f"{text} Steps have {after} samples instead of {before}."
     if (same := same_layers(first, second)) is not None:
         quantities["same_layers"] = Difference(same.first, same.second)
         if (machine := same.sentence()) is not None:
@@ -88,7 +92,7 @@ def compare(first: Report, second: Report) -> Comparison:
         quantities,
         parts,
         layer_changes(first, second),
-        _settings(first, second),
+        settings,
         compared_curves([first, second]),
     )
 

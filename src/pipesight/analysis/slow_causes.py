@@ -238,7 +238,7 @@ def verdict_of(
     words = "; ".join(named)
     more = ""
     if sum(cause.share for cause in causes) > slowdown - 1 + WORTH:
-        more = " Together they cost more than an ideal step saves: its computing takes means, slow calls included."
+        more = " Together they cost more than an ideal step saves: its times are means, which slow calls lengthen."
     return f"{first}. {words[0].upper()}{words[1:]}.{more}"
 
 
