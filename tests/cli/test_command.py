@@ -79,10 +79,12 @@ def test_bad_option_of_a_process():
     assert ended.stderr.count("\n") == 1
 
 
-def test_unknown_command(capsys):
-    """A command that does not exist is told in one line."""
+def test_wrong_command(capsys):
+    """A command that does not exist, or lacks an argument, is told in one line."""
     assert main(["dance"]) == 2
     assert capsys.readouterr().err.startswith("pipesight: error: argument COMMAND: invalid choice: 'dance'")
+    assert main(["report"]) == 2
+    assert capsys.readouterr().err == "pipesight report: error: the following arguments are required: RUN\n"
 
 
 def test_reader_that_goes_away():

@@ -36,7 +36,9 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add = parser.add_argument
     add("run_path", type=Path, metavar="RUN", help="a run directory, a folder of traces, one trace, or a training log")
-    add("other_paths", type=Path, metavar="RUN_B", nargs="*", help="further runs, to compare with the first")
+    add(
+        "other_paths", type=Path, metavar="RUN_B", nargs="*", default=[], help="further runs, to compare with the first"
+    )
     add("--json", action="store_true", help="print JSON, described by report.schema.json")
     add("--steps", type=_steps, metavar="A:B", help="only steps A to B, both included; also 10:, :20 or 15")
     add("--partition", type=int, metavar="J", help="only partition J and its layers")

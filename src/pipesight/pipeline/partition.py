@@ -110,8 +110,8 @@ def non_sequential(module: object) -> TypeError:
     error = TypeError("non-sequential module cannot be partitioned")
     error.add_note(
         f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; write it as one, "
-        "nn.Sequential(layer, layer, ...), in which each layer takes the output of the one before; "
-        "see docs/how-to/sequential.md"
+        "nn.Sequential(layer, layer, ...), in which each layer takes the output of the one before, or cut it as it is, "
+        "with cuts=[...] of pipesight.Pipeline or DistributedPipeline; see docs/any-model.md"
     )
     return error
 

@@ -49,7 +49,7 @@ def check_cuts(model: nn.Module, cuts: Sequence[str]) -> list[str]:
             raise TypeError(f"cuts must be names of modules, such as 'transformer.h.4', but got {cut!r}")
         if cut not in modules:
             near = difflib.get_close_matches(cut, modules, n=3, cutoff=0.5)
-            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "; model.named_modules() lists them"
             raise ValueError(f"{type(model).__name__} has no module {cut!r} to be cut at{hint}")
         if cut == "":
             raise ValueError("a cut begins partition 1, so it cannot be the whole model ''; name a module inside it")
