@@ -198,6 +198,8 @@ def test_bubble_of_1f1b(tmp_path):
     late = found.steps.parts[[PARTS.index("transfers"), PARTS.index("host_gaps")]].sum(axis=0)
     assert idle - late == pytest.approx(simulated.bubble * simulated.makespan)
     assert found.overall.bound == pytest.approx(3 / 11, rel=0.02)  # of tasks of one length
+    (loss,) = [curve for curve in found.curves if curve.name == "loss"]  # of the last rank
+    assert loss.steps == (0, 1)
 
 
 @pytest.fixture(scope="module")

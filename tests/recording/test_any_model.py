@@ -79,21 +79,24 @@ def test_run_report_and_statistics_name_the_modules(tmp_path: Path) -> None:
 
 
 def test_steps_are_described_with_their_schedule(tmp_path: Path) -> None:
-    """Interleaved, two partitions share a worker: the bubble is that of the workers."""
+    """Interleaved, two partitions share a worker: the bubble is that of the workers. The losses are a curve."""
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
     pipe = Pipeline(
         nn.Sequential(*layers), balance=[1] * 4, chunks=4, schedule="interleaved-1f1b", loss_fn=nn.MSELoss()
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
+    losses = []
     with observe(tmp_path / "run"):
         for _ in range(4):
             optimizer.zero_grad()
-            pipe.step(torch.randn(8, 8), torch.randn(8, 8))
+            losses.append(pipe.step(torch.randn(8, 8), torch.randn(8, 8)).item())
             optimizer.step()
     described = json.loads((tmp_path / "run" / "run.json").read_text())["pipelines"][0]
     assert (described["schedule"], described["workers"]) == ("interleaved-1f1b", [0, 1, 0, 1])
     with open_run(tmp_path / "run") as run:
         report, tasks = analyse(run), run.tasks()
+    (curve,) = [curve for curve in report.curves if curve.name == "loss"]
+    assert (curve.steps, curve.values) == ((0, 1, 2, 3), pytest.approx(losses))
     (pipeline,) = report.pipelines
     assert (pipeline.partitions, pipeline.workers) == (4, 2)
     begin, end, busy = (np.zeros((4, 2), np.int64) for _ in range(3))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from pipesight._logger import own_logger
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pipesight.context.where import Where
 
 __all__ = ["DEFAULT_OBSERVERS", "Observer", "Observers", "attach", "detach", "observers"]
@@ -36,6 +38,9 @@ class Observer:
 
     def pass_ended(self) -> None:
         """The pass has ended, or failed."""
+
+    def step_ended(self, loss: Tensor) -> None:
+        """A ``step`` of a pipeline has run all backwards; ``loss`` is that of the mini-batch, where the rank has it."""
 
     def task_started(self, where: Where) -> None:
         """A partition starts a task."""
@@ -89,6 +94,14 @@ class Observers:
                 observer.pass_ended()
             except Exception:
                 self._drop(observer, "pass_ended")
+
+    def step_ended(self, loss: Tensor) -> None:
+        """Call :meth:`Observer.step_ended` of each."""
+        for observer in self.members:
+            try:
+                observer.step_ended(loss)
+            except Exception:
+                self._drop(observer, "step_ended")
 
     def task_started(self, where: Where) -> None:
         """Call :meth:`Observer.task_started` of each."""

@@ -87,7 +87,10 @@ class CallRunner:
         """Return the loss of the whole batch, on the last rank or everywhere."""
         loss = torch.stack(list(batch.loss.values.values())).sum() if self._schedule_runner.is_last else None
         with self._monitor.explaining("the loss"):
-            return self._mesh.share_loss(loss, everywhere=everywhere)
+            shared = self._mesh.share_loss(loss, everywhere=everywhere)
+        if shared is not None and batch.learns:
+            self._where.observers.step_ended(shared)
+        return shared
 
 
 class StepRunner(CallRunner):

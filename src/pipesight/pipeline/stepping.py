@@ -134,6 +134,7 @@ class Stepper:
         if pipe.training:
             pipe._note_idle(run.called)
         loss, factor = losses.finish()
+        run.observers.step_ended(loss)
         inputs = run.input_gradients([True] * len(call.inputs))
         pairs = [(t, g) for t, g in zip(call.inputs, inputs, strict=True) if g is not None]
         _accumulate(total, factor, pairs)

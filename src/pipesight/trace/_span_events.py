@@ -18,9 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pipesight._logger import own_logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "BACKLOG_MASK",
@@ -49,6 +52,7 @@ __all__ = [
     "now",
     "on_backlog",
     "on_flush",
+    "on_loss",
     "on_lost",
     "on_pass",
     "on_thread",
@@ -108,6 +112,9 @@ on_flush: list[Callable[[bool], None]] = []
 
 on_lost: list[Callable[[int], None]] = []
 """Called with the number of events that were dropped before they reached `EVENTS`."""
+
+on_loss: list[Callable[[Tensor], None]] = []
+"""Called with the loss of each step that a pipeline runs itself, forward and backward."""
 
 on_pass: list[Callable[[bool], None]] = []
 """Called in the thread that calls a pipeline: with true when a pass starts, with false when it ends."""

@@ -17,6 +17,7 @@ which the encoder thread turns into text.
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from pipesight.context import Observer, Where
 from pipesight.trace import _span_events
@@ -32,12 +33,16 @@ from pipesight.trace._span_events import (
     end,
     next_id,
     now,
+    on_loss,
     on_pass,
     resume,
 )
 from pipesight.trace.ai import ai
 from pipesight.trace.gpu_spans import DeviceTask, device_spans, is_capturing
 from pipesight.trace.node import Node
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["PipelineSpans"]
 
@@ -104,6 +109,11 @@ class PipelineSpans(Observer):
             resume(_here.outside.pop())
         for begun in on_pass:
             begun(False)
+
+    def step_ended(self, loss: Tensor) -> None:
+        """Notify `on_loss`."""
+        for told in on_loss:
+            told(loss)
 
     def task_started(self, where: Where) -> None:
         """Begin the task's span."""

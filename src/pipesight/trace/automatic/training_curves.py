@@ -1,4 +1,6 @@
-"""Record the loss that a backward begins with, and the learning rate of each optimizer's step, as counters.
+"""Record losses and the learning rate of each optimizer's step, as counters.
+
+A loss is what a backward begins with, or what a step of a pipeline returns.
 
 A loss on a GPU is copied without waiting for it, and recorded once the copy is there.
 """
@@ -21,7 +23,7 @@ from pipesight._torch.tensors import in_transform, without_function_overrides
 from pipesight.trace import _span_events
 from pipesight.trace._args import plain_args
 from pipesight.trace._recording_switch import is_recording
-from pipesight.trace._span_events import Mark, now, on_flush, put
+from pipesight.trace._span_events import Mark, now, on_flush, on_loss, put
 from pipesight.trace.gpu_spans import is_capturing
 
 __all__ = ["instrument_curves"]
@@ -41,8 +43,20 @@ def instrument_curves(patches: Patches) -> None:
     patches.wrap(torch.autograd, "backward", _backward)
     patches.wrap(torch.amp.GradScaler, "scale", _scale)
     patches.keep(register_optimizer_step_post_hook(_stepped))
+    patches.keep(_StepLosses())
     if _at_flush not in on_flush:
         on_flush.append(_at_flush)
+
+
+class _StepLosses:
+    """Records losses of steps until it is removed."""
+
+    def __init__(self) -> None:
+        on_loss.append(_record_loss)
+
+    def remove(self) -> None:
+        """Stop it."""
+        on_loss.remove(_record_loss)
 
 
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
