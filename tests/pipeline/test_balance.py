@@ -73,7 +73,7 @@ def fingerprint(model):
 
 
 def test_public_names():
-    """The public module offers the balancing functions, those that choose cuts, the one that packs, and nothing else."""
+    """The public module offers the balancing functions, those that choose cuts, `pack`, and nothing else."""
     balance, cuts = ["balance_by_size", "balance_by_time", "balance_cost"], ["cuts_by_size", "cuts_by_time"]
     assert sorted(pipesight.balance.__all__) == [*balance, *cuts, "pack"]
 
