@@ -19,9 +19,10 @@ from pipesight._torch.autograd import around_functions
 from pipesight._torch.module_internals import HOOK_TABLES, forward_hook_tables
 from pipesight._torch.tensors import without_function_overrides
 from pipesight.context import Where, enter_thread
-from pipesight.distributed.dry_walk import DryWalk, KnownWay, RandomDetector
+from pipesight.distributed.dry_walk import DryWalk, KnownWay
 from pipesight.distributed.model_plan import Plan
 from pipesight.distributed.model_walk import Doors, UnitResult, signature
+from pipesight.distributed.random_detector import RandomDetector
 from pipesight.distributed.stand_ins import META
 from pipesight.pipeline.flattening import flatten
 from pipesight.pipeline.randomness import PassRandomness, isolated

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pipesight._nested import map_tensors, tensors_in
-from pipesight._torch.operators import TorchDispatchMode
 from pipesight._torch.tensors import with_function_overrides, without_function_overrides
 from pipesight.distributed.loss_weights import LossMeans, Mean
 from pipesight.distributed.model_plan import Crossing, Plan, PlannedCut
 from pipesight.distributed.model_walk import Call, Name, UnitResult, Walk, signature
+from pipesight.distributed.random_detector import RandomDetector
 from pipesight.distributed.stand_ins import META, ValueNeededError, place
 from pipesight.pipeline.checkpoint import versions_of
 from pipesight.pipeline.flattening import Flat, flatten
@@ -26,7 +26,7 @@ from pipesight.pipeline.randomness import PassRandomness
 if TYPE_CHECKING:
     from pipesight.distributed.dry_run import ModelOutline
 
-__all__ = ["DryWalk", "KnownWay", "RandomDetector"]
+__all__ = ["DryWalk", "KnownWay"]
 
 
 class DryWalk(Walk):
@@ -312,17 +312,3 @@ def _comparable(told: Any) -> Any:
     if isinstance(told, tuple):
         return tuple(map(_comparable, told))
     return told.tobytes() if hasattr(told, "tobytes") else told
-
-
-class RandomDetector(TorchDispatchMode):
-    """Detects operators that draw random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.seen = True
-        with without_function_overrides():  # it may come from where these are on, such as the end of a vmap
-            return func(*args, **(kwargs or {}))

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from pipesight._torch.module_internals import HOOK_TABLES, uncompiled
-from pipesight._torch.operators import FAKE_TENSOR_LOGGER, FakeTensorMode, TorchDispatchMode
+from pipesight._torch.operators import FAKE_TENSOR_LOGGER, FakeTensorMode
 from pipesight.context import Where, enter_thread
+from pipesight.distributed.random_detector import RandomDetector
 from pipesight.pipeline.aliasing import Changes, Region, region_of
 from pipesight.pipeline.microbatch import Form, as_tuple, form_of, lone
 from pipesight.pipeline.partition import Partition, SkipRoutes
@@ -171,7 +172,7 @@ class Skeleton:
 
     def _run(self, inputs: Sequence[Meta], form: Form) -> Flow:
         tracker = SkipTracker()
-        detector = _RandomDetector()
+        detector = RandomDetector()
         inside = Where()
         inside.phase = "forward"  # so that hooks on all modules, those of tracing among them, let these alone
         enter_thread(inside)
@@ -184,7 +185,7 @@ class Skeleton:
         return Flow(tuple(cuts), detector.seen, tuple(changed for _, changed in seen))
 
     def _run_inside(
-        self, inputs: Sequence[Meta], form: Form, tracker: SkipTracker, detector: _RandomDetector
+        self, inputs: Sequence[Meta], form: Form, tracker: SkipTracker, detector: RandomDetector
     ) -> tuple[list[Cut], list[Seen]]:
         """Return the cuts, and for each partition where its inputs and the skips are, and which of them changed."""
         routes = self.routes
@@ -232,19 +233,6 @@ def _quietly() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-class _RandomDetector(TorchDispatchMode):
-    """Detects operators that draw random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.seen = True
-        return func(*args, **(kwargs or {}))
 
 
 def _is_parameter(tensor: Tensor) -> bool:
