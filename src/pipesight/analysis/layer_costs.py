@@ -7,7 +7,7 @@ transformer block of small tensors has 0.25 ms forward and 0.45 backward on a CP
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from pipesight.analysis.described_pipelines import DescribedLayer, DescribedPipeline
 from pipesight.analysis.memory import MemoryReport
 from pipesight.runs.reading.event_tables import LayerTimes
-from pipesight.schedule.costs import WEIGHT_SHARE, Layer
+from pipesight.schedule.costs import WEIGHT_SHARE, Layer, Peak
 from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import B, F, R, W
 
@@ -41,6 +41,8 @@ class LayerCosts:
     """Microseconds of a task that are in no layer, by kind."""
     weight_share: float
     """Of the gradients of weights in a backward: as recorded, if they had tasks of their own."""
+    loss_peak: Peak
+    """What the loss takes while it runs."""
     known: bool
     """Whether layers were recorded, and not only their tasks."""
     notes: tuple[str, ...]
@@ -83,6 +85,7 @@ def layer_costs_of(
     elif memory is None or not memory.layers:
         notes.append("activations are estimated from layer outputs; --model counts everything that is kept")
     kept = _Kept(memory, facts, chunks)
+    peaks = _Peaks(memory, chunks)
     layers = []
     for j, own in enumerate(names):
         for k, name in enumerate(own):
@@ -91,7 +94,9 @@ def layer_costs_of(
             again = recompute if tasks[R, j] > 0 else None
             fact = sizes.get((j, name))
             layers.append(_layer(name, (forward, again, backward), each, chunks, fact, kept.of(j, name, fact)))
-    return LayerCosts(tuple(layers), tuple(map(len, names)), besides, _weight_share(times), known, tuple(notes))
+            layers[-1] = replace(layers[-1], peak=peaks.of(j, name, layers[-1].parameter_bytes))
+    besides_loss = besides, _weight_share(times), peaks.of(n - 1, None, 0.0)
+    return LayerCosts(tuple(layers), tuple(map(len, names)), *besides_loss, known, tuple(notes))
 
 
 def _each(time: float, most: float) -> float:
@@ -155,6 +160,23 @@ class _Kept:
         self._output_kept = last.output_kept if last is not None else None
         shared = both * m + before - entry.earlier * m if before else 0.0
         return kept * m, shared
+
+
+class _Peaks:
+    """What layers take while they run, if that was measured."""
+
+    def __init__(self, memory: MemoryReport | None, chunks: int) -> None:
+        entries = memory.inside if memory is not None else ()
+        self._entries = {(entry.partition, entry.name, entry.backward): entry for entry in entries}
+        self._chunks = chunks
+
+    def of(self, j: int, name: str | None, parameters: float) -> Peak:
+        """Return that of a layer, without the gradients of its weights, or of the loss."""
+        forward, backward = (self._entries.get((j, name, kind)) for kind in (False, True))
+        m = self._chunks
+        forwards = (forward.most * m, forward.left * m) if forward is not None else (0.0, 0.0)
+        backwards = (backward.most, backward.left) if backward is not None else (parameters, parameters)
+        return Peak(*forwards, *((number - parameters) * m for number in backwards))
 
 
 def _names(run: Run, facts: DescribedPipeline, n: int) -> list[list[str]]:

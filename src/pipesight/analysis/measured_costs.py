@@ -22,7 +22,7 @@ from pipesight.analysis.transfer_waits import arrivals_of
 from pipesight.plan.plans import DISTRIBUTED_NAMES, predict
 from pipesight.runs.reading.event_tables import Column, LayerTimes, Tasks, Transfers
 from pipesight.schedule.argument_checks import SCHEDULES
-from pipesight.schedule.costs import Costs, Link
+from pipesight.schedule.costs import Costs, Layer, Link
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import B, F, R, Schedule
@@ -167,6 +167,7 @@ def measure_steps(
     again = R if window.checkpoint != "never" else F  # what was not recorded is like a forward
     even, uneven = window.makespans()
     makespan = max(even, uneven)
+    devices = [entry for entry in memory.devices if entry.capacity is not None] if memory is not None else []
     per_step = max(1, round(float(usual.minibatches.mean())))
     outside = max(float((usual.period - usual.window).mean()), 0.0)
     costs = Costs(
@@ -183,6 +184,10 @@ def measure_steps(
         outside=outside * MICROSECOND,
         input_bytes=_input_bytes(memory),
         loss_bytes=sum(layer.kept for layer in memory.layers if layer.name == LOSS) * m if memory is not None else 0.0,
+        loss_peak=found.loss_peak,
+        outside_peak=_outside_peak(memory, found.layers[-1]),
+        other_bytes=float(min((entry.unknown for entry in devices if entry.unknown is not None), default=0)),
+        optimizer_scale=(memory.optimizer or 0.0) if memory is not None else 0.0,
         minibatches=per_step,
         weight_share=found.weight_share,
         link=link,
@@ -247,6 +252,15 @@ def _input_bytes(memory: MemoryReport | None) -> float:
     """Return the bytes of a batch, as far as the first layer keeps it."""
     first = next((layer for layer in memory.layers if layer.partition == 0), None) if memory is not None else None
     return 0.0 if first is None else first.earlier
+
+
+def _outside_peak(memory: MemoryReport | None, last: Layer) -> tuple[float, float]:
+    """Return what a loss outside takes above what layers keep; the outputs that wait for it are no layer's."""
+    if memory is None or memory.outside is None:
+        return 0.0, 0.0
+    waiting = max(last.peak.forward_left - (last.kept_bytes - last.shared_bytes), 0.0)
+    most, left = memory.outside
+    return most + waiting, left + waiting
 
 
 def _parameter_scale(memory: MemoryReport | None, facts: DescribedPipeline) -> float | None:

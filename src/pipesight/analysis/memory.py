@@ -16,6 +16,7 @@ __all__ = [
     "PARTS",
     "DeviceMemory",
     "LayerMemory",
+    "LayerPeak",
     "MemoryCurve",
     "MemoryReport",
     "PartitionMemory",
@@ -27,6 +28,9 @@ PARTS = ("weights", "gradients", "optimizer_state", "inputs", "activations")
 """What memory is for, as the recording names it."""
 CATEGORY = "memory"
 _PARTITION, _DEVICE, _PEAK, _LAYERS = "memory of partition ", "memory of ", "peak of ", "kept by layers"
+_INSIDE, _OPTIMIZER, _OUTSIDE = "most in layers", "most in the optimizer", "most outside"
+FEW = 1 << 20
+"""Bytes on the CPU, such as Adam's numbers of steps, that are not worth a row beside those of GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class DeviceMemory:
     """The most that was ever allocated on a GPU, in the middle of tasks too."""
     capacity: int | None
     """The memory of a GPU."""
+    unknown: int | None
+    """The least that was allocated beside the parts: tensors outside of the model, and buffers of libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,22 @@ class LayerMemory:
     """What of that is in `kept`."""
     output_kept: float | None
     """Of the last layer of a partition: how much of its output it keeps itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPeak:
+    """What a layer takes on a GPU while it runs on a micro-batch, in bytes: the median over micro-batches."""
+
+    partition: int
+    """Where it ran."""
+    name: str | None
+    """Its name; ``None`` is the loss."""
+    backward: bool
+    """Whether in its backward; else in its forward, or recomputed."""
+    most: float
+    """The most above what was in use when it began."""
+    left: float
+    """What more, or less, was in use when it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +141,13 @@ class MemoryReport:
     """In the order in which they ran."""
     curves: tuple[MemoryCurve, ...]
     """Of the partitions; of the devices, where there are none."""
+    inside: tuple[LayerPeak, ...] = ()
+    """In the middle of tasks, on GPUs."""
+    outside: tuple[float, float] | None = None
+    """What a loss outside of the pipeline takes: at most above what is in use after the last forward, and what is left
+    at the first backward."""
+    optimizer: float | None = None
+    """Bytes that the optimizer's step takes for each byte of weights while it runs, where known."""
 
 
 def least_capacity(memory: MemoryReport | None) -> int | None:
@@ -142,6 +171,11 @@ def memory_of(points: Points, edges: StepEdges) -> MemoryReport | None:
     curves = [
         _curve(rank, found, partition=int(name.removeprefix(_PARTITION))) for (name, rank), found in partitions.items()
     ] or [_curve(rank, found, device=name.removeprefix(_DEVICE)) for (name, rank), found in devices.items()]
+    measured = [_device(name, rank, found, most) for (name, rank), found in sorted(devices.items())]
+    with_gpus = {entry.rank for entry in measured if entry.device != "cpu"}
+    measured = [
+        entry for entry in measured if entry.device != "cpu" or entry.rank not in with_gpus or entry.peak >= FEW
+    ]
     return MemoryReport(
         steps=tuple(sorted({row[2] for row in rows if not row[0].startswith(_PEAK)})),
         partitions=tuple(
@@ -150,9 +184,12 @@ def memory_of(points: Points, edges: StepEdges) -> MemoryReport | None:
                 key=lambda entry: (entry.partition, entry.rank),
             )
         ),
-        devices=tuple(_device(name, rank, found, most) for (name, rank), found in sorted(devices.items())),
+        devices=tuple(measured),
         layers=tuple(_layers(rows)),
         curves=tuple(sorted(curves, key=lambda curve: (curve.partition or 0, curve.rank))),
+        inside=tuple(_inside(rows)),
+        outside=_outside(rows),
+        optimizer=_optimizer(rows, measured),
     )
 
 
@@ -197,7 +234,8 @@ def _partition(name: str, rank: int, rows: list[_Row]) -> PartitionMemory:
 def _device(name: str, rank: int, rows: list[_Row], most: Mapping[tuple[int, str], _Row]) -> DeviceMemory:
     top, device = max(rows, key=_total), name.removeprefix(_DEVICE)
     allocated = [_total(row) + row[4]["other"] for row in rows if isinstance(row[4].get("other"), int)]
-    peak = most.get((rank, device))
+    peak, first = most.get((rank, device)), min(row[2] for row in rows)
+    besides = [row[4]["other"] for row in rows if isinstance(row[4].get("other"), int) and row[2] > first]
     return DeviceMemory(
         rank,
         device,
@@ -207,6 +245,7 @@ def _device(name: str, rank: int, rows: list[_Row], most: Mapping[tuple[int, str
         max(allocated, default=None),
         None if peak is None else peak[4].get("allocated"),
         None if peak is None else peak[4].get("capacity"),
+        min(besides, default=None),
     )
 
 
@@ -240,3 +279,41 @@ def _layers(rows: list[_Row]) -> Iterator[LayerMemory]:
         kept, earlier, both = np.mean(numbers, axis=0).tolist()
         of_output = float(np.mean(last[partition][1])) if last[partition][0] == name else None
         yield LayerMemory(partition, name, kept, earlier, both, of_output)
+
+
+def _inside(rows: list[_Row]) -> Iterator[LayerPeak]:
+    found: dict[tuple[int, str | None, bool], list[list[float]]] = {}
+    for *_, values in (row for row in rows if row[0] == _INSIDE):
+        partition, phase, layers = values.get("partition"), values.get("phase"), values.get("layers")
+        if not isinstance(partition, int) or not isinstance(layers, dict) or values.get("checkpointing"):
+            continue
+        if phase == "weight":  # a backward without inputs
+            continue
+        backward = phase == "backward"
+        parts = {**layers} | ({None: values.get("before" if backward else "after")} if values.get("last") else {})
+        for name, numbers in parts.items():
+            if isinstance(numbers, list) and len(numbers) == 2:
+                found.setdefault((partition, name, backward), []).append(numbers)
+    for (partition, name, backward), own in found.items():
+        most, left = np.median(own, axis=0).tolist()
+        yield LayerPeak(partition, name, backward, most, left)
+
+
+def _outside(rows: list[_Row]) -> tuple[float, float] | None:
+    found = [(values.get("most"), values.get("left")) for *_, values in (row for row in rows if row[0] == _OUTSIDE)]
+    known = [(most, left) for most, left in found if isinstance(most, int) and isinstance(left, int)]
+    if not known:
+        return None
+    most, left = np.median(known, axis=0).tolist()
+    return most, left
+
+
+def _optimizer(rows: list[_Row], devices: list[DeviceMemory]) -> float | None:
+    """Return the least of the steps: in the first one, the optimizer makes its state."""
+    weights = {(entry.rank, entry.device): entry.parts["weights"] for entry in devices}
+    shares = []
+    for _, rank, _, _, values in (row for row in rows if row[0] == _OPTIMIZER):
+        held, most = weights.get((rank, str(values.get("device")))), values.get("most")
+        if held and isinstance(most, int):
+            shares.append(most / held)
+    return min(shares, default=None)

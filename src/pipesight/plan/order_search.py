@@ -163,7 +163,7 @@ class _Search:
         homes = np.asarray(order.device_of_stage)
         apart = np.append(homes[1:] != homes[:-1], False)
         parameters = np.zeros(order.devices)
-        np.add.at(parameters, homes, (blocks.parameters + blocks.gradients)[begin, end])
+        np.add.at(parameters, homes, (blocks.bytes.fixed + blocks.bytes.gradients)[begin, end])
         return StageTimes(
             order.device_of_stage,
             forward.tolist(),
@@ -172,9 +172,9 @@ class _Search:
             weight.tolist() if split else None,
             (blocks.send[end] * apart).tolist(),
             costs.loss / setting.chunks,
-            blocks.inputs[begin, end].tolist(),
-            blocks.kept[begin, end].tolist(),
-            (self._memory - parameters).tolist(),
+            blocks.bytes.inputs[begin, end].tolist(),
+            blocks.bytes.activations[begin, end].tolist(),
+            (self._memory - parameters - costs.other_bytes).tolist(),
         )
 
     def swap(self) -> None:

@@ -10,10 +10,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-__all__ = ["WEIGHT_SHARE", "Costs", "Layer", "Link"]
+__all__ = ["WEIGHT_SHARE", "Costs", "Layer", "Link", "Peak"]
 
 WEIGHT_SHARE = 0.5
 """The assumed share of weight gradients in a backward, where it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What a layer takes while it runs on a whole batch, in bytes, without gradients of weights."""
+
+    forward: float = 0.0
+    """The most in its forward, above what was in use before."""
+    forward_left: float = 0.0
+    """What more is in use after it."""
+    backward: float = 0.0
+    """The most in its backward."""
+    backward_left: float = 0.0
+    """What more is in use after that; negative, where it frees what it had kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,8 @@ class Layer:
     """What goes to the next layer."""
     parameter_bytes: float = 0.0
     """Parameters alone, without gradients or optimizer state."""
+    peak: Peak = Peak()
+    """What it takes in the middle of tasks, where that is known."""
 
     def __post_init__(self) -> None:
         times = (self.forward, self.backward, self.recompute or 0.0, self.forward_each, self.backward_each)
@@ -82,6 +98,14 @@ class Costs:
     """Of a whole batch of the model's input."""
     loss_bytes: float = 0.0
     """What a loss inside the pipeline keeps of a whole batch, checkpointed or not."""
+    loss_peak: Peak = Peak()
+    """What it takes while it runs."""
+    outside_peak: tuple[float, float] = (0.0, 0.0)
+    """What a loss outside of the pipeline takes of the device of its outputs: at most, and what is left."""
+    other_bytes: float = 0.0
+    """What each device holds whatever the setting: tensors outside of the model, and buffers of libraries."""
+    optimizer_scale: float = 0.0
+    """Bytes that a step of the optimizer takes for each byte of parameters while it runs."""
     forward_overhead: float = 0.0
     """Seconds of each forward task outside its layers."""
     recompute_overhead: float = 0.0
@@ -118,6 +142,11 @@ class Costs:
     def units(self) -> list[str] | None:
         """The names of the layers, if the model is cut at modules."""
         return [layer.name for layer in self.layers] if self.by_cuts else None
+
+    @property
+    def peaks_known(self) -> bool:
+        """Whether it is known what layers take in the middle of tasks."""
+        return any(layer.peak != Peak() for layer in self.layers)
 
     @property
     def sizes_known(self) -> bool:

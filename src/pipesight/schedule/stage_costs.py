@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipesight.schedule.contention import rate_of
 from pipesight.schedule.costs import Costs
-from pipesight.schedule.memory import activation_bytes, gradient_scale, held
+from pipesight.schedule.memory import block_bytes, held, most_held
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Simulation, Times, simulate
 from pipesight.schedule.task_orders import B, F, R, Schedule, W, recomputed
@@ -61,20 +61,10 @@ class StageCosts:
         if setting.partitions == 1:
             self.send[:] = 0.0
         self.loss = costs.loss if self.schedule.joined else costs.loss / m
-        inputs, kept = activation_bytes(costs)
-        self.inputs: Times = inputs / m
-        """Bytes that a stage keeps of a micro-batch to recompute it."""
-        self.kept: Times = kept / m
-        """Bytes that it keeps for the backward, beside that."""
-        parameters = _sums([layer.parameter_bytes for layer in layers])
-        scale = gradient_scale(parameter_scale) if costs.minibatches == 1 else 0.0
-        self.gradients: Times = parameters * scale
-        """Bytes that a stage holds from its first backward on."""
-        self.parameters: Times = parameters * (parameter_scale - scale)
-        """Bytes that it always holds; the first stage has the batch, too."""
-        self.parameters[0, 1:] += costs.input_bytes
+        self.bytes = block_bytes(costs, self.schedule, parameter_scale)
+        """What blocks hold."""
         self.again = sum(recomputed(setting.checkpoint, m))
-        self._held = held(self.schedule)
+        self._held = held(self.schedule, inside=costs.peaks_known)
 
     def simulate(self, cuts: Cuts) -> Simulation:
         """Run the schedule for each of the cuts."""
@@ -112,26 +102,17 @@ class StageCosts:
         needs = []
         for device in range(self.setting.partitions):
             first, last = begin[homes == device], end[homes == device]
-            sizes = (self.inputs[first, last], self.kept[first, last], self.gradients[first, last])
-            needs.append(self._memory(device, *sizes))
-            needs[-1] += self.parameters[first, last].sum(axis=0)
-        return np.stack(needs)
+            *sizes, fixed = (size[first, last] for size in self.bytes)
+            needs.append(most_held(self._held[device], sizes) + fixed.sum(axis=0))
+        return np.stack(needs) + self.costs.other_bytes
 
     def memory_of_blocks(self) -> Times:
         """Return the bytes that each device needs for any one block."""
         if self.setting.rounds != 1:
             raise ValueError(f"devices have several blocks each (rounds: {self.setting.rounds})")
-        sizes = (self.inputs[None], self.kept[None], self.gradients[None])
-        alone = [self._memory(d, *sizes) for d in range(self.setting.partitions)]
-        return np.stack(alone) + self.parameters
-
-    def _memory(self, device: int, *sizes: Times) -> Times:
-        """Return the most that is held at any time, of inputs, activations and gradients of these sizes."""
-        most: Times = np.zeros(sizes[0].shape[1:])
-        for state in zip(*self._held[device], strict=True):
-            parts = [np.tensordot(count, size, 1) for count, size in zip(state, sizes, strict=True)]
-            np.maximum(most, sum(parts[1:], parts[0]), out=most)
-        return most
+        *sizes, fixed = self.bytes
+        alone = [most_held(states, [size[None] for size in sizes]) for states in self._held]
+        return np.stack(alone) + fixed + self.costs.other_bytes
 
 
 def _sums(costs: list[float]) -> Times:

@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pipesight import context
 from pipesight._nested import tensors_in
 from pipesight._patches import Patches, harmless
+from pipesight._torch.autograd import next_sequence_number
 from pipesight._torch.saved_tensors import CAN_BE_SEEN
 from pipesight.context import Kept, Observer, Where, attach, detach
 from pipesight.recording.memory.allocators import allocated, capacity, most_allocated
+from pipesight.recording.memory.inside_tasks import InsideTask, PeakMeter
 from pipesight.recording.memory.saved_activations import SavedActivations, saved_by_units
 from pipesight.recording.memory.storage_ledger import StorageLedger
 from pipesight.recording.pipeline_description import Pipeline, is_pipeline, parts_of
@@ -38,6 +40,7 @@ COST = 0.01
 """The share of the time of all steps that measuring may take."""
 ALWAYS = 2
 """So many steps are measured first, whatever that costs."""
+GPU, LOSS = "cuda", "loss_fn"
 _PHASES = ("forward", "recompute")
 
 
@@ -55,6 +58,10 @@ class MemoryRecorder(Observer):
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._ledgers: dict[torch.device, StorageLedger] = {}
         self._tasks: weakref.WeakKeyDictionary[threading.Thread, SavedActivations] = weakref.WeakKeyDictionary()
+        self._inside: dict[torch.device, InsideTask] = {}  # the task under way of each GPU
+        self._ended: dict[torch.device, int] = {}  # bytes in use when the last partition's last forward ended
+        self._new_pass = False
+        self._peaks, self._before_step = PeakMeter(), dict[torch.device, int]()
         self._patches = Patches()
         self._counting = threading.Lock()
         self._measuring = False
@@ -66,6 +73,7 @@ class MemoryRecorder(Observer):
         """Start to measure."""
         attach(self)
         self._modules.outermost_ended = self._module_ended
+        self._patches.keep(register_optimizer_step_pre_hook(self._stepping))
         self._patches.keep(register_optimizer_step_post_hook(self._stepped))
         self._patches.wrap(torch.autograd, "backward", self._backward)
 
@@ -90,6 +98,7 @@ class MemoryRecorder(Observer):
             while share / self._interval > COST:
                 self._interval *= 2
             self._ledgers.clear()
+            self._inside.clear()
         self._measuring = CAN_BE_SEEN and recorded and (self._steps < ALWAYS or step % self._interval == 0)
         self._steps += self._measuring
         self._modules.marks = [] if self._measuring else None
@@ -147,8 +156,18 @@ class MemoryRecorder(Observer):
         return result
 
     @harmless
+    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._measuring:
+            gpus = [device for device in self._ledgers if device.type == GPU]
+            self._before_step = {device: self._peaks.most_since(device)[0] for device in gpus}
+
+    @harmless
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers.add(optimizer)
+        for device, before in self._before_step.items():
+            most = self._peaks.most_since(device)[1] - before
+            memory_instant("most in the optimizer", {"device": str(device), "most": most})
+        self._before_step = {}
         self._count_again()
 
     def _count_again(self) -> None:
@@ -170,16 +189,34 @@ class MemoryRecorder(Observer):
         """Return whether this step is measured."""
         return self._measuring
 
+    def pass_started(self) -> None:
+        """Note that the program had its turn, in which it may have computed a loss."""
+        self._new_pass = True
+
     def task_started(self, where: Where) -> None:
         """Forget what the thread's last task has saved."""
         if where.phase in _PHASES:
             self._tasks[threading.current_thread()] = SavedActivations()
+        if (device := where.device) is not None and device.type == GPU:
+            before = self._ended.pop(device, None)
+            now, most = self._peaks.most_since(device)
+            if before is not None and self._new_pass and where.phase in ("backward", "recompute"):
+                memory_instant("most outside", {"most": most - before, "left": now - before})
+            self._inside[device] = InsideTask(device, self._peaks, now)
+
+    def layer_started(self, where: Where) -> None:
+        """Begin to look for the most that a layer takes."""
+        self._reach(where, where.layer)
 
     def layer_ended(self, where: Where) -> None:
         """Walk on in the graph, where the engine cannot say at the end of a task where that ends."""
+        self._reach(where, None)
         if where.kept is not None and where.phase in _PHASES:
             began = time.perf_counter()
-            self._task().walk(where.kept().ends)
+            saved = self._task()
+            saved.walk(where.kept().ends)
+            if where.partition == where.partitions - 1:  # what comes after is the loss, or never recomputed like it
+                saved.after_layers.append((next_sequence_number(), LOSS))
             self._spent += time.perf_counter() - began
 
     def task_ended(self, where: Where) -> None:
@@ -188,6 +225,12 @@ class MemoryRecorder(Observer):
         j, device = where.partition, where.device
         if device is None:
             return
+        if (inside := self._inside.pop(device, None)) is not None:
+            place = {"partition": j, "last": j == where.partitions - 1, "phase": where.phase}
+            again = where.phase == "forward" and where.checkpointing
+            memory_instant("most in layers", {**place, "checkpointing": again, **inside.found()})
+            if where.phase == "forward" and j == where.partitions - 1:
+                self._ended[device], self._new_pass = inside.in_use, False
         with self._counting:
             for known in [*self._parts]:
                 self._count_fixed(known)
@@ -203,6 +246,12 @@ class MemoryRecorder(Observer):
         self._spent += time.perf_counter() - began
 
     # Counting.
+
+    def _reach(self, where: Where, layer: str | None) -> None:
+        if where.device is not None and (inside := self._inside.get(where.device)) is not None:
+            began = time.perf_counter()
+            inside.begin(layer)
+            self._spent += time.perf_counter() - began
 
     def _task(self) -> SavedActivations:
         return self._tasks.setdefault(threading.current_thread(), SavedActivations())
@@ -227,7 +276,8 @@ class MemoryRecorder(Observer):
         saved.walk(kept.ends)
         ledger.add(kept.inputs, "inputs", j)
         ledger.add(saved.tensors, "activations", j)
-        layers, of_inputs = saved.by_layer(where.marks, kept.inputs, self._weights_of(j))
+        marks = sorted([*saved.after_layers, *where.marks], key=lambda mark: mark[0])
+        layers, of_inputs = saved.by_layer(marks, kept.inputs, self._weights_of(j))
         saved.forget()
         if kept.recomputed and where.phase == "recompute":
             for _, _, tensors in kept.recomputed:

@@ -37,6 +37,8 @@ class SavedActivations:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         """Until `forget`."""
+        self.after_layers: list[tuple[int, str]] = []
+        """Marks where layers have ended."""
         self._seen: set[int] = set()
         self._found: dict[int, _Found] = {}
         self.output_kept = 0
