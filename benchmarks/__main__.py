@@ -9,6 +9,7 @@ For example, the last where pipesight is not installed and torchgpipe cannot be:
 """
 
 import argparse
+import dataclasses
 import shlex
 import sys
 import time
@@ -64,6 +65,9 @@ BENCHMARKS: dict[str, tuple[Callable[[Options], bool], str]] = {
     )
 }
 
+PARTS = " --part K/N"
+"""In the command of a section whose rows were measured part by part."""
+
 
 def main(arguments: list[str]) -> int:
     """Run the named benchmarks; 0 unless a contender crashes or the soak is not flat."""
@@ -75,6 +79,7 @@ def main(arguments: list[str]) -> int:
         peers=None if chosen.peers is None else chosen.peers.absolute(),
         torchgpipe_path=None if chosen.torchgpipe_path is None else chosen.torchgpipe_path.absolute(),
         size=chosen.size,
+        part=chosen.part,
     )
     machine, versions = describe_machine(), describe_versions(options.peers)
     print(f"$ {shlex.join(['python', '-m', 'benchmarks', *arguments])}")
@@ -85,11 +90,14 @@ def main(arguments: list[str]) -> int:
         print(f"\n== {name}: {line}", flush=True)
         date, commit, begin = now(), revision(), time.perf_counter()
         machine = describe_machine()
-        sound &= benchmark(options)
-        seconds = round(time.perf_counter() - begin, 1)
+        size = ("" if options.size == "full" else f" --{options.size}") + ("" if options.part[1] == 1 else PARTS)
+        command = f"python -m benchmarks {name}{size}"
+        before = [] if chosen.json is None or options.part[1] == 1 else load(chosen.json)
+        known = next((one for one in before if (one.benchmark, one.command) == (name, command)), None)
+        sound &= benchmark(options if known is None else dataclasses.replace(options, known=known.tables))
+        seconds = round(time.perf_counter() - begin + (0.0 if known is None else known.seconds), 1)
         tables = take_tables()
         if chosen.json is not None and tables:
-            command = f"python -m benchmarks {name}" + ("" if options.size == "full" else f" --{options.size}")
             section = Section(name, line, command, date, commit, options.size, seconds, machine, versions, tables)
             save(chosen.json, merge(load(chosen.json), [section], list(BENCHMARKS)))
     return 0 if sound else 1
@@ -130,6 +138,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--quick", dest="size", action="store_const", const="quick", help="3 short rounds: it runs, not how fast"
     )
     parser.add_argument(
+        "--part",
+        type=_part,
+        default=(1, 1),
+        metavar="K/N",
+        help="of predictions, the K-th of N parts; with --json, its rows join those of the other parts",
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="replace the sections of these benchmarks in a file of results"
     )
     chosen = parser.parse_args(arguments)
@@ -139,6 +154,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if chosen.peers is not None and not chosen.peers.exists():
         parser.error(f"--peers must name an interpreter ({chosen.peers} is missing); run: make bench")
     return chosen
+
+
+def _part(text: str) -> tuple[int, int]:
+    k, _, parts = text.partition("/")
+    if not (k.isdecimal() and parts.isdecimal() and 1 <= int(k) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part, such as 2/10")
+    return int(k), int(parts)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,18 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Self
+from typing import IO, TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from benchmarks.job import Job
+
+if TYPE_CHECKING:
+    from benchmarks.tables import Table
 
 __all__ = ["Contender", "Options", "Outcome", "Turn", "measure"]
 
 ROOT = Path(__file__).resolve().parents[1]
+
+T = TypeVar("T")
 
 # A contender that says nothing for this long hangs.
 PATIENCE_SECONDS = 300.0
@@ -50,6 +55,15 @@ class Options:
     peers: Path | None = None
     torchgpipe_path: Path | None = None
     size: Literal["full", "brief", "quick"] = "full"
+    part: tuple[int, int] = (1, 1)
+    """Which one of how many parts of a long benchmark to run."""
+    known: Sequence["Table"] = ()
+    """What earlier parts found."""
+
+    def part_of(self, items: Sequence[T]) -> Sequence[T]:
+        """Return those of this part, as many in each."""
+        k, parts = self.part
+        return items[len(items) * (k - 1) // parts : len(items) * k // parts]
 
     @property
     def quick(self) -> bool:

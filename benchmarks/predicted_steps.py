@@ -29,7 +29,6 @@ from benchmarks.ranks import broadcast, pin
 from pipesight import Pipeline
 from pipesight.distributed import DistributedPipeline, init_process_group
 from pipesight.plan import Setting
-from pipesight.plan.plans import DISTRIBUTED_NAMES
 from pipesight.recording import observe
 
 __all__ = ["Case", "Timed"]
@@ -43,14 +42,6 @@ class Case:
 
     setting: Setting
     balance: tuple[int, ...]
-
-    @property
-    def schedule(self) -> str:
-        """Its name in both pipelines; with one stage per rank, torch has the zero-bubble one as an interleaved one."""
-        setting = self.setting
-        if setting.schedule == "zero-bubble" and setting.rounds == 1 and not over_ranks():
-            return setting.schedule
-        return DISTRIBUTED_NAMES[setting.schedule]
 
     @property
     def name(self) -> str:
@@ -119,7 +110,7 @@ def engine(workload: Workload, case: Case) -> tuple[nn.Module, Step]:
     Steps end with an optimizer, since recordings count by it. It changes nothing, so that all do the same for ever.
     """
     model, setting = copy.deepcopy(workload.model), case.setting
-    rest: dict[str, Any] = {"schedule": case.schedule, "checkpoint": setting.checkpoint, "loss_fn": workload.loss}
+    rest: dict[str, Any] = {"schedule": setting.engine_name, "checkpoint": setting.checkpoint, "loss_fn": workload.loss}
     pipe: Any
     if over_ranks():
         pipe = DistributedPipeline(model, balance=case.balance, chunks=setting.chunks, timeout=PATIENCE_SECONDS, **rest)

@@ -20,7 +20,6 @@ from pipesight.cli._model_option import make_sample
 from pipesight.distributed import schedule_names
 from pipesight.distributed.schedules import choose
 from pipesight.plan import SCHEDULES, Setting, load_schedule, measure
-from pipesight.plan.plans import DISTRIBUTED_NAMES as NAMES
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.setting import LOOPS
 from pipesight.view.plan_table import plan_text
@@ -483,22 +482,23 @@ def test_run_over_ranks(over_ranks):
 
 
 def test_only_what_the_engine_runs_is_listed(over_ranks):
-    """1F1B with fewer chunks than ranks, which `DistributedPipeline` refuses, is in no plan; alone, it is an error."""
+    """DualPipeV with fewer chunks than stages, which engines refuse, is in no plan; alone, it is an error."""
     found = json.loads(plan(over_ranks, "--json").stdout)["plans"]
     assert all(p["call"] is not None for p in found)
-    assert {p["chunks"] for p in found if p["schedule"] == "1f1b"} == {2, 4, 8, 16}
-    assert 1 in {p["chunks"] for p in found if p["schedule"] == "gpipe"}
-    refused = plan(over_ranks, "--schedule", "1f1b", "--chunks", "1")
+    assert {p["chunks"] for p in found if p["schedule"] == "dualpipev"} == {4, 8, 16}
+    assert 1 in {p["chunks"] for p in found if p["schedule"] == "1f1b"}
+    refused = plan(over_ranks, "--schedule", "dualpipev", "--chunks", "2")
     assert refused.returncode == 2
-    assert "1f1b needs at least as many chunks as partitions" in refused.stderr
+    assert "dualpipev needs at least as many chunks as stages" in refused.stderr
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_settings_that_run_are_those_that_the_engine_takes(schedule):
     """The planner's rule, which needs no torch, is that of the engine."""
-    kind, rounds = choose(NAMES[schedule]), 2 if schedule in LOOPS else 1
+    rounds = 2 if schedule in LOOPS else 1
     for partitions, chunks in itertools.product(range(2, 6), range(1, 21)):
         setting = Setting(schedule, partitions, chunks, "never", rounds)
+        kind = choose(setting.engine_name)
         assert setting.runs == kind.fits(chunks, partitions, setting.stages), setting
 
 
@@ -534,8 +534,8 @@ def test_one_chunk_is_explained(recorded):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_names_of_the_engine(schedule):
     """Every planned schedule has a name that `DistributedPipeline` knows, with as many partitions a rank."""
-    kind = choose(NAMES[schedule])
-    assert kind.name == NAMES[schedule]
     setting = Setting(schedule, 2, 4, "never", 2 if schedule in LOOPS else 1)
+    kind = choose(setting.engine_name)
+    assert kind.name == setting.engine_name
     kind.check(setting.chunks, setting.partitions, setting.stages)
     assert list(setting.build().device_of_stage) == [kind.rank_of(j, 2) for j in range(setting.stages)]

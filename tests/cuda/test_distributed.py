@@ -13,7 +13,7 @@ from pipesight.testing import capture_events
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-ONE_A_RANK = ("gpipe", "1f1b")
+ONE_A_RANK = ("gpipe", "1f1b", "zero-bubble")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -99,6 +99,43 @@ def test_as_gpipe_tells_it(tmp_path):
     )
 
 
+def test_recomputations_do_not_wait_for_gradients(tmp_path):
+    """A rank recomputes a micro-batch before it waits for the gradient from the next rank, however the model is cut."""
+    torchrun(
+        2,
+        """
+        class Order(context.Observer):
+            def __init__(self):
+                self.seen = []
+            def task_started(self, where):
+                self.seen.append((where.phase, where.partition, where.microbatch))
+            def transfer_started(self, where, source, target, size):
+                self.seen.append(("received", where.partition, where.microbatch))
+
+        for name, n in (("gpipe", 2), ("1f1b", 2), ("interleaved-zero-bubble", 4)):
+            for way in ({"balance": [1] * n, "loss_fn": mse}, {"cuts": [str(j) for j in range(1, n)]}):
+                layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(n)))
+                by_cuts = {} if "balance" in way else {"loss": lambda output: output.square().mean()}
+                pipeline = DistributedPipeline(
+                    layers, chunks=4, schedule=name, checkpoint="always", **way, **by_cuts
+                )
+                order = Order()
+                context.attach(order)
+                pipeline.step(torch.randn(8, 8), *([torch.randn(8, 8)] if "balance" in way else []))
+                context.detach(order)
+                for j in pipeline.partitions:
+                    if j == n - 1:
+                        continue
+                    for i in range(4):
+                        again = order.seen.index(("recompute", j, i))
+                        come = [k for k, told in enumerate(order.seen) if told == ("received", j, i)]
+                        assert again < come[-1] < order.seen.index(("backward", j, i)), (name, way, order.seen)
+        """,
+        tmp_path,
+        begin=BEGIN,
+    )
+
+
 def test_spans_logs_and_statistics(tmp_path):
     """Tasks, layers, transfers, sends and waits are recorded on every rank; so are log lines and statistics."""
     torchrun(

@@ -101,7 +101,7 @@ def test_losses_of_torch(tmp_path):
         schedules = schedule_names()
         for k, (model, loss_fn, target) in enumerate(losses):
             plain, name = model(), schedules[k % len(schedules)]
-            n = 2 if name in ("gpipe", "1f1b") else 4
+            n = 2 if name in ("gpipe", "1f1b", "zero-bubble") else 4
             balance = [2, len(plain) - 2] if n == 2 else [1, 1, 1, len(plain) - 3]
             pipeline = DistributedPipeline(model(), balance, chunks=4, schedule=name, loss_fn=loss_fn)
             for _ in range(2):
@@ -233,7 +233,7 @@ def test_weights_span_replicas(tmp_path):
         def flat(output, target):
             return F.cross_entropy(output.flatten(0, 1), target.flatten())
         def piped(loss_fn, loss_weight=None, schedule="1f1b", **settings):
-            n = 2 if schedule in ("1f1b", "gpipe") else 4
+            n = 2 if schedule in ("1f1b", "gpipe", "zero-bubble") else 4
             layers = [*make(), Swapped()] if loss_fn is F.cross_entropy else [*make(), nn.Identity()]
             settings = {"chunks": 4, "balance": [2, 3] if n == 2 else [1, 1, 1, 2], **settings}
             return DistributedPipeline(

@@ -173,7 +173,7 @@ def test_schedules(tmp_path):
         mesh = mesh_of(2, 2)
         for kind, names in {"ddp": schedule_names(), "fsdp": ["1f1b", "interleaved-zero-bubble"]}.items():
             for name in names:
-                n = 2 if name in ("gpipe", "1f1b") else 4
+                n = 2 if name in ("gpipe", "1f1b", "zero-bubble") else 4
                 pipeline = DistributedPipeline(
                     tanhs(4), [4 // n] * n, chunks=4, schedule=name, loss_fn=mse, mesh=mesh, data_parallel=kind,
                     checkpoint="always" if kind == "ddp" else "never",

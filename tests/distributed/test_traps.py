@@ -96,7 +96,7 @@ class Counter(nn.Module):
 
 
 def partitions(name):
-    return size if name in ("gpipe", "1f1b") else 2 * size
+    return size if name in ("gpipe", "1f1b", "zero-bubble") else 2 * size
 '''
 )
 

@@ -154,7 +154,7 @@ def main():
         return nn.functional.mse_loss(output, target)
 
     pipeline = None
-    partitions = case["pp"] * (1 if case["schedule"] in ("gpipe", "1f1b") else 2)
+    partitions = case["pp"] * (1 if case["schedule"] in ("gpipe", "1f1b", "zero-bubble") else 2)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(Layer(), nn.Tanh()) for _ in range(partitions)])
     pipeline = DistributedPipeline(

@@ -51,16 +51,29 @@ def check_supported() -> None:
         )
 
 
+class _GradientReceives(dict[tuple[int, int], Any]):
+    """The receives of gradients, by stage and micro-batch: it recomputes before a schedule takes one to wait for it."""
+
+    def __init__(self, stages: dict[int, Any]) -> None:
+        self._stages = stages
+
+    def pop(self, key: tuple[int, int], *default: Any) -> Any:
+        stage, i = key
+        self._stages[stage].recompute(i)
+        return super().pop(key, *default)
+
+
 def runtime_of(rows: Sequence[Sequence[str]], stages: Sequence[Any], microbatches: int, **settings: Any) -> Any:
     """Return the schedule that runs an order of tasks, to which torch adds sends and receives.
 
     Args:
         rows: The tasks of each rank, such as ``2F0``.
-        stages: Those of this rank.
+        stages: Those of this rank; they have a method that recomputes a micro-batch.
         microbatches: How many there are.
         **settings: Of the schedule.
     """
     schedule = _PipelineScheduleRuntime(list(stages), microbatches, **settings)
+    schedule.bwd_recv_ops = _GradientReceives({stage.stage_index: stage for stage in stages})
     schedule.pipeline_order = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
     schedule._prepare_schedule_with_comms(schedule.pipeline_order)
     return schedule

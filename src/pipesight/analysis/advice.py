@@ -81,8 +81,7 @@ class Situation:
 def find_changes(situation: Situation) -> list[Change]:
     """Return at most three changes that gain more than 1% of the step each, the best first.
 
-    Where more partitions compute than there are processors, having fewer comes first. Gains do not add up: each is that
-    of one change alone.
+    Gains do not add up: each is that of one change alone.
     """
     measured = situation.measured
     planned = [] if measured is None else planned_changes(measured)
@@ -92,11 +91,10 @@ def find_changes(situation: Situation) -> list[Change]:
     limits = [change for change in _limits(situation) if change.gain > WORTH]
     if not any(change.promise == AT_LEAST for change in planned):  # else there is a plan for larger tasks
         limits += [change for change in (_larger_tasks(situation),) if change.gain > WORTH]
-    found = sorted([*planned, *limits], key=lambda change: change.weight, reverse=True)
     fewer = None if measured is None else fewer_partitions(measured, lost=situation.share("sharing"))
     if fewer is not None and fewer.gain > WORTH:
-        found.insert(0, fewer)
-    return found[:MOST]
+        limits.append(fewer)
+    return sorted([*planned, *limits], key=lambda change: change.weight, reverse=True)[:MOST]
 
 
 _ADVICE = {

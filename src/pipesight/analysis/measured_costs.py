@@ -19,7 +19,7 @@ from pipesight.analysis.measured_tasks import MeasuredTasks
 from pipesight.analysis.memory import MemoryReport, least_capacity
 from pipesight.analysis.rank_links import Messages, messages_of
 from pipesight.analysis.transfer_waits import arrivals_of
-from pipesight.plan.plans import DISTRIBUTED_NAMES, predict
+from pipesight.plan.plans import predict
 from pipesight.runs.reading.event_tables import Column, LayerTimes, Tasks, Transfers
 from pipesight.schedule.argument_checks import SCHEDULES
 from pipesight.schedule.costs import Costs, Layer, Link
@@ -180,6 +180,7 @@ def measure_steps(
         recompute_gap=float(gaps[again]),
         backward_gap=float(gaps[B]),
         loss=window.loss * MICROSECOND,
+        loss_outside=facts.ranks is None and facts.workers is None,
         jitter=makespan / even if even > 0 else 1.0,
         outside=outside * MICROSECOND,
         input_bytes=_input_bytes(memory),
@@ -238,12 +239,14 @@ def _setting(facts: DescribedPipeline, schedule: Schedule, checkpoint: str) -> S
     n, m, devices = schedule.stages, schedule.chunks, schedule.devices
     if n % devices or (devices == 1 and n > 1):
         return None
-    own = [name for name in SCHEDULES if facts.schedule in (name, DISTRIBUTED_NAMES[name])]
-    for name in dict.fromkeys([*own, *SCHEDULES]):  # few micro-batches have the same order in several schedules
+    same = []
+    for name in SCHEDULES:
         with contextlib.suppress(ValueError):  # it needs other numbers
             setting = Setting(name, devices, m, checkpoint, n // devices)
             if np.array_equal(setting.build().order, schedule.order):
-                return setting
+                same.append(setting)
+    if same:  # few micro-batches have the same order in several schedules
+        return next((setting for setting in same if facts.schedule == setting.engine_name), same[0])
     first = all((row[:m, 0] == F).all() for row in schedule.order)
     return Setting("gpipe", n, m, checkpoint) if devices == n and first and facts.schedule == "gpipe" else None
 

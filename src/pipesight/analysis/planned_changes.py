@@ -13,7 +13,6 @@ from pipesight._plurals import count_of
 from pipesight.analysis.measured_costs import Measured
 from pipesight.plan.balance_search import find_balance
 from pipesight.plan.plans import (
-    DISTRIBUTED_NAMES,
     WORTH,
     Plan,
     best_plans,
@@ -23,6 +22,7 @@ from pipesight.plan.plans import (
     predict,
 )
 from pipesight.plan.possible_settings import settings
+from pipesight.schedule.argument_checks import SCHEDULES
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.stage_costs import StageCosts
 
@@ -242,7 +242,7 @@ def _schedule(measured: Measured) -> Change | None:
         if not _fits(plan, measured):
             continue
         gain = gain_of(plan, measured)
-        what = f'schedule="{name if in_steps else DISTRIBUTED_NAMES[name]}" instead of "{measured.schedule_name}"'
+        what = f'schedule="{name}" instead of "{measured.schedule_name}"'
         if name == "zero-bubble":  # what it costs to compute gradients in two parts is not known
             found.append(Change(what, f"weight gradients fill the time that {who} would wait", gain, AT_MOST))
         else:
@@ -260,7 +260,7 @@ def _together(measured: Measured) -> Change | None:
     possible = settings(
         measured.costs,
         partitions=measured.devices,
-        schedules=(*DISTRIBUTED_NAMES,) if over_ranks else (own,),
+        schedules=SCHEDULES if over_ranks else (own,),
         recorded=measured.schedule.chunks,
         rounds=measured.rounds,
     )
@@ -272,7 +272,7 @@ def _together(measured: Measured) -> Change | None:
         return None
     best = plans[0].setting
     what = f'{division(plans[0].balance, measured.costs.units)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
-    what += f', schedule="{DISTRIBUTED_NAMES[best.schedule]}"' if over_ranks else ""
+    what += f', schedule="{best.engine_name}"' if over_ranks else ""
     why = "all of these together; each alone saves less"
     if best.chunks == 1 and best.partitions > 1:
         why = f"{why}; with one micro-batch, partitions take turns"

@@ -128,9 +128,9 @@ class ModelStage(TransferringStage):
         self.is_first_of_rank = True
         self.batch: ModelBatch
 
-    def begin(self, batch: MiniBatch) -> None:
+    def begin(self, batch: MiniBatch, split: Sequence[bool]) -> None:
         """Prepare for a step; where the model changes arguments in place, each stage of the rank does so for itself."""
-        super().begin(batch)
+        super().begin(batch, split)
         pairs = zip(self.batch.calls, self.batch.flows, strict=True)
         self._calls = [call if self.is_first_of_rank or not plan.changes else _copied(call) for call, plan in pairs]
 
@@ -248,6 +248,22 @@ class ModelStage(TransferringStage):
 
     # Backward.
 
+    def recompute(self, i: int) -> None:
+        """Run the checkpointed units of a micro-batch again, if there are any and that was not done."""
+        graph = self._graphs.get(i)
+        if graph is None or not graph.units:
+            return
+        self._start("recompute", i)
+        try:
+            for unit in graph.units:  # a split backward goes twice through what they save
+                unit.recompute(keep=self.split[i])
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self.batch.where.kept = graph.kept
+        self._end()
+        graph.units = []
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
@@ -255,9 +271,8 @@ class ModelStage(TransferringStage):
         if not self.has_backward:
             return
         i, plan = bwd_chunk_id, self._plan(bwd_chunk_id)
+        self.recompute(i)
         graph = self._graphs.pop(i)
-        if graph.units:
-            self._recompute(i, graph, keep=not full_backward)
         came: Sequence[Tensor | None] = [] if self.is_last else self._gradients_received.pop(i)
         gradients = dict(zip((crossing.name for crossing in plan.cuts[self.j + 1].tensors), came, strict=True))
         self._start("backward", i, marks=graph.marks)
@@ -299,19 +314,6 @@ class ModelStage(TransferringStage):
             self._fail(error)
             raise
         self._end()
-
-    def _recompute(self, i: int, graph: _Graph, *, keep: bool) -> None:
-        """Run the checkpointed units again; ``keep`` what they save, where a split backward goes through them twice."""
-        self._start("recompute", i)
-        try:
-            for unit in graph.units:
-                unit.recompute(keep=keep)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        self.batch.where.kept = graph.kept
-        self._end()
-        graph.units = []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: stages of a rank may share parameters, whose gradients are reduced when all have ended."""

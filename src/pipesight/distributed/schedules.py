@@ -1,34 +1,27 @@
-"""The schedules that the installed torch can run, orders of one's own, and torch's objects for them."""
+"""Schedules by name, orders of one's own, and torch's runtime for them."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
 
-import torch
-import torch.distributed.pipelining as pipelining
 import torch.distributed.pipelining.schedules as torch_schedules
 
 from pipesight._torch.pipelining import STEP_FUNCTION, runtime_of
 from pipesight.plan.schedule_files import load_schedule
 from pipesight.schedule.csv_format import schedule_to_csv
 from pipesight.schedule.schedule_check import check_schedule
-from pipesight.schedule.supported_schedules import SCHEDULES, RankSchedule, by_name, of_order
+from pipesight.schedule.supported_schedules import BY_NAME, RankSchedule, by_name, of_order
 from pipesight.schedule.task_orders import Schedule
 
 __all__ = ["choose", "make", "names"]
 
 
-def _there() -> list[RankSchedule]:
-    return [kind for kind in SCHEDULES if not kind.torch_name or hasattr(pipelining.schedules, kind.torch_name)]
-
-
 def names() -> list[str]:
-    """Return the names of the schedules that this torch has."""
-    return [kind.name for kind in _there()]
+    """Return the names of the schedules."""
+    return [*BY_NAME]
 
 
 def choose(schedule: str | PathLike[str] | Schedule) -> RankSchedule:
@@ -43,26 +36,18 @@ def choose(schedule: str | PathLike[str] | Schedule) -> RankSchedule:
         return of_order(schedule)
     if isinstance(schedule, PathLike) or str(schedule).endswith(".csv"):
         return of_order(load_schedule(schedule))
-    if (kind := by_name(schedule, _there())) is not None:
+    if (kind := by_name(schedule)) is not None:
         return kind
     listed = ", ".join(repr(known) for known in names())
-    raise ValueError(
-        f"schedule {schedule!r} is neither a .csv file nor one of those that torch {torch.__version__} has: {listed}"
-    )
+    raise ValueError(f"schedule {schedule!r} is neither a .csv file nor one of {listed}")
 
 
-def make(kind: RankSchedule, stages: Sequence[Any], microbatches: int, loss_fn: Callable[..., Any]) -> Any:
-    """Return torch's schedule over this rank's stages."""
+def make(order: Schedule, stages: Sequence[Any], loss_fn: Callable[..., Any]) -> Any:
+    """Return what runs an order over this rank's stages."""
     _silence()
+    rows = [line.split(",") for line in schedule_to_csv(order).splitlines()]
     # The loss says itself what each micro-batch weighs.
-    settings = {"loss_fn": loss_fn, "scale_grads": False}
-    if (order := kind.order_of(microbatches, stages[0].num_stages)) is not None:
-        rows = [line.split(",") for line in schedule_to_csv(order).splitlines()]
-        return runtime_of(rows, stages, microbatches, **settings)
-    schedule = getattr(pipelining.schedules, kind.torch_name)
-    if "scale_grads" not in inspect.signature(schedule).parameters:  # before torch 2.7 it never scaled
-        del settings["scale_grads"]
-    return schedule(stages[0] if kind.placement == "one each" else list(stages), microbatches, **settings)
+    return runtime_of(rows, stages, order.chunks, loss_fn=loss_fn, scale_grads=False)
 
 
 class _NoTables(logging.Filter):

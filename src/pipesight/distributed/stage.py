@@ -2,9 +2,11 @@
 
 A schedule calls, in its own order, for each micro-batch i::
 
-    get_fwd_recv_ops(i)   forward_one_chunk(i)    get_fwd_send_ops(i)
-    get_bwd_recv_ops(i)   backward_one_chunk(i)   get_bwd_send_ops(i)     or, where a schedule splits the backward:
-                          backward_one_chunk(i, full_backward=False) ... backward_weight_one_chunk(i)
+    get_fwd_recv_ops(i)                  forward_one_chunk(i)    get_fwd_send_ops(i)
+    get_bwd_recv_ops(i)   recompute(i)   backward_one_chunk(i)   get_bwd_send_ops(i)
+
+or, where it splits the backward, ``backward_one_chunk(i, full_backward=False) ... backward_weight_one_chunk(i)``.
+A partition recomputes while the gradient is on its way.
 
 The tasks, in the middle, are here; what comes in and goes out is in `transfers`. What differs from torch's own stage:
 shapes may differ between micro-batches and steps, skips travel along with the output, partitions can be checkpointed,
@@ -176,6 +178,25 @@ class Stage(TransferringStage):
         graph.loss = loss.add(i, value, (form, graph.outputs))
         batch.where.layer = layer
 
+    def recompute(self, i: int) -> None:
+        """Run a checkpointed micro-batch again, unless that was done."""
+        graph = self._graphs.get(i)
+        if graph is None or graph.checkpoint is None:
+            return
+        self._start("recompute", i)
+        try:
+            outputs, _, leaving = self._checkpointer.recompute(
+                lambda checkpoint: self._call(i, graph.leaves, checkpoint), graph.checkpoint
+            )
+        except BaseException as error:
+            self._fail(error)
+            raise
+        graph.outputs = [*outputs, *(t for t in leaving.values() if t is not None)]
+        graph.marks = self.batch.where.marks
+        graph.checkpoint = None
+        self.batch.where.kept = graph.kept
+        self._end()
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
@@ -183,9 +204,8 @@ class Stage(TransferringStage):
         if not self.has_backward:
             return
         i = bwd_chunk_id
+        self.recompute(i)
         graph = self._graphs.pop(i)
-        if graph.checkpoint is not None:
-            self._recompute(i, graph, graph.checkpoint)
         self._start("backward", i, marks=graph.marks)
         try:
             ends, gradients, passed = self._gradients(i, graph)
@@ -220,21 +240,6 @@ class Stage(TransferringStage):
         except BaseException as error:
             self._fail(error)
             raise
-        self._end()
-
-    def _recompute(self, i: int, graph: LocalGraph, checkpoint: Checkpoint) -> None:
-        self._start("recompute", i)
-        try:
-            outputs, _, leaving = self._checkpointer.recompute(
-                lambda checkpoint: self._call(i, graph.leaves, checkpoint), checkpoint
-            )
-        except BaseException as error:
-            self._fail(error)
-            raise
-        graph.outputs = [*outputs, *(t for t in leaving.values() if t is not None)]
-        graph.marks = self.batch.where.marks
-        graph.checkpoint = None
-        self.batch.where.kept = graph.kept
         self._end()
 
     def _gradients(self, i: int, graph: LocalGraph) -> tuple[list[Tensor], list[Tensor], dict[SkipKey, Tensor | None]]:

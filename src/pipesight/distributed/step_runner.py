@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextvars
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pipesight import context
@@ -213,7 +214,7 @@ class ScheduleRunner:
 
     def __init__(self, kind: RankSchedule, stages: Sequence[TransferringStage], ranks: int) -> None:
         self._kind, self._stages, self._ranks = kind, stages, ranks
-        self._schedules: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._schedules: dict[int, tuple[Any, NDArray[np.bool_]]] = {}
 
     @property
     def is_first(self) -> bool:
@@ -228,9 +229,9 @@ class ScheduleRunner:
     def run(self, batch: MiniBatch) -> None:
         """Run all tasks of this rank, and merge the gradients of replicas."""
         m = len(batch.flows)
-        schedule, settings = self._schedule(m)
+        schedule, split = self._schedule(m)
         for stage in self._stages:
-            stage.begin(batch)
+            stage.begin(batch, split[stage.j].tolist())
         context.enter_thread(batch.where)
         numbers = torch.arange(m) if self._stages[-1].is_last else None
         run = schedule.step if batch.learns else schedule.eval
@@ -238,7 +239,7 @@ class ScheduleRunner:
         try:
             with isolated():
                 # As in GPipe, tasks do not change the context variables of the caller, such as the open span.
-                contextvars.copy_context().run(run, target=numbers, **settings)
+                contextvars.copy_context().run(run, target=numbers, return_outputs=False)
             with batch.monitor.explaining("other replicas"):
                 for stage in self._stages:
                     if stage.averaging is not None and batch.learns:
@@ -259,16 +260,12 @@ class ScheduleRunner:
                 if not batch.learns:
                     stage.reshard()
 
-    def _schedule(self, m: int) -> tuple[Any, dict[str, Any]]:
-        """Return torch's schedule for this number of micro-batches, and the arguments for its calls."""
+    def _schedule(self, m: int) -> tuple[Any, NDArray[np.bool_]]:
+        """Return what runs this number of micro-batches, and which backwards it splits."""
         if m not in self._schedules:
-            kind = self._kind
-            if kind.order is None and not kind.fits(m, self._ranks, self._stages[0].num_stages):
-                kind = schedules.choose(kind.stand_in)
-            schedule = schedules.make(kind, self._stages, m, _no_loss)
-            takes = inspect.signature(schedule.step).parameters
-            settings = {"return_outputs": False} if "return_outputs" in takes else {}  # not before torch 2.9
-            self._schedules[m] = schedule, settings
+            order = self._kind.order_of(m, self._ranks, self._stages[0].num_stages)
+            schedule = schedules.make(order, self._stages, _no_loss)
+            self._schedules[m] = schedule, order.split
         return self._schedules[m]
 
 

@@ -49,6 +49,8 @@ class TransferringStage(PipelineStageBase):
     """Tells recording, which sets the context for other stages of torch's schedules."""
 
     batch: MiniBatch
+    split: Sequence[bool] = ()
+    """For each micro-batch, whether the gradients of the weights are a task of their own."""
 
     def __init__(
         self, partition: Partition, j: int, partitions: int, *, device: torch.device, group: dist.ProcessGroup
@@ -63,9 +65,9 @@ class TransferringStage(PipelineStageBase):
         self._sent: dict[int, list[Tensor]] = {}
         self._gradients_sent: dict[int, list[Tensor | None]] = {}
 
-    def begin(self, batch: MiniBatch) -> None:
+    def begin(self, batch: MiniBatch, split: Sequence[bool]) -> None:
         """Prepare for a step."""
-        self.batch = batch
+        self.batch, self.split = batch, split
         self.clear_runtime_states()
 
     def _cut(self, i: int, *, before: bool = False) -> Any:

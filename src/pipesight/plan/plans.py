@@ -12,7 +12,6 @@ import numpy as np
 
 from pipesight._formatting import size
 from pipesight.plan.balance_search import find_balance
-from pipesight.schedule.argument_checks import SCHEDULES
 from pipesight.schedule.costs import Costs
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Simulation
@@ -21,7 +20,6 @@ from pipesight.schedule.supported_schedules import by_name
 from pipesight.schedule.task_orders import Schedule
 
 __all__ = [
-    "DISTRIBUTED_NAMES",
     "WORTH",
     "DoesNotFitError",
     "Plan",
@@ -35,14 +33,6 @@ __all__ = [
 
 WORTH = 0.01
 """The least share of a step that a change must save to be recommended: less is within the error of predictions."""
-DISTRIBUTED_NAMES = {
-    "gpipe": "gpipe",
-    "1f1b": "1f1b",
-    "interleaved": "interleaved-1f1b",
-    "zero-bubble": "interleaved-zero-bubble",  # with one stage per rank, too
-    **{name: name for name in SCHEDULES if name not in ("gpipe", "1f1b", "interleaved", "zero-bubble")},
-}
-"""The names of the plans' schedules in `DistributedPipeline`. Every torch that pipesight supports has these."""
 
 
 class DoesNotFitError(ValueError):
@@ -121,10 +111,8 @@ class Plan:
         setting = self.setting
         if self.order is not None:
             return file
-        if setting.rounds == 1 and setting.schedule in ("gpipe", "1f1b", "zero-bubble"):
-            return setting.schedule
-        fits = setting.partitions > 1 and (setting.rounds == 2 or (setting.rounds > 2 and not on_cpu))
-        return DISTRIBUTED_NAMES[setting.schedule] if fits else None
+        several = setting.partitions > 1 and (setting.rounds == 2 or not on_cpu)
+        return setting.engine_name if setting.rounds == 1 or several else None
 
 
 def division(balance: Sequence[int], units: Sequence[str] | None = None) -> str:
@@ -148,7 +136,7 @@ def distributed_call(
     """
     setting, name = plan.setting, file
     if plan.order is None and not by_file:
-        name = DISTRIBUTED_NAMES[setting.schedule]
+        name = setting.engine_name
         schedule = by_name(name)
         if schedule is None or not schedule.fits(setting.chunks, setting.partitions, setting.stages):
             return None

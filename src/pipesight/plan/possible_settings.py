@@ -86,8 +86,8 @@ def settings_for_each(
         raise ValueError(
             f"no schedule is possible (schedule: {','.join(schedules)}, partitions: {[*partitions]}, "
             f"chunks: {[*chunks]}, layers: {len(costs.layers)}); each stage needs a layer; interleaved "
-            "schedules run chunks in equal groups of as many as there are partitions, or more; 1f1b needs at least as "
-            "many chunks as partitions, dualpipev as stages"
+            "schedules run chunks in equal groups of as many as there are partitions, or more; dualpipev needs at "
+            "least as many chunks as stages"
         )
     return found
 

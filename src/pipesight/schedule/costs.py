@@ -121,6 +121,9 @@ class Costs:
     """The same of a backward task."""
     loss: float = 0.0
     """Seconds from the last forward to the first backward of a batch."""
+    loss_outside: bool = True
+    """Whether in GPipe that comes after all forwards, as in `pipesight.GPipe`. Steps of a `Pipeline`, and ranks,
+    compute the loss of each micro-batch in the last stage, in any schedule."""
     jitter: float = 1.0
     """By which factor a mini-batch takes longer because the times of tasks vary."""
     outside: float = 0.0

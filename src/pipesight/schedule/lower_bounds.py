@@ -1,4 +1,4 @@
-"""A lower bound for the time of a cut, without simulating it; exact for GPipe.
+"""A lower bound for the time of a cut, without simulating it; exact for `pipesight.GPipe`.
 
 All micro-batches take equally long in a stage. So the slowest stage sets the pace::
 
@@ -84,10 +84,12 @@ def _gpipe(blocks: StageCosts, time: Times, out: Times) -> Times:
     there = time[F].sum(axis=0) + out.sum(axis=0) + (m - 1) * time[F].max(axis=0) + blocks.loss
     again = time[R] if blocks.again else 0.0
     back = np.cumsum(time[B] + out, axis=0) - out + (m - 1) * np.maximum.accumulate(again + time[B], axis=0)
-    if blocks.again == m:
-        # Any stage may be the one that recomputes longest before its first backward.
-        return np.asarray(there + (time[R] + back).max(axis=0))
-    return np.asarray(there + back[-1])
+    if blocks.again < m:
+        return np.asarray(there + back[-1])
+    if not blocks.schedule.joined:  # all stages but the last may recompute while others run forwards
+        return np.asarray(there + time[R, -1] + back[-1])
+    # Any stage may be the one that recomputes longest before its first backward.
+    return np.asarray(there + (time[R] + back).max(axis=0))
 
 
 def _before(times: Times) -> Times:

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipesight.schedule.argument_checks import SCHEDULES
-from pipesight.schedule.task_orders import (
-    Schedule,
-    gpipe,
-    interleaved,
-    looped_bfs,
-    one_f_one_b,
-    recomputed,
-    zero_bubble,
-)
-from pipesight.schedule.v_memory_orders import v_half, v_min
-from pipesight.schedule.v_orders import dualpipev, zbv
+from pipesight.schedule.supported_schedules import BY_NAME
+from pipesight.schedule.task_orders import Schedule, recomputed, recomputing
 
 __all__ = ["LOOPS", "Setting"]
 
-_IN_LOOPS: dict[str, Callable[..., Schedule]] = {
-    "interleaved": interleaved,
-    "looped-bfs": looped_bfs,
-    "zero-bubble": zero_bubble,
-}
-_IN_VS: dict[str, Callable[..., Schedule]] = {
-    "zbv-zero-bubble": zbv,
-    "dualpipev": dualpipev,
-    "v-half": v_half,
-    "v-min": v_min,
-}
-
-LOOPS = (*_IN_LOOPS,)
+LOOPS = ("interleaved", "looped-bfs", "zero-bubble")
 """The schedules whose devices have any number of stages each."""
 
 
@@ -58,10 +36,10 @@ class Setting:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)} (schedule: {self.schedule!r})")
-        if self.schedule in _IN_VS and self.rounds == 1:
+        if self.in_v and self.rounds == 1:
             object.__setattr__(self, "rounds", 2)
-        if self.rounds != (2 if self.schedule in _IN_VS else 1) and self.schedule not in _IN_LOOPS:
-            rule = "has two rounds" if self.schedule in _IN_VS else "has one round; only interleaved ones have several"
+        if self.rounds != (2 if self.in_v else 1) and self.schedule not in LOOPS:
+            rule = "has two rounds" if self.in_v else "has one round; only interleaved ones have several"
             raise ValueError(f"this schedule {rule} (schedule: {self.schedule}, rounds: {self.rounds})")
 
     @property
@@ -70,28 +48,26 @@ class Setting:
         return self.partitions * self.rounds
 
     @property
+    def engine_name(self) -> str:
+        """The name of the schedule in both engines."""
+        if self.schedule == "interleaved":
+            return "interleaved-1f1b"
+        return "interleaved-zero-bubble" if self.schedule == "zero-bubble" and self.rounds > 1 else self.schedule
+
+    @property
     def in_v(self) -> bool:
         """Whether the first device has the last stage, too."""
-        return self.schedule in _IN_VS
+        return BY_NAME[self.engine_name].placement == "v"
 
     @property
     def runs(self) -> bool:
-        """Whether an engine can run it: `pipesight.GPipe`, or `DistributedPipeline` if torch has the schedule."""
-        several = self.partitions > 1
-        if self.schedule in ("1f1b", "dualpipev"):
-            return self.chunks >= self.stages and (several or not self.in_v)
-        if self.schedule in ("gpipe", "looped-bfs") or self.in_v:
-            return several or self.schedule == "gpipe"
-        even = self.chunks % max(1, self.chunks // self.partitions) == 0
-        return even and (several or self.schedule == "zero-bubble")
+        """Whether an engine can run it."""
+        if self.partitions == 1 and (self.rounds > 1 or self.schedule in ("interleaved", "looped-bfs")):
+            return False
+        return BY_NAME[self.engine_name].fits(self.chunks, self.partitions, self.stages)
 
-    def build(self) -> Schedule:
-        """Return the schedule."""
-        again = recomputed(self.checkpoint, self.chunks)
-        if self.schedule == "gpipe":
-            return gpipe(self.stages, self.chunks, recompute=again, joined=True)
-        if self.schedule == "1f1b":
-            return one_f_one_b(self.stages, self.chunks, recompute=again)
-        if self.in_v:
-            return _IN_VS[self.schedule](self.stages, self.chunks, recompute=again)
-        return _IN_LOOPS[self.schedule](self.stages, self.chunks, devices=self.partitions, recompute=again)
+    def build(self, *, joined: bool = True) -> Schedule:
+        """Return the schedule; ``joined`` says whether GPipe waits for the loss of the whole batch."""
+        named = BY_NAME[self.engine_name].build(self.stages, self.chunks, self.partitions)
+        found = recomputing(named, recomputed(self.checkpoint, self.chunks))
+        return replace(found, name=self.schedule, joined=joined and self.schedule == "gpipe")

@@ -30,7 +30,7 @@ class StageCosts:
         self, costs: Costs, setting: Setting, *, parameter_scale: float = 2.0, order: Schedule | None = None
     ) -> None:
         self.costs, self.setting = costs, setting
-        self.schedule = setting.build() if order is None else order
+        self.schedule = setting.build(joined=costs.loss_outside) if order is None else order
         self.crowded = rate_of(costs.rates, self.schedule.devices) < 1
         """Whether devices slow each other down."""
         self.layers, m = len(costs.layers), setting.chunks

@@ -1,8 +1,8 @@
-"""The schedules that run over ranks: their names, what they require, and which rank has which partition.
+"""The schedules that have a name: what they require, and which rank, or worker, has which partition.
 
 With 2 ranks and 4 partitions, the ranks have the partitions
 
-- one each: gpipe, 1f1b (2 partitions)         0 | 1
+- one each: gpipe, 1f1b, zero-bubble           0 | 1      (2 partitions)
 - in a loop: interleaved, looped BFS           0 2 | 1 3
 - in a V: ZBV, DualPipeV, V-Half, V-Min        0 3 | 1 2
 - as an order of your own has them
@@ -12,33 +12,32 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from pipesight.schedule.csv_format import schedule_to_csv
-from pipesight.schedule.task_orders import Schedule, gpipe
+from pipesight.schedule.task_orders import Schedule, gpipe, interleaved, looped_bfs, one_f_one_b, zero_bubble
 from pipesight.schedule.v_memory_orders import v_half, v_min
+from pipesight.schedule.v_orders import dualpipev, zbv
 
-__all__ = ["SCHEDULES", "RankSchedule", "by_name", "of_order"]
+__all__ = ["BY_NAME", "SCHEDULES", "RankSchedule", "by_name", "of_order"]
 
 
 @dataclass(frozen=True, slots=True)
 class RankSchedule:
-    """One schedule, and what runs it: a class of torch.distributed.pipelining, or its runtime, given the order."""
+    """One schedule: what it requires, and what makes the order of its tasks."""
 
     name: str
-    torch_name: str
-    """That of the class; empty if there is none."""
     placement: Literal["one each", "loop", "v", "own"]
-    rule: Callable[[int, int, int], str | None]
+    build: Callable[[int, int, int], Schedule]
+    """Makes the order, given partitions, micro-batches and ranks."""
+    rule: Callable[[int, int, int], str | None] = lambda chunks, ranks, partitions: None
     """Given micro-batches, ranks and partitions, returns what is wrong and how to fix it, or ``None``."""
-    stand_in: str
+    torch_name: str = ""
+    """The class of torch.distributed.pipelining that makes this order; empty if there is none."""
+    stand_in: str = ""
     """The schedule for batches that are too small for this one. It gives the same gradients."""
-    splits: bool = False
-    """Whether it splits backwards into the gradients of inputs and those of weights."""
-    build: Callable[[int, int], Schedule] | None = None
-    """Makes the order for so many partitions and micro-batches, where torch has no class."""
     order: Schedule | None = None
     """An order of one's own."""
 
@@ -100,17 +99,11 @@ class RankSchedule:
         """Return whether it can run this number of micro-batches."""
         return self.rule(microbatches, ranks, partitions) is None
 
-    def order_of(self, microbatches: int, partitions: int) -> Schedule | None:
-        """Return the order that torch's runtime is given; ``None`` if torch has a class that makes its own."""
-        if self.build is not None:
-            return self.build(partitions, microbatches)
-        if self.order is None or self.order.chunks == microbatches:
-            return self.order
-        return gpipe(partitions, microbatches, device_of_stage=self.order.device_of_stage)
-
-
-def _anything(_chunks: int, _ranks: int, _partitions: int) -> str | None:
-    return None
+    def order_of(self, microbatches: int, ranks: int, partitions: int) -> Schedule:
+        """Return the order for so many micro-batches: of fewer than it needs, that of its stand-in."""
+        if self.order is None and not self.fits(microbatches, ranks, partitions):
+            return BY_NAME[self.stand_in].build(partitions, microbatches, ranks)
+        return self.build(partitions, microbatches, ranks)
 
 
 def _as_many_as_partitions(chunks: int, _ranks: int, partitions: int) -> str | None:
@@ -122,9 +115,9 @@ def _as_many_as_partitions(chunks: int, _ranks: int, partitions: int) -> str | N
     )
 
 
-def _full_rounds(chunks: int, ranks: int, _partitions: int) -> str | None:
+def _full_rounds(chunks: int, ranks: int, partitions: int) -> str | None:
     rounds = max(1, chunks // ranks)
-    if chunks % rounds == 0:
+    if chunks % rounds == 0 or partitions == ranks:
         return None
     return (
         f"runs chunks in rounds of equal size (chunks: {chunks}, ranks: {ranks}, rounds: {rounds}); "
@@ -133,32 +126,64 @@ def _full_rounds(chunks: int, ranks: int, _partitions: int) -> str | None:
 
 
 SCHEDULES = (
-    RankSchedule("gpipe", "ScheduleGPipe", "one each", _anything, "gpipe"),
-    RankSchedule("1f1b", "Schedule1F1B", "one each", _as_many_as_partitions, "gpipe"),
-    RankSchedule("interleaved-1f1b", "ScheduleInterleaved1F1B", "loop", _full_rounds, "looped-bfs"),
-    RankSchedule("looped-bfs", "ScheduleLoopedBFS", "loop", _anything, "looped-bfs"),
-    RankSchedule("interleaved-zero-bubble", "ScheduleInterleavedZeroBubble", "loop", _full_rounds, "looped-bfs", True),
-    RankSchedule("zbv-zero-bubble", "ScheduleZBVZeroBubble", "v", _anything, "zbv-zero-bubble", True),
-    RankSchedule("dualpipev", "ScheduleDualPipeV", "v", _as_many_as_partitions, "zbv-zero-bubble", True),
-    RankSchedule("v-half", "", "v", _anything, "v-half", True, v_half),
-    RankSchedule("v-min", "", "v", _anything, "v-min", True, v_min),
+    RankSchedule("gpipe", "one each", lambda n, m, _: gpipe(n, m), torch_name="ScheduleGPipe"),
+    RankSchedule("1f1b", "one each", lambda n, m, _: one_f_one_b(n, m), torch_name="Schedule1F1B"),
+    RankSchedule(
+        "interleaved-1f1b",
+        "loop",
+        lambda n, m, ranks: interleaved(n, m, devices=ranks),
+        _full_rounds,
+        "ScheduleInterleaved1F1B",
+        "looped-bfs",
+    ),
+    RankSchedule(
+        "looped-bfs", "loop", lambda n, m, ranks: looped_bfs(n, m, devices=ranks), torch_name="ScheduleLoopedBFS"
+    ),
+    RankSchedule(
+        "interleaved-zero-bubble",
+        "loop",
+        lambda n, m, ranks: zero_bubble(n, m, devices=ranks),
+        _full_rounds,
+        "ScheduleInterleavedZeroBubble",
+        "looped-bfs",
+    ),
+    RankSchedule(
+        "zero-bubble", "one each", lambda n, m, _: zero_bubble(n, m), torch_name="ScheduleInterleavedZeroBubble"
+    ),
+    RankSchedule("zbv-zero-bubble", "v", lambda n, m, _: zbv(n, m), torch_name="ScheduleZBVZeroBubble"),
+    RankSchedule(
+        "dualpipev",
+        "v",
+        lambda n, m, _: dualpipev(n, m),
+        _as_many_as_partitions,
+        "ScheduleDualPipeV",
+        "zbv-zero-bubble",
+    ),
+    RankSchedule("v-half", "v", lambda n, m, _: v_half(n, m)),
+    RankSchedule("v-min", "v", lambda n, m, _: v_min(n, m)),
 )
+BY_NAME = {schedule.name: schedule for schedule in SCHEDULES}
 
 
 def of_order(order: Schedule) -> RankSchedule:
     """Return the schedule that runs an order, such as one read from a file."""
+
+    def build(partitions: int, microbatches: int, _ranks: int) -> Schedule:
+        if microbatches == order.chunks:
+            return order
+        return one_f_one_b(partitions, microbatches, device_of_stage=order.device_of_stage)
 
     def rule(chunks: int, _ranks: int, _partitions: int) -> str | None:
         if chunks == order.chunks:
             return None
         return f"is an order of {order.chunks} chunks (chunks: {chunks}); use chunks={order.chunks}"
 
-    return RankSchedule(order.name, "", "own", rule, order.name, bool(order.split.any()), order=order)
+    return RankSchedule(order.name, "own", build, rule, order=order)
 
 
-def by_name(name: str, schedules: Iterable[RankSchedule] = SCHEDULES) -> RankSchedule | None:
+def by_name(name: str) -> RankSchedule | None:
     """Return the schedule of that name, or of its class in torch; case, dashes and underscores do not matter."""
-    for schedule in schedules:
+    for schedule in SCHEDULES:
         theirs = _plain(schedule.torch_name) or _plain(schedule.name)
         if _plain(str(name)) in (_plain(schedule.name), theirs, theirs.removeprefix("schedule")):
             return schedule

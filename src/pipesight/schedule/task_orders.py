@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -44,6 +44,7 @@ __all__ = [
     "numbered",
     "one_f_one_b",
     "recomputed",
+    "recomputing",
     "recorded",
     "schedule_of",
     "zero_bubble",
@@ -253,6 +254,19 @@ def recomputed(checkpoint: str, chunks: int) -> tuple[bool, ...]:
     """
     stop = checkpoint_stop(check_checkpoint(checkpoint), chunks)
     return tuple(i < stop for i in range(chunks))
+
+
+def recomputing(schedule: Schedule, recompute: Sequence[bool]) -> Schedule:
+    """Return the same schedule with recomputations before their backwards; one that has some keeps its own.
+
+    Args:
+        schedule: Any.
+        recompute: For each micro-batch, whether its forward is run again; see `recomputed`.
+    """
+    if not any(recompute) or (schedule.order[..., 0] == R).any():
+        return schedule
+    lists = [row[row[:, 0] >= 0] for row in schedule.order]
+    return replace(schedule, order=_order(lists, schedule.chunks, recompute))
 
 
 # Parts of orders.

@@ -8,15 +8,15 @@ all of them before another has its turn, since on one GPU nothing runs side by s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from pipesight.schedule.schedule_check import check_schedule
 from pipesight.schedule.simulation import simulate
-from pipesight.schedule.supported_schedules import by_name
+from pipesight.schedule.supported_schedules import BY_NAME, by_name
 from pipesight.schedule.task_orders import (
     B,
     F,
@@ -25,13 +25,9 @@ from pipesight.schedule.task_orders import (
     Schedule,
     W,
     gpipe,
-    interleaved,
-    looped_bfs,
     one_f_one_b,
-    zero_bubble,
+    recomputing,
 )
-from pipesight.schedule.v_memory_orders import v_half, v_min
-from pipesight.schedule.v_orders import dualpipev, zbv
 
 __all__ = ["ScheduleChoice", "Task", "WorkerOrders", "gpipe_tasks", "in_flight", "worker_orders"]
 
@@ -42,28 +38,6 @@ Task: TypeAlias = tuple[int, int, int]
 """Kind, micro-batch and partition."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A schedule with a name."""
-
-    placement: Literal["one each", "loop", "v"]
-    """Which worker has which partitions: see `pipesight.schedule.supported_schedules`."""
-    build: Callable[[int, int, int], Schedule]
-    """Makes it, given stages, chunks and workers."""
-
-
-_NAMED: dict[str, _Named] = {
-    "gpipe": _Named("one each", lambda n, m, _: gpipe(n, m)),
-    "1f1b": _Named("one each", lambda n, m, _: one_f_one_b(n, m)),
-    "zero-bubble": _Named("one each", lambda n, m, _: zero_bubble(n, m)),
-    "interleaved-1f1b": _Named("loop", lambda n, m, workers: interleaved(n, m, devices=workers)),
-    "looped-bfs": _Named("loop", lambda n, m, workers: looped_bfs(n, m, devices=workers)),
-    "interleaved-zero-bubble": _Named("loop", lambda n, m, workers: zero_bubble(n, m, devices=workers)),
-    "zbv-zero-bubble": _Named("v", lambda n, m, _: zbv(n, m)),
-    "dualpipev": _Named("v", lambda n, m, _: dualpipev(n, m)),
-    "v-half": _Named("v", lambda n, m, _: v_half(n, m)),
-    "v-min": _Named("v", lambda n, m, _: v_min(n, m)),
-}
 _ALIASES = {"interleaved": "interleaved-1f1b"}
 
 
@@ -131,15 +105,12 @@ def name_of(choice: ScheduleChoice) -> str:
     if isinstance(choice, Schedule):
         return choice.name
     plain = str(choice).lower().replace("_", "-")
-    plain = _ALIASES.get(plain, plain)
-    over_ranks = by_name(choice)
-    name = over_ranks.name if plain not in _NAMED and over_ranks is not None else plain
-    if name not in _NAMED:
+    if (kind := by_name(_ALIASES.get(plain, plain))) is None:
         raise ValueError(
-            f"schedule must be one of {', '.join(map(repr, _NAMED))}, the path of a .csv file, or a "
+            f"schedule must be one of {', '.join(map(repr, BY_NAME))}, the path of a .csv file, or a "
             f"pipesight.plan.Schedule (schedule: {choice!r})"
         )
-    return name
+    return kind.name
 
 
 @functools.lru_cache(maxsize=64)
@@ -147,9 +118,8 @@ def _worker_orders(
     choice: str | Schedule, chunks: int, gpus: tuple[Hashable | None, ...], recompute: tuple[bool, ...]
 ) -> WorkerOrders:
     schedule = _named(choice, chunks, gpus) if isinstance(choice, str) else _given(choice, chunks, gpus)
+    schedule = recomputing(schedule, recompute)
     tasks = [[(kind, i, s) for kind, s, i in row.tolist() if kind >= 0] for row in schedule.order]
-    if any(recompute) and not (schedule.order[..., 0] == R).any():
-        tasks = [_recomputing(row, recompute) for row in tasks]
     stages = len(gpus)
     alone = frozenset(i for i in range(chunks) if any(_follow(row, i, stages) for row in tasks))
     return WorkerOrders(
@@ -164,10 +134,10 @@ def _worker_orders(
 
 def _named(name: str, chunks: int, gpus: tuple[Hashable | None, ...]) -> Schedule:
     """Build the schedule of a name for the places of partitions."""
-    kind = _NAMED[name]
+    kind = BY_NAME[name]
     groups = _groups(gpus)
     if len(groups) == 1 and kind.placement != "one each":
-        kind = _NAMED["1f1b"]
+        kind = BY_NAME["1f1b"]
     if kind.placement == "v" and len(groups) % 2 and len(bottom := groups[len(groups) // 2]) > 1:
         middle, half = len(groups) // 2, len(bottom) // 2  # neighbours on the GPU where the V turns are two stages
         groups[middle : middle + 1] = [bottom[:half], bottom[half:]]
@@ -261,16 +231,6 @@ def _padded(rows: Sequence[Sequence[tuple[int, int, int]]]) -> Order:
     for device, tasks in enumerate(rows):
         order[device, : len(tasks)] = tasks
     return order
-
-
-def _recomputing(tasks: Sequence[Task], recompute: Sequence[bool]) -> list[Task]:
-    """Put a recomputation before each backward that needs one."""
-    found: list[Task] = []
-    for kind, i, s in tasks:
-        if kind == B and recompute[i]:
-            found.append((R, i, s))
-        found.append((kind, i, s))
-    return found
 
 
 def _follow(tasks: Sequence[Task], i: int, stages: int) -> bool:

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from pipesight.plan.plans import DISTRIBUTED_NAMES, Plan
+from pipesight.plan.plans import Plan
 from pipesight.schedule.costs import Costs
 from pipesight.schedule.supported_schedules import by_name
 
@@ -106,7 +106,7 @@ FORMATS = (*_WRITERS,)
 
 def _torch_name(plan: Plan) -> str:
     """Return torch's class for the schedule of a plan; empty if there is none."""
-    kind = None if plan.order is not None else by_name(DISTRIBUTED_NAMES[plan.setting.schedule])
+    kind = None if plan.order is not None else by_name(plan.setting.engine_name)
     return "" if kind is None else kind.torch_name
 
 
