@@ -251,7 +251,8 @@ def test_what_cannot_work(tmp_path):
 
 
 def test_what_models_do_between_layers(tmp_path):
-    """What crosses may be written into a tensor, changed in place, or go through an autograd function; vmap runs."""
+    """What crosses may be written into a tensor, changed in place, packed, or go through an autograd function or a
+    checkpoint; vmap runs; a table is made by the first call."""
     body = """
     class Reversal(torch.autograd.Function):
         @staticmethod
@@ -289,12 +290,18 @@ def test_what_models_do_between_layers(tmp_path):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.expert = Expert()
+            self.expert, self.rnn = Expert(), nn.GRU(1, 8, batch_first=True)
             self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
             self.norm, self.weight = nn.BatchNorm1d(8), nn.Parameter(torch.ones(8))
+            self.register_buffer("table", None, persistent=False)
 
         def forward(self, x):
-            h = self.a(x)
+            if self.table is None:
+                self.table = torch.arange(8, dtype=x.dtype) / 8
+            h = self.a(x + self.table)
+            lengths = torch.arange(1, x.size(0) + 1)
+            packed = nn.utils.rnn.pack_padded_sequence(h[..., None], lengths, batch_first=True, enforce_sorted=False)
+            h = h + nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0].sum(1)
             ones = torch.ones(2, 8, dtype=x.dtype)
             h = h * torch.vmap(lambda row: Doubled.apply(row) * 0 + ones[0])(ones).mean(0)
             h = h * torch.vmap(lambda row: ones[0] + 1)(ones)[0]  # not batched at its end
@@ -306,7 +313,8 @@ def test_what_models_do_between_layers(tmp_path):
             pair[:, 1] = y
             z = self.c(self.expert(y))
             z += low
-            return (self.d(z) * self.weight + pair.sum(1)).square().mean()
+            last = torch.utils.checkpoint.checkpoint(self.d, z, use_reentrant=False)
+            return (last * self.weight + pair.sum(1)).square().mean()
 
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for name, cuts in [("1f1b", ["b"]), ("1f1b", ["d"]), ("interleaved-1f1b", ["b", "c", "d"])]:

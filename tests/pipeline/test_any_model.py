@@ -212,8 +212,33 @@ def test_a_cut_that_is_called_without_gradients() -> None:
     assert_same_gradients(pipe, plain)
 
 
-@pytest.mark.parametrize("unused", [None, True])
-def test_gradients_in_a_forward(unused: bool | None) -> None:
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+def test_an_autograd_function_between_units() -> None:
+    """It comes to no function mode, and is given a tensor of an earlier partition."""
+
+    class Adversarial(Filling):
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.layers[0](x)
+            return self.layers[2](self.layers[1](first).tanh() + Reversal.apply(first))  # type: ignore[no-any-return]
+
+    plain = Adversarial()
+    pipe = Pipeline(copy.deepcopy(plain), ["layers.1", "layers.2"], chunks=2)
+    for model in (plain, pipe):
+        model(torch.ones(4, 4)).square().sum().backward()
+    assert_same_gradients(pipe, plain)
+
+
+@pytest.mark.parametrize(("unused", "checkpoint"), [(None, "never"), (True, "always")])
+def test_gradients_in_a_forward(unused: bool | None, checkpoint: Any) -> None:
     """Those of what one partition computes are right, others are refused: only a part of the graph is there."""
 
     class Forces(Filling):
@@ -221,12 +246,13 @@ def test_gradients_in_a_forward(unused: bool | None) -> None:
             start = self.layers[0](x).detach().requires_grad_() if before else x
             x = self.layers[1](self.layers[0](start)).tanh()
             start = start if before else x.detach().requires_grad_()
-            energy = self.layers[2]((x if before else start) * start).tanh().sum()
+            energy = self.layers[3]((x if before else start) * start).sum()
             (force,) = torch.autograd.grad(energy, start, create_graph=True, allow_unused=unused)
             return force + self.layers[2](x)  # type: ignore[no-any-return]
 
     plain = Forces()
-    pipe = Pipeline(copy.deepcopy(plain), ["layers.1"], chunks=2, checkpoint="never")
+    plain.layers.append(nn.Sequential(plain.layers[2], nn.Tanh()))  # a unit that is checkpointed
+    pipe = Pipeline(copy.deepcopy(plain), ["layers.1"], chunks=2, checkpoint=checkpoint)
     for model in (plain, pipe):
         model(torch.ones(4, 4), before=False).square().sum().backward()
     assert_same_gradients(pipe, plain)

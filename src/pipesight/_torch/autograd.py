@@ -15,6 +15,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
 __all__ = [
+    "DIFFERENTIATING",
     "PythonNode",
     "SavedTensorHooks",
     "add_each",
@@ -24,6 +25,7 @@ __all__ = [
     "gradient_shape",
     "hook_gradient",
     "in_backward",
+    "in_checkpoint",
     "innermost_saved_tensor_hooks",
     "is_of_function",
     "keeps_graph",
@@ -49,6 +51,10 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return the number that the next autograd node made in this thread gets; later nodes have higher ones."""
+
+
+DIFFERENTIATING = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+"""The functions that run a backward."""
 
 
 def is_of_function(node: Any, function: Any) -> bool:
@@ -129,19 +135,39 @@ def post_accumulate_hooks(tensor: Tensor) -> dict[int, Any] | None:
     return hooks
 
 
+AroundFunction: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Makes the call of an ``apply``, which it gets with its arguments."""
+
+
 @contextlib.contextmanager
-def around_functions(around: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Let ``around`` make the calls of ``torch.autograd.Function.apply``, which no function mode sees."""
-    original = vars(torch.autograd.Function)["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return around(original.__get__(None, cls), args, kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+def around_functions(around: AroundFunction) -> Iterator[None]:
+    """Let ``around`` make this thread's calls of ``torch.autograd.Function.apply``, which no function mode sees."""
+    _follow_functions()
+    before, _functions_here.around = _functions_here.around, around
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        _functions_here.around = before
+
+
+class _FunctionsPerThread(threading.local):
+    around: AroundFunction | None = None
+
+
+_functions_here = _FunctionsPerThread()
+
+
+@functools.cache
+def _follow_functions() -> None:
+    """Let each thread have its way with ``torch.autograd.Function.apply``, for good."""
+    original = vars(torch.autograd.Function)["apply"]
+
+    @functools.wraps(original.__func__)
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        call, around = original.__get__(None, cls), _functions_here.around
+        return call(*args, **kwargs) if around is None else around(call, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
 
 
 def override_checkpoint_check(allow: Callable[[], bool]) -> None:
@@ -190,3 +216,8 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 def innermost_saved_tensor_hooks() -> SavedTensorHooks | None:
     """Return the saved-tensor hooks that apply in this thread, ``None`` if there are none."""
     return _top_hooks(True)
+
+
+def in_checkpoint(hooks: SavedTensorHooks | None) -> bool:
+    """Tell whether saved-tensor hooks are those of ``torch.utils.checkpoint``."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

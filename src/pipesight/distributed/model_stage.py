@@ -88,6 +88,8 @@ class _Graph:
     marks: list[tuple[int, str]] = field(default_factory=list)
     units: list[UnitCheckpoint] = field(default_factory=list)
     """Those to run again."""
+    kept_by_checkpoints: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Stand-ins that ``torch.utils.checkpoint`` calls units again with, by id, and what to call them with instead."""
     rest: RestOfBackward | None = None
     """What a split backward leaves for the weights."""
 
@@ -201,7 +203,8 @@ class ModelStage(TransferringStage):
                 result = run_part(walk, parts.doors, parts.module, self._calls[i], batch.finish)
         finally:
             walk.end_stream()
-        graph = _Graph(leaves, {name: t for name, t in walk.made.items() if t.requires_grad}, units=walk.checkpoints)
+        ends = {name: t for name, t in walk.made.items() if t.requires_grad}
+        graph = _Graph(leaves, ends, units=walk.checkpoints, kept_by_checkpoints=walk.kept_by_checkpoints)
         graph.loss = self._finish(i, result)
         return graph, walk.made
 
@@ -281,7 +284,7 @@ class ModelStage(TransferringStage):
             if graph.loss is not None and graph.loss.requires_grad:
                 pairs.append((graph.loss, torch.ones_like(graph.loss)))
             ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
-            with self._running_backward(i):
+            with self._running_backward(i), self._parts.doors.swapping(graph.kept_by_checkpoints):
                 if full_backward or self._recomputing_layers.in_graph(ends):
                     run_backward(ends, given)
                 else:

@@ -8,8 +8,9 @@ swapped for what was received.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -44,6 +45,7 @@ class Doors:
 
     def __init__(self, model: nn.Module, units: Sequence[str], cuts: Sequence[str]) -> None:
         self.walk: Walk | None = None
+        self._swapped: Mapping[int, tuple[Tensor, Tensor]] = {}
         modules = dict(model.named_modules(remove_duplicate=False))
         self.units = {name: modules[name] for name in units}
         first = {modules[cut]: k for k, cut in enumerate(cuts, start=1)}
@@ -52,11 +54,25 @@ class Doors:
             around = functools.partial(self._enter, names.get(module), first.get(module))
             intercept_calls(module, around)
 
+    @contextlib.contextmanager
+    def swapping(self, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Let calls outside walks be made with other tensors: those by id are replaced by the second of their pair."""
+        before, self._swapped = self._swapped, pairs
+        try:
+            yield
+        finally:
+            self._swapped = before
+
+    def _swap(self, tensor: Tensor) -> Tensor:
+        return self._swapped.get(id(tensor), (tensor, tensor))[1]
+
     def _enter(
         self, unit: str | None, cut: int | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         walk = self.walk
         if walk is None:
+            if self._swapped:
+                args, kwargs = map_tensors(self._swap, args), map_tensors(self._swap, kwargs)
             return call(*args, **kwargs)
         if cut is not None:
             walk.arrive(cut)

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from pipesight import context
 from pipesight._nested import map_tensors, tensors_in
-from pipesight._torch.autograd import around_functions, next_sequence_number
+from pipesight._torch.autograd import (
+    DIFFERENTIATING,
+    around_functions,
+    in_checkpoint,
+    innermost_saved_tensor_hooks,
+    next_sequence_number,
+)
 from pipesight._torch.function_modes import innermost_mode, without_innermost_mode
 from pipesight._torch.tensors import with_function_overrides
 from pipesight.distributed import stand_ins
@@ -78,6 +84,8 @@ class PartWalk(Walk):
         """What goes to later partitions."""
         self.checkpoints: list[UnitCheckpoint] = []
         """The units to run again."""
+        self.kept_by_checkpoints: dict[int, tuple[Tensor, Tensor]] = {}
+        """Stand-ins that ``torch.utils.checkpoint`` keeps to call a unit again with, by id, and what was received."""
 
     def arrive(self, cut: int) -> None:
         """Begin a partition; end the call if it is the next one."""
@@ -107,7 +115,7 @@ class PartWalk(Walk):
         args, kwargs = map_tensors(self.receive, args), map_tensors(self.receive, kwargs)
         if self.unit is None:
             self.next_stream()
-        output = func(*args, **kwargs)
+        output = self._differentiated(func, args, kwargs) if func in DIFFERENTIATING else func(*args, **kwargs)
         target = stand_ins.changed_by(func, args, kwargs)
         if target is not None:
             self.count()
@@ -115,6 +123,14 @@ class PartWalk(Walk):
         else:
             self._keep_all(output)
         return output
+
+    def _differentiated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``torch.autograd.grad`` or ``backward``: units that it recomputes are no calls of the model."""
+        before, self.unit = self.unit, self.unit or func.__name__
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.unit = before
 
     def receive(self, tensor: Tensor) -> Tensor:
         """Return what was received for a stand-in, and anything else as it is."""
@@ -128,6 +144,8 @@ class PartWalk(Walk):
                 f"{stand_ins.place()} uses a tensor of another rank that was not sent (shape: {tuple(tensor.shape)}, "
                 f"made by: {name}); a model that keeps state between calls cannot be cut over ranks"
             )
+        if in_checkpoint(innermost_saved_tensor_hooks()):
+            self.kept_by_checkpoints[id(tensor)] = (tensor, self._received[name])
         return self._received[name]
 
     def enter_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -50,6 +50,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch
     """
     if func is Tensor.cpu or func is Tensor.cuda:
         return args[0]
+    if getattr(func, "__name__", "") == "_pack_padded_sequence":  # beside the packed values, numbers of known lengths
+        return _call_with_zeros(func, args, kwargs, keeps_numbers=True)
     if func is Tensor.to:
         args = (args[0], *[META if _is_place(value) else value for value in args[1:]])
     given = args, kwargs
@@ -62,7 +64,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch
         return func(*args, **kwargs)
     except (NotImplementedError, RuntimeError) as error:
         if not _is_about_values(func, error):
-            return _call_with_zeros(func, *given, error)
+            return _call_with_zeros(func, *given, error=error)
         what = getattr(func, "__name__", str(func))
         raise ValueNeededError(
             f"{place()} asks for the values of a tensor that another rank computes ({what}), which are not there; "
@@ -133,10 +135,17 @@ def _call_as_if_on(device: torch.device, func: Any, args: tuple[Any, ...], kwarg
     return map_tensors(back, output)
 
 
-def _call_with_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+def _call_with_zeros(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    error: Exception | None = None,
+    keeps_numbers: bool = False,
+) -> Any:
     """Call a function that cannot do without values on zeros, for the shapes; raise ``error`` if that fails, too.
 
-    Numbers that are known, such as lengths, stay.
+    Numbers that are known, such as lengths, stay, and ``keeps_numbers`` says that so do integers made of them.
     """
     given: dict[int, Tensor] = {}
     kept: list[Tensor] = []
@@ -152,6 +161,8 @@ def _call_with_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], e
     def back(tensor: Tensor) -> Tensor:
         if id(tensor) in given:
             return given[id(tensor)]
+        if keeps_numbers and not tensor.is_floating_point():
+            return tensor
         made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
         return made.requires_grad_(learns and tensor.is_floating_point())
 
@@ -160,8 +171,8 @@ def _call_with_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], e
     try:
         with torch.no_grad():
             output = func(*map_tensors(zeros, args), **map_tensors(zeros, kwargs))
-    except Exception:
-        raise error from None
+    except Exception as own:
+        raise (error or own) from None
     return map_tensors(back, output)
 
 

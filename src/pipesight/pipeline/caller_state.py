@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipesight import context
-from pipesight._torch.autograd import SavedTensorHooks, in_backward, innermost_saved_tensor_hooks
+from pipesight._torch.autograd import in_backward, in_checkpoint, innermost_saved_tensor_hooks
 
 __all__ = ["CallerState", "began_in_backward"]
 
@@ -60,7 +60,7 @@ class CallerState:
         self._autocast_cache = caches_casts and torch.is_autocast_cache_enabled()
         self._device = torch.empty(0).device  # before torch 2.8, get_default_device() sees no `with torch.device(...)`
         self._hooks = innermost_saved_tensor_hooks()
-        self.in_checkpoint = self._hooks is not None and _of_checkpoint(self._hooks)
+        self.in_checkpoint = in_checkpoint(self._hooks)
         if self.in_checkpoint:
             self._hooks = None
         self._plain = not (self._inference or self._autocast or self._hooks) and self._device == _CPU
@@ -96,7 +96,3 @@ class CallerState:
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._autocast_cache))
             return function(*args)
-
-
-def _of_checkpoint(hooks: SavedTensorHooks) -> bool:
-    return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

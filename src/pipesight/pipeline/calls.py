@@ -163,7 +163,7 @@ def split_call(
     names = [dims.name_of(position) for position in range(len(args))]
     names = [str(position) if name in kwargs else name for position, name in enumerate(names)]
     given = dict(zip(names, args, strict=True)) | dict(kwargs)
-    flat = flatten(given, opaque=dims.listed("items"))
+    flat = flatten(given, opaque=dims.listed("items"), has_samples=True)
     dims.check_used([*(name for name, _ in flat.form), *flat.value_names], given)
     size, source = _batch_size(flat, dims, chunks)
     sizes = chunk_sizes(size, chunks) if size is not None else [1]

@@ -108,22 +108,23 @@ class _Rebuild:
         return new
 
 
-def flatten(value: Any, name: str = "", opaque: Set[str] = frozenset()) -> Flat:
+def flatten(value: Any, name: str = "", opaque: Set[str] = frozenset(), *, has_samples: bool = False) -> Flat:
     """Take ``value`` apart.
 
     Args:
         value: Anything.
         name: Its path.
         opaque: The paths of what is not walked.
+        has_samples: It will be cut into samples, or put together of them, which a ``PackedSequence`` cannot.
     """
     flat = Flat()
-    flat._root = _Walk(flat, opaque).visit(value, name)
+    flat._root = _Walk(flat, opaque, has_samples).visit(value, name)
     return flat
 
 
 class _Walk:
-    def __init__(self, flat: Flat, opaque: Set[str]) -> None:
-        self._flat, self._opaque = flat, opaque
+    def __init__(self, flat: Flat, opaque: Set[str], has_samples: bool) -> None:
+        self._flat, self._opaque, self._has_samples = flat, opaque, has_samples
         self._tensors: dict[int, int] = {}
         self._nodes: dict[int, _Node] = {}
 
@@ -147,7 +148,7 @@ class _Walk:
         if id(value) in self._nodes:
             flat.form.append((name, "one that was there before"))
             return self._nodes[id(value)]
-        if isinstance(value, PackedSequence):
+        if self._has_samples and isinstance(value, PackedSequence):
             raise TypeError(
                 f"{name or 'the value'} is a PackedSequence, which cannot be cut into samples or put together of them; "
                 "use a padded tensor and its lengths, and pack it in the model"

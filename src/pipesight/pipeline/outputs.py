@@ -44,7 +44,7 @@ def weigh_by_samples(name: str, losses: Sequence[Tensor], sizes: Sequence[int]) 
 
 def flatten_output(output: Any, dims: BatchDims) -> Flat:
     """Take the output of a micro-batch apart; what is a list of items, or wanted of one micro-batch, stays as it is."""
-    flat = flatten(output, "output", opaque=dims.listed("items") | dims.listed("first"))
+    flat = flatten(output, "output", opaque=dims.listed("items") | dims.listed("first"), has_samples=True)
     for k, (value, name) in enumerate(zip(flat.values, flat.value_names, strict=True)):
         flat.values[k] = guard_all(
             value,

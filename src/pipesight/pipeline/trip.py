@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipesight._nested import map_tensors, tensors_in
-from pipesight._torch.autograd import next_sequence_number, sequence_number
+from pipesight._torch.autograd import DIFFERENTIATING, around_functions, next_sequence_number, sequence_number
 from pipesight._torch.function_modes import DEVICE_GETTERS, innermost_mode
 from pipesight._torch.module_internals import forward_hook_tables, not_compiled
 from pipesight.context import Kept
@@ -65,9 +65,6 @@ class TripGraph(LocalGraph):
         self.consumers.append(consumer)
         self.places.append(place)
         self.promised.append(True)
-
-
-_DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
 class Trip(TorchFunctionMode):
@@ -115,7 +112,7 @@ class Trip(TorchFunctionMode):
         self._begin_task(0)
         self._look(self._cuts_graph or self._moves)
         try:
-            with self.attributes.used():
+            with self.attributes.used(), around_functions(self._call_function):
                 output = model(*args, **kwargs)
             while self.j < self._trips.n - 1:  # the model did not call the other cuts
                 self._switch()
@@ -297,16 +294,38 @@ class Trip(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._busy or (getattr(func, "__name__", None) == "__get__" and func not in DEVICE_GETTERS):
             return func(*args, **kwargs)
+        differentiates = func in DIFFERENTIATING
+        if self._cuts_graph and differentiates:
+            self._busy = True
+            try:
+                self._refuse_to_differentiate(func, *args, **kwargs)
+            finally:
+                self._busy = False
+        args, kwargs = self._enter_call(args, kwargs)
+        if not differentiates:
+            return func(*args, **kwargs)
+        _here.trip = None  # units that it recomputes are no calls of the model
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _here.trip = self
+
+    def _call_function(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the ``apply`` of a ``torch.autograd.Function``, which comes to no mode: only what it calls does."""
+        if self._looking and not self._busy:
+            args, kwargs = self._enter_call(args, kwargs)
+        return call(*args, **kwargs)
+
+    def _enter_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments with the tensors of earlier partitions replaced by roots of this one."""
         self._busy = True
         try:
-            if self._cuts_graph and func in _DIFFERENTIATING:
-                self._refuse_to_differentiate(func, *args, **kwargs)
             entered, more = map_tensors(self._enter_tensor, args), map_tensors(self._enter_tensor, kwargs)
         finally:
             self._busy = False
         if self._unit is not None and (entered is not args or more is not kwargs):
             self._unit.closed[self._grad] = False
-        return func(*entered, **more)
+        return entered, more
 
     def _refuse_to_differentiate(self, func: Any, outputs: Any, inputs: Any = (), *args: Any, **kwargs: Any) -> None:
         """Raise if the model itself differentiates what it computed from tensors of earlier partitions."""
