@@ -34,15 +34,18 @@ NAMES = {
     },
     "torchgpipe.gpipe": {
         "GPipe": pipesight.GPipe,
+        "TensorOrTensors": pipesight.pipeline.microbatch.TensorOrTensors,
         "verify_module": pipesight.pipeline.partition.verify_sequential,
+        **dict.fromkeys(["BalanceError", "NamedModules", "recommend_auto_balance", "split_module"]),
     },
     "torchgpipe.pipeline": {"register_layer_logging_hooks": pipesight.register_layer_logging_hooks},
     "torchgpipe.balance": {
         "balance_by_time": pipesight.balance.balance_by_time,
         "balance_by_size": pipesight.balance.balance_by_size,
+        **dict.fromkeys(["profile_sizes", "profile_times"]),
     },
     "torchgpipe.balance.blockpartition": {"solve": None},
-    "torchgpipe.balance.profile": {"detach": None, "layerwise_sandbox": None},
+    "torchgpipe.balance.profile": dict.fromkeys(["detach", "layerwise_sandbox", "profile_sizes", "profile_times"]),
     "torchgpipe_balancing": {
         "balance_by_time": pipesight.balance.balance_by_time,
         "balance_by_size": pipesight.balance.balance_by_size,

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torchgpipe import GPipe
 from torchgpipe.balance.blockpartition import solve
-from torchgpipe.balance.profile import detach, layerwise_sandbox
+from torchgpipe.balance.profile import detach, layerwise_sandbox, profile_sizes, profile_times
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.gpipe import verify_module
+from torchgpipe.gpipe import BalanceError, recommend_auto_balance, split_module, verify_module
 from torchgpipe.microbatch import Batch, check, gather, scatter
 from torchgpipe.skip import Namespace, pop, skippable, stash
 from torchgpipe.skip.skippable import Skippable
@@ -145,6 +145,36 @@ def test_verify_module():
         verify_module(nn.Sequential(layer, layer))
 
 
+def test_split_module():
+    """The layers go to their devices, under their names; a wrong balance is a BalanceError, which is a ValueError."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    x = torch.rand(3, 2)
+    expected = model(x)
+    partitions, balance, devices = split_module(model, iter([2, 1]), ["cpu", "cpu", "cpu"])
+    assert (balance, devices) == ([2, 1], [torch.device("cpu")] * 2)
+    assert [name for name, _ in partitions.named_parameters()] == ["0.0.weight", "0.0.bias", "1.2.weight", "1.2.bias"]
+    assert torch.equal(partitions[1](partitions[0](x)), expected)
+    for wrong in ([1], [3, 0], [4]):
+        with pytest.raises(BalanceError, match="balance") as caught:
+            split_module(model, wrong, ["cpu"] * 2)
+        assert isinstance(caught.value, ValueError)
+    with pytest.raises(IndexError, match="devices: 1, partitions: 2"):
+        split_module(model, [2, 1], ["cpu"])
+    assert recommend_auto_balance("oh").startswith("oh\n\n")
+    assert "from torchgpipe.balance import balance_by_time" in recommend_auto_balance("oh")
+
+
+def test_profiles_of_layers():
+    """Times are whole microseconds; sizes are a micro-batch's activations and ``param_scale`` times the parameters."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Identity(), nn.Linear(256, 256, bias=False))
+    big, none, _ = times = profile_times(model, torch.rand(512, 256), 0.1, torch.device("cpu"))
+    assert all(type(time) is int for time in times)
+    assert big > none >= 0
+    sizes = profile_sizes(model, torch.rand(32, 256), 4, 2.0, "cpu")
+    kept, parameters = 4 * 8 * 256, 4 * 256 * 256
+    assert sizes == [kept + 2 * (parameters + 4 * 256), 0, kept + 2 * parameters]
+
+
 def test_skippable_classes_are_found():
     """Layers that skippable decorated are instances of Skippable, and no others are."""
 
@@ -159,7 +189,10 @@ def test_skippable_classes_are_found():
         def forward(self, input):
             return input + (yield pop("skip"))
 
-    assert isinstance(Down().isolate(Namespace()), Skippable)
+    space, down, up = Namespace(), Down(), Up()
+    assert isinstance(down.isolate(space), Skippable)
+    assert (list(down.stashable()), list(down.poppable())) == ([(space, "skip")], [])
+    assert (list(up.stashable()), list(up.poppable())) == ([], [(None, "skip")])
     assert issubclass(Up, Skippable)
     assert not isinstance(nn.Identity(), Skippable)
 
@@ -176,3 +209,5 @@ def test_phrases_of_torchgpipe_in_errors():
     assert "no module declared 'skip' as poppable but stashed" in str(caught.value)
     with pytest.raises(ValueError, match=r"balance is required(.|\n)*torchgpipe\.balance"):
         GPipe(nn.Sequential(nn.Identity()))
+    with pytest.raises(ValueError, match=r"sum of balance(.|\n)*torchgpipe\.balance"):
+        GPipe(nn.Sequential(nn.Identity()), [2])

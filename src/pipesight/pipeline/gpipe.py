@@ -31,7 +31,7 @@ from pipesight.schedule.argument_checks import (
     checkpoint_stop,
 )
 
-__all__ = ["GPipe"]
+__all__ = ["GPipe", "balance_recipe"]
 
 _RECIPE = """
 
@@ -80,7 +80,7 @@ class GPipe(nn.Module):
         super().__init__()
         verify_sequential(module)
         verify_skippables(module)
-        self._balance = check_balance(balance, len(module), _recipe())
+        self._balance = check_balance(balance, len(module), balance_recipe())
         self._devices = choose_devices(devices, len(self._balance))
         self._chunks = check_chunks(chunks)
         self._checkpoint = check_checkpoint(checkpoint)
@@ -255,7 +255,7 @@ class GPipe(nn.Module):
         )
 
 
-def _recipe() -> str:
+def balance_recipe() -> str:
     """Return code that finds a balance, by the names that the program uses."""
     return _RECIPE.format(package="torchgpipe" if "torchgpipe" in sys.modules else "pipesight")
 

@@ -25,7 +25,7 @@ import inspect
 import threading
 import types
 import uuid
-from collections.abc import Callable, Generator, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -160,6 +160,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         cls.stashable_names = stashes  # type: ignore[attr-defined]
         cls.poppable_names = pops  # type: ignore[attr-defined]
         cls.isolate = _isolate  # type: ignore[attr-defined]
+        cls.stashable, cls.poppable = _stashable, _poppable  # type: ignore[attr-defined]
         return cls
 
     return decorate
@@ -230,6 +231,20 @@ def _isolate(self: nn.Module, namespace: Namespace, *, only: Iterable[str] | Non
     return self
 
 
+def _stashable(self: nn.Module) -> Iterator[tuple[Namespace | None, str]]:
+    """Yield the names that this layer stashes, each with its namespace."""
+    return ((key.namespace, key.name) for key in _keys(self, "stashable_names"))
+
+
+def _poppable(self: nn.Module) -> Iterator[tuple[Namespace | None, str]]:
+    """Yield the names that this layer pops, each with its namespace."""
+    return ((key.namespace, key.name) for key in _keys(self, "poppable_names"))
+
+
+def _keys(layer: nn.Module, declared: str) -> list[SkipKey]:
+    return [_key(layer, name) for name in sorted(getattr(layer, declared, ()))]
+
+
 def _key(layer: nn.Module, name: str) -> SkipKey:
     return SkipKey(layer.__dict__.get("skip_namespaces", {}).get(name), name)
 
@@ -239,8 +254,8 @@ def skip_keys(layer: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
     stashes: list[SkipKey] = []
     pops: list[SkipKey] = []
     for module in layer.modules():
-        stashes += [_key(module, name) for name in sorted(getattr(module, "stashable_names", ()))]
-        pops += [_key(module, name) for name in sorted(getattr(module, "poppable_names", ()))]
+        stashes += _keys(module, "stashable_names")
+        pops += _keys(module, "poppable_names")
     return stashes, pops
 
 

@@ -36,7 +36,7 @@ SCHEDULES = (
 
 
 def check_balance(balance: Iterable[int] | None, layers: int, recipe: str = "") -> list[int]:
-    """Return the balance as a list; if there is none, ``recipe`` in the error says how to find one."""
+    """Return the balance as a list; if it is missing or wrong, ``recipe`` in the error says how to find one."""
     if balance is None:
         raise ValueError("balance is required: how many layers each partition takes" + recipe)
     if not isinstance(balance, Iterable):
@@ -46,12 +46,18 @@ def check_balance(balance: Iterable[int] | None, layers: int, recipe: str = "") 
         )
     sizes = [size if isinstance(size, bool) or not hasattr(size, "__index__") else int(size) for size in balance]
     if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-        raise ValueError(f"all numbers of balance must be positive integers (balance: {sizes})")
+        raise _wrong_balance(f"all numbers of balance must be positive integers (balance: {sizes})", recipe)
     if sum(sizes) != layers:
-        raise ValueError(
-            f"sum of balance must equal the number of layers (balance: {sizes} = {sum(sizes)}, layers: {layers})"
-        )
+        values = f"(balance: {sizes} = {sum(sizes)}, layers: {layers})"
+        raise _wrong_balance(f"sum of balance must equal the number of layers {values}", recipe)
     return sizes
+
+
+def _wrong_balance(message: str, recipe: str) -> ValueError:
+    error = ValueError(message)
+    if recipe:
+        error.add_note(recipe.strip("\n"))
+    return error
 
 
 def check_chunks(chunks: int | float) -> int:
