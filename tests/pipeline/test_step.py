@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from pipesight import Pipeline, context, current_microbatch, is_recomputing
-from pipesight.plan import Schedule
-from pipesight.schedule.task_orders import B, F, W, recorded
+from pipesight.plan import Schedule, Setting, measure
+from pipesight.recording import observe
+from pipesight.runs.reading.run import open_run
+from pipesight.schedule.task_orders import B, F, R, W, recorded
 
 IN_V = ["zbv-zero-bubble", "dualpipev", "v-half", "v-min"]
 SCHEDULES = ["gpipe", "1f1b", "zero-bubble", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", *IN_V]
@@ -619,6 +621,29 @@ def test_observers_see_every_task_in_its_place() -> None:
     assert last == [*((phase, 0) for phase in cycle), *((phase, 1) for phase in cycle), ("weight", 0), ("weight", 1)]
     assert {phase for phase, *_ in sees.tasks} == {"forward", "recompute", "backward", "weight"}
     assert all(again == (phase == "recompute") for phase, _, _, again in sees.tasks)
+
+
+def test_plans_know_what_is_recomputed(tmp_path: Path) -> None:
+    """Blocks are, and single layers are not; the recorded setting is known though a partition recomputes nothing."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), *blocks, nn.Linear(8, 8))
+    loss_fn = nn.functional.mse_loss
+    pipe = Pipeline(
+        model, balance=[2, 3], devices=["cpu"] * 2, chunks=4, checkpoint="always", schedule="1f1b", loss_fn=loss_fn
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    with observe(tmp_path / "run", logs=None):
+        for _ in range(4):
+            optimizer.zero_grad()
+            pipe.step(torch.randn(16, 8), torch.randn(16, 8))
+            optimizer.step()
+    with open_run(tmp_path / "run") as run:
+        found = measure(run)
+    assert found.setting == Setting("1f1b", 2, 4, "always")
+    assert [layer.checkpointed for layer in found.costs.layers] == [False, False, True, True, False]
+    assert not (found.begin[R, 0] >= 0).any()
+    assert (found.begin[R, 1] >= 0).all()
 
 
 def test_steps_of_two_threads() -> None:

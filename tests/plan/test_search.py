@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -242,6 +243,17 @@ def test_memory_of_plans():
     assert memory("1f1b", "never") == (16 + 2 * 10 + 10, 1 + 10 + 10)
     assert memory("1f1b", "always") == (16 + 10 + 10, 1 + 10 + 10)
     assert memory("zero-bubble", "never") == (16 + 2 * 10 + 10, 2 * (1 + 10) + 10)
+
+
+def test_layers_that_are_not_recomputed():
+    """Checkpointing neither takes their time again nor frees what they keep; partitions of them alone do not change."""
+    layers = tuple(Layer(name, 3, 6, kept_bytes=80, output_bytes=8, checkpointed=name != "b") for name in "aba")
+    costs = Costs(layers, input_bytes=16, by_cuts=True, recompute_overhead=1.0)
+    never, always = (predict(costs, Setting("1f1b", 1, 2, mode), [3]) for mode in ("never", "always"))
+    assert always.window_seconds == never.window_seconds + 3 + 3 + 2 * 1
+    alone = replace(costs, layers=(layers[1],) * 3)
+    never, always = (predict(alone, Setting("1f1b", 3, 4, mode), [1, 1, 1]) for mode in ("never", "always"))
+    assert (never.window_seconds, never.memory_bytes) == (always.window_seconds, always.memory_bytes)
 
 
 def plain_peak(schedule, device, inputs, kept):

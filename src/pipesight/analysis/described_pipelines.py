@@ -29,6 +29,8 @@ class DescribedLayer:
     """Of its parameters."""
     output_bytes: int | None
     """Of its outputs for a mini-batch of ``batch_size`` samples."""
+    checkpointed: bool = True
+    """Whether checkpointing runs it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ def _layers(entries: object, partitions: int) -> Iterable[DescribedLayer]:
         name, partition = _text(entry, "name"), entry.get("partition") if isinstance(entry, dict) else None
         if name is not None and isinstance(partition, int) and 0 <= partition < partitions:
             sizes = _number(entry, "parameter_bytes"), _number(entry, "output_bytes")
-            yield DescribedLayer(name, _text(entry, "class"), partition, *sizes)
+            again = entry.get("checkpointed") is not False
+            yield DescribedLayer(name, _text(entry, "class"), partition, *sizes, again)
 
 
 def _ranks(value: object, partitions: int) -> tuple[tuple[int, ...], ...] | None:

@@ -128,6 +128,7 @@ def _layer(
         shared_bytes=kept[1],
         output_bytes=output,
         parameter_bytes=float(fact.parameter_bytes or 0) if fact is not None else 0.0,
+        checkpointed=fact is None or fact.checkpointed,
     )
 
 

@@ -243,12 +243,22 @@ def _setting(facts: DescribedPipeline, schedule: Schedule, checkpoint: str) -> S
     for name in SCHEDULES:
         with contextlib.suppress(ValueError):  # it needs other numbers
             setting = Setting(name, devices, m, checkpoint, n // devices)
-            if np.array_equal(setting.build().order, schedule.order):
+            if _same(setting.build(), schedule):
                 same.append(setting)
     if same:  # few micro-batches have the same order in several schedules
         return next((setting for setting in same if facts.schedule == setting.engine_name), same[0])
     first = all((row[:m, 0] == F).all() for row in schedule.order)
     return Setting("gpipe", n, m, checkpoint) if devices == n and first and facts.schedule == "gpipe" else None
+
+
+def _same(named: Schedule, found: Schedule) -> bool:
+    """Return whether orders are the same, but for stages of which nothing is recomputed."""
+    again = found.order[found.order[..., 0] == R][:, 1]
+    rows = [row[(row[:, 0] != R) | np.isin(row[:, 1], again)] for row in named.order]
+    return len(rows) == len(found.order) and all(
+        np.array_equal(row[row[:, 0] >= 0], other[other[:, 0] >= 0])
+        for row, other in zip(rows, found.order, strict=True)
+    )
 
 
 def _input_bytes(memory: MemoryReport | None) -> float:

@@ -37,6 +37,7 @@ from pipesight.pipeline.loss_watch import LossWatch
 from pipesight.pipeline.partition import Partition
 from pipesight.pipeline.split_backward import RestOfBackward, run_backward, run_input_backward
 from pipesight.pipeline.unit_checkpoint import UnitCheckpoint
+from pipesight.pipeline.units import is_repeated
 
 __all__ = ["ModelBatch", "ModelParts", "ModelStage"]
 
@@ -71,10 +72,10 @@ class ModelParts:
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
     """For parameters, by id."""
     repeatable: dict[str, tuple[nn.Module, Buffers]] = field(init=False)
-    """The units that can be checkpointed: others save little, such as a `Linear` its input."""
+    """The units that checkpointing runs again."""
 
     def __post_init__(self) -> None:
-        units = {name: unit for name, unit in self.doors.units.items() if next(unit.children(), None) is not None}
+        units = {name: unit for name, unit in self.doors.units.items() if is_repeated(unit)}
         self.repeatable = {name: (unit, Buffers(unit)) for name, unit in units.items()}
 
 

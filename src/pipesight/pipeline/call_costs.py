@@ -19,6 +19,7 @@ from pipesight.pipeline.calls import split_call
 from pipesight.pipeline.profiled_costs import grown
 from pipesight.pipeline.profiling import undisturbed
 from pipesight.pipeline.unit_timing import UnitRun, called_once, device_of, median, restored
+from pipesight.pipeline.units import is_repeated
 from pipesight.schedule.costs import Costs, Layer, Link
 
 __all__ = ["profile_call"]
@@ -84,6 +85,7 @@ def profile_call(
                 kept_bytes=sum(kept.get(u, 0.0) for u in units),
                 output_bytes=outputs.get(units[-1], 0.0),
                 parameter_bytes=_bytes_of_new(parameters, counted),
+                checkpointed=any(is_repeated(whole.units[u]) for u in units if u),
             )
         )
     inputs = float(sum(t.nbytes for t in tensors_in((list(args), named))))

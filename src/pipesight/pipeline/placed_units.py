@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipesight._torch.module_internals import is_compiled
 from pipesight.pipeline.checkpoint import Buffers
 from pipesight.pipeline.partition import Partition, PlacedPartition, SkipRoutes, weights_changed
-from pipesight.pipeline.units import find_units
+from pipesight.pipeline.units import find_units, is_repeated
 
 __all__ = ["PlacedUnits", "Placement", "Unit"]
 
@@ -78,7 +78,7 @@ class Placement:
         self.names = ["", *cuts]
         self.module_ids = {id(module) for module in modules.values() if not isinstance(module, torch.jit.ScriptModule)}
         self.units = {
-            module: Unit(name, module, Buffers(module), next(module.children(), None) is not None, _compiled(module))
+            module: Unit(name, module, Buffers(module), is_repeated(module), _compiled(module))
             for name, module in find_units(model, cuts).items()
         }
         self.partitions = [Partition() for _ in devices]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-__all__ = ["check_cuts", "find_units", "is_callable"]
+__all__ = ["check_cuts", "find_units", "is_callable", "is_repeated"]
 
 
 def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Module]:
@@ -34,6 +34,11 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
 
     visit("", model)
     return units
+
+
+def is_repeated(unit: nn.Module) -> bool:
+    """Tell whether checkpointing runs a unit again: others save little, such as a ``Linear`` its input."""
+    return next(unit.children(), None) is not None
 
 
 def check_cuts(model: nn.Module, cuts: Sequence[str]) -> list[str]:

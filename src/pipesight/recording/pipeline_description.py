@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._nested import tensors_in
+from pipesight.pipeline.units import is_repeated
 from pipesight.recording.torch_pipelines import TorchPipeline
 from pipesight.recording.torch_pipelines.torch_pipeline import ENGINE
 
@@ -74,8 +75,9 @@ class PipelineDescription:
     def as_json(self) -> dict[str, Any]:
         """Return what is known so far."""
         pipeline = self._pipeline
+        settings = _settings(pipeline)
         return {
-            **_settings(pipeline),
+            **settings,
             "batch_size": self._samples,
             "layers": [
                 {
@@ -84,6 +86,7 @@ class PipelineDescription:
                     "partition": j,
                     "parameter_bytes": sum(p.nelement() * p.element_size() for p in layer.parameters()),
                     "output_bytes": self._outputs.get((j, name)),
+                    **({"checkpointed": is_repeated(layer)} if "cuts" in settings else {}),
                 }
                 for j, name, layer in _layers(pipeline, everywhere=True)
             ],

@@ -54,6 +54,8 @@ class Layer:
     """What goes to the next layer."""
     parameter_bytes: float = 0.0
     """Parameters alone, without gradients or optimizer state."""
+    checkpointed: bool = True
+    """Whether checkpointing runs it again. Of a model that is cut at modules, those without modules inside are not."""
     peak: Peak = Peak()
     """What it takes in the middle of tasks, where that is known."""
 

@@ -187,18 +187,26 @@ def _waits(tasks: Order, stages: int) -> bool:
 def _kept(costs: Costs) -> tuple[Bytes, Bytes]:
     """Return what blocks keep of a batch to be recomputed, and what more they keep for a backward.
 
-    Models that are cut at modules are recomputed module by module, so they
-    keep the input of each. The last block keeps what the loss does.
+    Models that are cut at modules are recomputed module by module, so they keep the input of each, and all that those
+    keep which are not recomputed. The last block keeps what the loss does.
     """
     count = len(costs.layers)
     outputs = np.array([0.0, *(layer.output_bytes for layer in costs.layers)])
+    repeated = [
+        before if layer.checkpointed else layer.kept_bytes
+        for before, layer in zip(outputs[:count].tolist(), costs.layers, strict=True)
+    ]
     kept, before = (
-        np.concatenate([[0.0], np.cumsum(sizes)])
-        for sizes in ([layer.kept_bytes for layer in costs.layers], outputs[:count])
+        np.concatenate([[0.0], np.cumsum(sizes)]) for sizes in ([layer.kept_bytes for layer in costs.layers], repeated)
     )
     first = np.array([*(layer.shared_bytes for layer in costs.layers), 0.0]) - outputs
     whole = kept[None, :] - kept[:, None] - first[:, None]
-    again = before[None, :] - before[:, None] if costs.by_cuts else np.repeat(outputs[:, None], count + 1, axis=1)
+    single = np.array([*(not layer.checkpointed for layer in costs.layers), False])
+    again = (
+        before[None, :] - before[:, None] - (first * single)[:, None]
+        if costs.by_cuts
+        else np.repeat(outputs[:, None], count + 1, axis=1)
+    )
     again[:, -1] += costs.loss_bytes
     whole[:, -1] += costs.loss_bytes
     inputs = np.triu(again, 1)

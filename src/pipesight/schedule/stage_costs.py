@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from pipesight.schedule.contention import rate_of
 from pipesight.schedule.costs import Costs
@@ -40,8 +40,9 @@ class StageCosts:
         split = costs.weight_share if self.split.any() else 0.0
         each = _sums([layer.forward_each for layer in layers])
         again = [layer.forward if layer.recompute is None else layer.recompute for layer in layers]
+        repeated = np.array([layer.checkpointed for layer in layers])
         forward = _sums([layer.forward for layer in layers]) / m + each
-        recompute = _sums(again) / m + each
+        recompute = _sums(repeated * again) / m + _sums(repeated * [layer.forward_each for layer in layers])
         backward = _sums([layer.backward for layer in layers]) / m + _sums([layer.backward_each for layer in layers])
         self.gaps = np.array([costs.forward_gap, costs.recompute_gap, costs.backward_gap, costs.backward_gap])
         """Seconds of each task, by kind, in which its device does not compute."""
@@ -53,6 +54,7 @@ class StageCosts:
         """Seconds of a task of each kind, by first layer and the one after the last; of backwards that are split."""
         if not split:
             self.time[W] = 0.0
+        self.time[R][_sums(repeated) == 0] = 0.0
         self.whole: Times = np.maximum(backward + self.beside[B], 0.0)
         """Seconds of a backward that is not split."""
         sizes = np.array([costs.input_bytes, *(layer.output_bytes for layer in layers)]) / m
@@ -115,7 +117,7 @@ class StageCosts:
         return np.stack(alone) + fixed + self.costs.other_bytes
 
 
-def _sums(costs: list[float]) -> Times:
+def _sums(costs: ArrayLike) -> Times:
     """Return the sums of all blocks, by first and last layer; 0 where there is none."""
     total = np.concatenate([[0.0], np.cumsum(costs)])
     return np.asarray(np.maximum(total[None, :] - total[:, None], 0.0))
