@@ -1,5 +1,6 @@
 """PyTorch's own events, without code changes."""
 
+import contextlib
 import inspect
 import subprocess
 import sys
@@ -331,6 +332,35 @@ def test_collectives(instrumented, group):
     assert [e["args"].get("async") for e in events[:3]] == [False, True, None]
     assert events[0]["args"]["size"] == 16
     assert {e["args"].get("group", "world") for e in events} == {"world"}
+
+
+def test_all_reduces_of_ddp(group):
+    """C++ makes one for each bucket; the backward waits for all of them after its last module, and nothing changes."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+    x = torch.randn(8, 512)
+    plain(x).sum().backward()
+    wanted = [parameter.grad.clone() for parameter in plain.parameters()]
+    plain.zero_grad()
+    replica = nn.parallel.DistributedDataParallel(plain, bucket_cap_mb=1)
+    for accumulates in (False, True, False):
+        how = replica.no_sync() if accumulates else contextlib.nullcontext()
+        with trace.instrument(depth=9), capture_events() as events, how:
+            replica(x).sum().backward()
+        calls = [e for e in events if e["name"] == "all_reduce"]
+        waits = [e for e in events if e["name"] == "all_reduce.wait"]
+        if accumulates:
+            assert not calls
+            continue
+        assert len(calls) == len(waits) > 0
+        assert sum(e["args"]["size"] for e in calls) == sum(grad.nbytes for grad in wanted)
+        assert all(e["args"]["async"] and e["args"]["group"] == "world" for e in calls)
+        (whole,) = (e for e in events if e["name"] == "backward" and e["args"]["depth"] == 0)
+        assert all(e["args"]["p_idx"] == whole["id"] for e in waits)
+        inner = [e["ts"] + e["dur"] for e in events if e["name"] == "backward" and e["args"]["depth"] > 0]
+        assert all(max(inner) <= e["ts"] for e in waits if e["dur"])
+    assert len(calls) > 1  # DDP makes its buckets in the first backward
+    assert all(torch.equal(p.grad, 3 * grad) for p, grad in zip(plain.parameters(), wanted, strict=True))
 
 
 def test_every_collective_is_recorded(group):

@@ -12,7 +12,7 @@ import numpy as np
 from pipesight._plurals import count_of
 from pipesight.analysis.advice import Situation, find_changes
 from pipesight.analysis.batch_sizes import of_usual_size, with_common_samples
-from pipesight.analysis.collectives import match_calls, name_collectives, waits_in
+from pipesight.analysis.collectives import background_calls, match_calls, name_collectives, waits_in
 from pipesight.analysis.curves import curves_of, moments_of
 from pipesight.analysis.described_pipelines import pipelines_of, replicas_in
 from pipesight.analysis.gpu_times import gpu_times, profiled_steps
@@ -238,7 +238,10 @@ def _identity(run: Run) -> dict[str, Any]:
 def _without_tasks(run: Run, steps: range | None) -> Report:
     """Report a program without a pipeline or, of a trace that has no steps either, where its time went."""
     spans = run.program()
-    program = program_report(spans, only=steps, on_device=run.uses_devices())
+    communications = run.communications()
+    program = program_report(
+        spans, only=steps, on_device=run.uses_devices(), background=background_calls(communications)
+    )
     if program is not None:
         changes = program_changes(program, run.description)
         points = run.points()
@@ -252,7 +255,7 @@ def _without_tasks(run: Run, steps: range | None) -> Report:
             program=program,
             lead=pipelining_lead(program, run.description),
             collectives=name_collectives(
-                match_calls(run.communications(), run.description), program.steps.where(program.counted).step
+                match_calls(communications, run.description), program.steps.where(program.counted).step
             ),
             own_spans=own_spans_of(spans),
             curves=curves,

@@ -22,7 +22,8 @@ import numpy as np
 from pipesight.analysis.clock_errors import clock_error
 from pipesight.runs.reading.event_tables import Column, Communications, Table
 
-__all__ = ["Collective", "MatchedCalls", "WaitTable", "match_calls", "name_collectives", "waits_in"]
+__all__ = ["BackgroundCalls", "Collective", "MatchedCalls", "WaitTable"]
+__all__ += ["background_calls", "match_calls", "name_collectives", "waits_in"]
 
 _WAIT = ".wait"
 _FROM_ONE_TO_ONE = ("send", "receive")
@@ -37,6 +38,18 @@ class WaitTable(Table):
     begin: Column
     end: Column
     cause: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackgroundCalls(Table):
+    """What ran beside the main thread of a rank: calls that it started, and waited for later."""
+
+    rank: Column
+    name: Column
+    begin: Column
+    """When it was started, or when the one before it in the same group was done."""
+    end: Column
+    """When the rank knew that it was done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +117,27 @@ def match_calls(calls: Communications, description: Mapping[str, Any]) -> list[M
             meeting = MatchedCalls(name, ranks, *matched, error)
             found.append(_plausible(meeting))
     return [meeting for meeting in found if len(meeting.step)]
+
+
+def background_calls(calls: Communications) -> BackgroundCalls:
+    """Return what ran in the background, by rank and begin: calls of steps that waited for each that they made."""
+    is_wait = np.array([str(name).endswith(_WAIT) for name in calls.name.tolist()], bool)
+    names = np.array([str(name).removesuffix(_WAIT) for name in calls.name.tolist()], object)
+    found = []
+    for name, peers, rank in sorted({*zip(names.tolist(), calls.peers.tolist(), calls.rank.tolist(), strict=True)}):
+        mine = (names == name) & (calls.peers == peers) & (calls.rank == rank)
+        launches, waits = calls.where(mine & ~is_wait), calls.where(mine & is_wait)
+        launched, counts = np.unique(launches.step, return_counts=True)
+        waited = dict(zip(*(column.tolist() for column in np.unique(waits.step, return_counts=True)), strict=True))
+        both = [s for s, n in zip(launched.tolist(), counts.tolist(), strict=True) if waited.get(s) == n]
+        if not both:
+            continue
+        launches, waits = _in_steps(launches, both), _in_steps(waits, both)
+        before = np.append(np.iinfo(np.int64).min, np.maximum.accumulate(waits.end)[:-1])
+        begin = np.minimum(np.maximum(launches.begin, before), waits.end)
+        found.append(BackgroundCalls(launches.rank, np.full(len(begin), name, object), begin, waits.end))
+    whole = BackgroundCalls.joined(*found) if found else BackgroundCalls.empty()
+    return whole.where(np.lexsort((whole.begin, whole.rank)))
 
 
 def _members(peers: str, world: object, ranks: Column) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesight.analysis.collectives import BackgroundCalls
 from pipesight.analysis.curves import StepEdges
 from pipesight.analysis.module_times import ModuleTimes, times_of_modules
 from pipesight.analysis.program_steps import ProgramSteps, find_program_steps, is_backward, is_call, is_whole_pass
@@ -108,6 +109,8 @@ class ProgramReport:
     """The spans of each rank, as they are drawn."""
     all_steps: ProgramSteps = field(repr=False)
     """All steps, also those without training."""
+    background: BackgroundCalls = field(repr=False)
+    """What ran beside the main threads."""
 
     @property
     def typical(self) -> int:
@@ -137,7 +140,13 @@ class ProgramReport:
         return dict(zip(self.steps.names, self.steps.parts[:, rows].mean(axis=1).tolist(), strict=True))
 
 
-def program_report(spans: ProgramSpans, *, only: range | None = None, on_device: bool = False) -> ProgramReport | None:
+def program_report(
+    spans: ProgramSpans,
+    *,
+    only: range | None = None,
+    on_device: bool = False,
+    background: BackgroundCalls | None = None,
+) -> ProgramReport | None:
     """Say what a program did; ``None`` if it has no complete step, or if nothing of it says what computes.
 
     A trace of PyTorch's profiler has steps of the optimizer alone: what lies between these is not known.
@@ -146,6 +155,7 @@ def program_report(spans: ProgramSpans, *, only: range | None = None, on_device:
         spans: What its main threads did.
         only: Report these steps alone.
         on_device: Whether modules ran on a GPU.
+        background: What ran beside the main threads, if anything did.
 
     Raises:
         ValueError: None of the wanted steps was recorded.
@@ -192,6 +202,7 @@ def program_report(spans: ProgramSpans, *, only: range | None = None, on_device:
         on_device=on_device,
         pieces=pieces,
         all_steps=steps,
+        background=BackgroundCalls.empty() if background is None else background,
     )
 
 

@@ -38,6 +38,8 @@ _LETTERS = {
     "evaluation": "e",
     "between": ".",
 }
+_BESIDE = "="
+"""What runs beside the main thread."""
 _COLOURS = {"forward": "green", "recompute": "yellow", "backward": "cyan", "loss": "green"}
 
 
@@ -102,14 +104,32 @@ def step_lines(program: ProgramReport, number: int, style: Style) -> list[str]:
     left, right = ("|", "|") if style.ascii else ("│", "│")
     lines = [style.paint(f"Step {number}, {time(end - begin)}", "bold")]
     seen: dict[str, str] = {}
+    in_background = False
     for row in rows.tolist():
         rank = int(steps.rank[row])
         cells = _cells(program, rank, number, begin, end, room, seen)
         text = "".join(style.paint(_letter(part, seen, style), _colour(part)) for part in cells)
         lines.append(f"  {f'r{rank}' if program.ranks > 1 else '':>4} {left}{text}{right}")
+        if (beside := _beside(program, rank, begin, end, room)) is not None:
+            lines.append(f"       {left}{style.paint(beside, 'magenta')}{right}")
+            in_background = True
     legend = ", ".join(f"{_letter(part, seen, style)} {part_title(part)}" for part in seen)
+    if in_background:
+        legend += f", {_BESIDE} collective in the background"
     lines += [style.paint(line, "dim") for line in style.wrapped(legend, indent="  ")]
     return lines
+
+
+def _beside(program: ProgramReport, rank: int, begin: int, end: int, room: int) -> str | None:
+    """Draw the collectives that run in the background of a rank; ``None`` if there are none."""
+    beside = program.background
+    rows = np.flatnonzero((beside.rank == rank) & (beside.begin < end) & (beside.end > begin))
+    if not len(rows):
+        return None
+    edges, time_in = np.linspace(begin, end, room + 1), np.zeros(room)
+    for row in rows.tolist():
+        time_in += np.clip(np.minimum(edges[1:], beside.end[row]) - np.maximum(edges[:-1], beside.begin[row]), 0, None)
+    return "".join(_BESIDE if spent > (end - begin) / room / 2 else " " for spent in time_in.tolist())
 
 
 def _cells(

@@ -19,7 +19,7 @@ from pipesight.trace.ai import ai
 from pipesight.trace.automatic._step_argument import with_step
 from pipesight.trace.node import Node
 
-__all__ = ["instrument_collectives"]
+__all__ = ["group_name", "instrument_collectives", "is_inside"]
 
 _CALLS: dict[str, tuple[str, str]] = {  # the event, and the argument that holds what is sent or received
     "all_reduce": ("all_reduce", "tensor"),
@@ -65,10 +65,10 @@ def instrument_collectives(patches: Patches) -> None:
 
 def _around(asynchronous: bool, node: Node, measured: str, names: tuple[str, ...]) -> Callable[..., Any]:
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not node.recording or _is_inside(node):
+        if not node.recording or is_inside(node):
             return original(*args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        known: dict[str, Any] = {"group": _group(given.get("group"))}
+        known: dict[str, Any] = {"group": group_name(given.get("group"))}
         known["async"] = asynchronous or bool(given.get("async_op"))
         if measured:
             with without_function_overrides():
@@ -118,13 +118,14 @@ def _args(node: Node, known: dict[str, Any], place: _InPipeline | None) -> Args 
     return {**node.args, **known} if place is None else (carried(node, known), 0, *place, None, 0, 0)
 
 
-def _is_inside(node: Node) -> bool:
+def is_inside(node: Node) -> bool:
     """Tell whether another collective makes this call: those for objects use those for tensors."""
     around = _span_events.current()[0]
     return around is not None and getattr(around, "category", None) == "comm" and node.category == "comm"
 
 
-def _group(group: Any) -> str:
+def group_name(group: Any) -> str:
+    """Return ``"world"``, or the ranks of a group, as in ``"0,1"``."""
     if group is None or group is dist.group.WORLD:
         return "world"
     try:

@@ -8,6 +8,7 @@ from pipesight.trace.automatic.collectives import instrument_collectives
 from pipesight.trace.automatic.cuda_graph_pause import instrument_graphs
 from pipesight.trace.automatic.dataloaders import instrument_loading
 from pipesight.trace.automatic.device_transfers import instrument_transfers
+from pipesight.trace.automatic.gradient_reductions import instrument_reductions
 from pipesight.trace.automatic.modules import instrument_modules
 from pipesight.trace.automatic.optimizers import instrument_optimizers
 from pipesight.trace.automatic.training_curves import instrument_curves
@@ -33,6 +34,7 @@ class Instrumentation:
         instrument_curves(self._patches)
         instrument_transfers(self._patches)
         instrument_collectives(self._patches)
+        instrument_reductions(self._patches)
         instrument_checkpoints(self._patches)
         instrument_graphs(self._patches)
 

@@ -34,7 +34,7 @@ from pipesight.trace.ai import ai
 from pipesight.trace.automatic._step_argument import with_step
 from pipesight.trace.gpu_spans import DeviceSpan, device_spans
 
-__all__ = ["ModuleHooks", "instrument_modules", "on_outermost"]
+__all__ = ["ModuleHooks", "end_inner_backwards", "instrument_modules", "on_outermost"]
 
 _UNKNOWN = -1  # the depth of a backward that has not reached any module
 _OF_NONE = -2  # the depth of one that reached an inner module first: it is not the backward of an outermost one
@@ -255,6 +255,11 @@ def _end_backwards(depth: int) -> None:
     backwards = _here.backwards
     while backwards and backwards[-1].depth >= depth:
         backwards.pop().end()
+
+
+def end_inner_backwards() -> None:
+    """End the backwards of all modules but the outermost: the last gradient of the backward under way is there."""
+    _end_backwards(1)
 
 
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

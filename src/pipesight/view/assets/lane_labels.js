@@ -49,6 +49,8 @@ function labelled(rows) {
 /** The name of a rank, and its bubble, where its partitions take turns. */
 function rankLabel(step, row, place) {
   const { run } = state;
+  if (row.level > 0 && row.level === state.run.payload.background?.[row.rank])
+    return make("div", { ...place, class: "lane program" }, make("span", { class: "detail" }, "in the background"));
   if (row.level > 0) return make("div", { ...place, class: "lane program", "aria-hidden": "true" });
   const shared = run.lanes.findIndex((lane) => lane.rank === row.rank && lane.takes_turns);
   if (run.payload.ranks === 1 && shared < 0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipesight.analysis.program_advice import part_title
 from pipesight.analysis.program_report import ProgramReport
-from pipesight.analysis.program_time import OWN, REST
+from pipesight.analysis.program_time import OWN, REST, Pieces
 from pipesight.analysis.report import Report
 from pipesight.runs.reading.run import Run
 from pipesight.view.finding_sentences import nonfinite_in
@@ -89,7 +89,10 @@ def program_payload(
         "chunks": 1,
         "lanes": [],
         "programs": sorted(program.pieces),
-        "levels": {str(rank): int(own.depth.max(initial=0)) + 1 for rank, own in program.pieces.items()},
+        "levels": {str(rank): _levels(own) + (rank in program.background.rank) for rank, own in program.pieces.items()},
+        "background": {
+            str(rank): _levels(own) for rank, own in program.pieces.items() if rank in program.background.rank
+        },
         "span_names": names.all,
         "layers": _modules(program),
         "layers_title": "Modules",
@@ -142,6 +145,11 @@ def _chosen(
     return choose_steps(times, sizes, most=limits.blocks // 2, typical=places[0], first=places[1])
 
 
+def _levels(pieces: Pieces) -> int:
+    """Return how many rows the spans of a rank need; what runs in the background has the next."""
+    return int(pieces.depth.max(initial=0)) + 1
+
+
 def _step(
     report: Report, program: ProgramReport, number: int, begin: int, end: int, names: Names, limits: Limits
 ) -> dict[str, Any]:
@@ -157,6 +165,15 @@ def _step(
             spans["time"].append(int(own.spans.end[row] - own.spans.begin[row]))
             spans["name"].append(names.place(_name(own.spans, row, part)))
             spans["level"].append(int(own.depth[row]))
+        beside = program.background
+        for row in np.flatnonzero((beside.rank == rank) & (beside.begin < end) & (beside.end > begin)).tolist():
+            since, until = max(int(beside.begin[row]), begin), min(int(beside.end[row]), end)
+            spans["rank"].append(rank)
+            spans["kind"].append(kind_of("communication"))
+            spans["begin"].append(since - begin)
+            spans["time"].append(until - since)
+            spans["name"].append(names.place(f"{beside.name[row]} in the background"))
+            spans["level"].append(_levels(own))
     parts = program.parts_of_step(number)
     return {
         "number": number,

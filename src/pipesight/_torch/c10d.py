@@ -1,0 +1,45 @@
+"""All-reduces as torch's dispatcher sees them: those that C++ code makes, too, such as the reducer of DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+__all__ = ["Around", "AroundAllReduces", "when_backward_ends"]
+
+Around: TypeAlias = Callable[[Callable[[], Any], Sequence[Tensor], Callable[[], Any]], Any]
+"""Called as ``around(original, tensors, group)``; returns what ``original()``, a `torch.distributed.Work`, does.
+``group()`` is the process group."""
+
+when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Call something after the last gradient of the backward under way, in the thread that waits for it. What asks first
+is called first; it can ask again, for after the others."""
+
+
+class AroundAllReduces:
+    """Lets every all-reduce of CPU tensors run inside ``around``, until it is removed."""
+
+    def __init__(self, around: Around) -> None:
+        self._around = around
+        self._library = torch.library.Library("c10d", "IMPL")
+        self._library.impl("allreduce_", self._reduce, "AutogradCPU", with_keyset=True)
+
+    def remove(self) -> None:
+        """Remove it."""
+        self._library._destroy()
+
+    def _reduce(self, keys: Any, tensors: Sequence[Tensor], group: Any, *rest: Any) -> Any:
+        results: list[Any] = []
+
+        def original() -> Any:
+            below = keys & torch._C._after_autograd_keyset
+            results.append(torch.ops.c10d.allreduce_.default.redispatch(below, tensors, group, *rest))
+            return dist.Work.unbox(results[0][1])
+
+        self._around(original, tensors, lambda: dist.ProcessGroup.unbox(group))
+        return results[0]
