@@ -406,7 +406,8 @@ def test_fits(report, width, height, ascii):
         assert any(line.startswith("Step 4,") for line in lines)
     if height >= 24:
         assert "Where the time goes" in "\n".join(lines)
-        assert "line 49" in lines[-1]
+    if height > 24 or (height == 24 and width >= 80):
+        assert any("line 49" in line for line in lines)
     if ascii:
         assert "\n".join(lines).isascii()
 
@@ -417,13 +418,18 @@ def test_program_without_a_pipeline(tmp_path, width):
     made = Made(tmp_path / "run", pipelines=[])
     for number in range(4):
         made.span("compute", "backward", begin=number * 1_000, dur=500, module="Net", depth=0, step=number)
-        made.span("mine", "my own metrics", begin=number * 1_000 + 500, dur=200)
+        made.span("mine", "my own metrics of everything", begin=number * 1_000 + 500, dur=200)
         made.span("compute", "step", begin=number * 1_000 + 700, dur=100, step=number)
     report = analysed(made)
-    text = "\n".join(draw_frame(Frame("RUN", "going on", report, latest_step(report)), width=width, height=30))
+    log = [LogLine(0, None, "INFO", "train", "the accuracy on the validation set is 0.97", step=3)]
+    frame = Frame("/home/somebody/runs/of-today/RUN", "running for 0:42", report, latest_step(report), log)
+    text = "\n".join(draw_frame(frame, width=width, height=30))
     words = " ".join(text.split())
+    assert "…" not in text
+    assert words.startswith("/home/somebody/runs/of-today/RUN running for 0:42 Step time")
+    assert "INFO the accuracy on the validation set is 0.97" in words
     assert "Step time 1.00 ms usually 1.00 ms, the median of 3 steps" in words
-    assert re.search(r"my own metrics +200 µs +20.0%", text)
+    assert re.search(r"my own metrics of everything\s+200 µs +20.0%", text)
     assert "bubble" not in text.lower()
     assert max(map(len, text.splitlines())) <= width
     assert [line_of(step) for step in steps_of(report)][-1] == "step 2   1.00 ms"

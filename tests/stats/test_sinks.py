@@ -340,6 +340,18 @@ def test_base_logger():
     assert logger.calls == [("fc1_activation_max", 0.0, 3, {}), ("fc1_activation_min", 1.5, 3, {})]
 
 
+def test_prefix(tmp_path):
+    """The sinks that have no tracker put a prefix before the name, too."""
+    logger = Recorder()
+    file, jsonl = FileSink(tmp_path, rank=0, prefix="train/"), JsonlSink(tmp_path, rank=0, prefix="train/")
+    for sink in (LoggerSink(logger, prefix="train/"), file, jsonl):
+        sink.write(ONE)
+        sink.close()
+    assert [name for name, *_ in logger.calls] == ["train/fc1_activation_max"]
+    assert "train/fc1_activation_max \t" in file.path.read_text()
+    assert [line["layer"] for line in objects(jsonl)] == ["train/fc1"]
+
+
 @pytest.mark.parametrize("wrong", [3, Recorder, SimpleNamespace(log_scalar=1)])
 def test_wrong_logger(wrong):
     """Something that cannot log is refused, in words; a class is not its instance."""

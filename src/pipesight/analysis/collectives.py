@@ -45,7 +45,9 @@ class BackgroundCalls(Table):
     """What ran beside the main thread of a rank: calls that it started, and waited for later."""
 
     rank: Column
+    """The rank."""
     name: Column
+    """The function, such as `all_reduce`."""
     begin: Column
     """When it was started, or when the one before it in the same group was done."""
     end: Column

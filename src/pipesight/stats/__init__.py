@@ -42,12 +42,25 @@ if TYPE_CHECKING:
     from pipesight.stats.nonfinite import NonfiniteError
     from pipesight.stats.rank_exchange import MissingRankError
     from pipesight.stats.registry import api_method, register_feature
-    from pipesight.stats.sinks import BaseLogger, MlflowSink, Record, Sink, TensorBoardSink, WandbSink
+    from pipesight.stats.sinks import (
+        BaseLogger,
+        FileSink,
+        JsonlSink,
+        LoggerSink,
+        MlflowSink,
+        Record,
+        Sink,
+        TensorBoardSink,
+        WandbSink,
+    )
 
 # Reading a configuration needs no torch, which takes seconds to import.
 _HOMES = {
     "BaseLogger": "sinks",
     "ConfigError": "config",
+    "FileSink": "sinks",
+    "JsonlSink": "sinks",
+    "LoggerSink": "sinks",
     "MissingRankError": "rank_exchange",
     "MlflowSink": "sinks",
     "Moments": "moments",
@@ -66,6 +79,9 @@ _HOMES = {
 __all__ = [
     "BaseLogger",
     "ConfigError",
+    "FileSink",
+    "JsonlSink",
+    "LoggerSink",
     "MissingRankError",
     "MlflowSink",
     "Moments",

@@ -21,19 +21,31 @@ _GAP = " \t\t\t\t "
 
 
 class FileSink:
-    """Writes ``{log_dir}/nvdlfw_inspect_statistics_logs/nvdlfw_inspect[_TIMESTAMP]_globalrank-R.log``."""
+    """Writes ``{log_dir}/nvdlfw_inspect_statistics_logs/nvdlfw_inspect[_TIMESTAMP]_globalrank-R.log``.
+
+    Args:
+        log_dir: The folder.
+        rank: Of this process; by default, as the environment says.
+        settings: Whether the file is continued, and named by time; by default, as the environment says.
+        prefix: Goes before each name.
+    """
 
     forgives = (OSError,)
 
     def __init__(
-        self, log_dir: str | os.PathLike[str], *, rank: int | None = None, settings: LogSettings | None = None
+        self,
+        log_dir: str | os.PathLike[str],
+        *,
+        rank: int | None = None,
+        settings: LogSettings | None = None,
+        prefix: str = "",
     ) -> None:
         settings = LogSettings.from_environment() if settings is None else settings
         rank = process_rank() if rank is None else rank
         path = log_file(log_dir, "nvdlfw_inspect_statistics_logs", rank=rank, settings=settings)
         self.path = path
         self._lines = LineFile(path, overwrite=settings.overwrite)
-        self._clock = Clock()
+        self._clock, self._prefix = Clock(), prefix
         self._names: dict[tuple[str, str, str], str] = {}  # as a line has them
 
     def open(self) -> None:
@@ -50,7 +62,7 @@ class FileSink:
     def _line(self, record: Record) -> str:
         name = self._names.get(key := record[:3])
         if name is None:
-            name = self._names[key] = _on_one_line(record.name)
+            name = self._names[key] = _on_one_line(f"{self._prefix}{record.name}")
         line = f"{name}{_GAP}iteration={record.iteration:06d}{_GAP}value={format_value(record.value)}"
         return line if not (record.nans or record.infs) else f"{line}{_GAP}excluded={_excluded(record)}"
 

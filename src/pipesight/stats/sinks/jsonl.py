@@ -25,14 +25,23 @@ __all__ = ["JsonlSink"]
 
 
 class JsonlSink:
-    """Writes ``{run}/stats/rank-00000.jsonl``."""
+    """Writes ``{run}/stats/rank-00000.jsonl``.
+
+    Args:
+        run: The run directory.
+        rank: Of this process; by default, as the environment says.
+        overwrite: Whether to begin anew.
+        prefix: Goes before each layer.
+    """
 
     forgives = (OSError,)
 
-    def __init__(self, run: str | os.PathLike[str], *, rank: int | None = None, overwrite: bool = True) -> None:
+    def __init__(
+        self, run: str | os.PathLike[str], *, rank: int | None = None, overwrite: bool = True, prefix: str = ""
+    ) -> None:
         rank = process_rank() if rank is None else rank
         self.path = Path(run).absolute() / "stats" / f"rank-{rank:05d}.jsonl"
-        self._lines = LineFile(self.path, overwrite=overwrite)
+        self._lines, self._prefix = LineFile(self.path, overwrite=overwrite), prefix
         self._names: dict[tuple[str, str, str], str] = {}  # as a line has them
 
     def open(self) -> None:
@@ -48,7 +57,7 @@ class JsonlSink:
     def _line(self, record: Record) -> str:
         name = self._names.get(key := record[:3])
         if name is None:
-            layer, tensor, statistic = map(quote, key)
+            layer, tensor, statistic = quote(f"{self._prefix}{key[0]}"), *map(quote, key[1:])
             name = f'"layer": {layer}, "tensor": {tensor}, "statistic": {statistic}, "value": '
             self._names[key] = name
         value = float(record.value)  # NumPy's floats have another repr

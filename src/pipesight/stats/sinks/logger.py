@@ -27,21 +27,26 @@ class BaseLogger(ABC):
 
 
 class LoggerSink:
-    """Calls ``logger.log_scalar(name, value, iteration)`` for each value. What that raises is raised."""
+    """Calls ``logger.log_scalar(name, value, iteration)`` for each value. What that raises is raised.
 
-    def __init__(self, logger: BaseLogger) -> None:
+    Args:
+        logger: The user's.
+        prefix: Goes before each name.
+    """
+
+    def __init__(self, logger: BaseLogger, *, prefix: str = "") -> None:
         if not callable(getattr(logger, "log_scalar", None)) or isinstance(logger, type):
             kind = f"the class {logger.__name__}" if isinstance(logger, type) else type(logger).__name__
             raise TypeError(
                 f"a statistics logger must have log_scalar(name, value, iteration) (statistics_logger: {kind}); "
                 "pass an instance of a subclass of BaseLogger"
             )
-        self._logger = logger
+        self._logger, self._prefix = logger, prefix
 
     def write(self, records: Sequence[Record]) -> None:
         """Log a scalar for each record."""
         for record in records:
-            self._logger.log_scalar(record.name, record.value, record.iteration)
+            self._logger.log_scalar(f"{self._prefix}{record.name}", record.value, record.iteration)
 
     def close(self) -> None:
         """Do nothing: the logger is the user's."""

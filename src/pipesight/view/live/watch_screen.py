@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,14 +70,14 @@ class Frame:
 def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, ascii: bool = False) -> list[str]:
     """Draw a frame in at most this many columns and lines."""
     style = Style(min(width, WIDEST), colour, ascii)
-    head = [*_head(frame, style), *_warnings(frame, style)]
+    head = [*_head(frame, style, wrap=height >= ROOMY), *_warnings(frame, style)]
     report, figures = frame.report, frame.figures
     if report is None or figures is None:
         blocks = [head, _log(frame.log, max(height - len(head) - 1, 0), style)]
     else:
         numbers = _numbers(figures, style, wrap=height >= ROOMY)
         if height >= ROOMY and figures.last.bubble is not None:
-            numbers.append(style.paint(style.cut(EXPLAINED, style.width), "dim"))
+            numbers += [style.paint(line, "dim") for line in style.wrapped(EXPLAINED)]
         room = height - len(head) - len(numbers) - 1
         steps = _timeline(report, figures, min(room - 1, max(3, room * 2 // 3)), style)
         room -= len(steps) + 1
@@ -100,13 +101,21 @@ def line_of(step: StepNumbers, *, ascii: bool = False) -> str:
     return text.replace("µs", "us") if ascii else text
 
 
-def _head(frame: Frame, style: Style) -> list[str]:
+def _head(frame: Frame, style: Style, *, wrap: bool) -> list[str]:
     """Write the title and the state side by side, or one below the other if the state is long."""
     state = style.cut(frame.state, LONGEST_STATE)
     if len(state) > style.width - 12:
-        title = style.paint(style.cut(frame.title, style.width), "bold")
-        return [title, *(style.paint(line, "dim") for line in style.wrapped(state))]
-    title = style.cut(frame.title, max(style.width - len(state) - 2, 0))
+        titles = style.wrapped(frame.title) if wrap else [style.cut(frame.title, style.width)]
+        return [
+            *(style.paint(line, "bold") for line in titles),
+            *(style.paint(line, "dim") for line in style.wrapped(state)),
+        ]
+    title = style.plain(frame.title)
+    if not wrap:
+        title = style.cut(title, max(style.width - len(state) - 2, 0))
+    elif len(title) + len(state) + 2 > style.width:
+        above = [style.paint(line, "bold") for line in style.wrapped(title)]
+        return [*above, style.paint(f"{state:>{style.width}}", "dim")]
     space = " " * (style.width - len(title) - len(state))
     return [style.paint(title, "bold") + space + style.paint(state, "dim")]
 
@@ -159,12 +168,18 @@ def _timeline(report: Report, figures: LatestStep, most: int, style: Style) -> l
     legend = f"{PHASES[0]} F, {PHASES[1]} R, {PHASES[2]} B"
     if figures.left_out is not None:
         legend = f"step {figures.left_out} has no known end"
-    head = style.cut(f"{title}   {legend}" if len(title) + len(legend) + 3 <= room else title, room + label + 5)
+    beside = len(title) + len(legend) + 3 <= room + label + 5
+    head = f"{title}   {legend}" if beside else title
+    lines = []
+    if len(head) > room + label + 5:  # a long title has lines of its own
+        lines, head, title = [style.paint(line, "bold") for line in style.wrapped(title)], "", ""
     space = " " * (room + label + 5 - len(head))
-    lines = [
+    lines.append(
         style.paint(head[: len(title)], "bold") + style.paint(f"{head[len(title) :]}{space} bubble usually", "dim")
-    ]
-    shown = len(drawn.lines) if len(drawn.lines) < most else most - 2
+    )
+    below = [] if beside else [style.paint(line, "dim") for line in style.wrapped(legend, indent="  ", first="  ")]
+    most -= len(below)
+    shown = len(drawn.lines) if len(drawn.lines) + len(lines) <= most else most - len(lines) - 1
     left, right = glyphs.edges
     for k in range(max(shown, 1)):
         j, bubble, now, usual = drawn.partitions[k], drawn.bubbles[k], "", ""
@@ -175,7 +190,7 @@ def _timeline(report: Report, figures: LatestStep, most: int, style: Style) -> l
         lines.append(f"  {drawn.labels[k]:>{label}} {left}{text}{right} {now:>6} {usual:>7}")
     if more := len(drawn.lines) - max(shown, 1):
         lines.append(style.paint(f"  and {count_of(more, 'more partition')}", "dim"))
-    return lines[:most]
+    return [*lines[:most], *below]
 
 
 def _parts(figures: LatestStep, most: int, style: Style) -> list[str]:
@@ -188,8 +203,8 @@ def _parts(figures: LatestStep, most: int, style: Style) -> list[str]:
     noticed = [k for k in range(len(figures.names)) if max(usual.parts[k] / total, last.parts[k] / taken) >= NOTICEABLE]
     largest = sorted(noticed, key=lambda k: -usual.parts[k])[: most - 1]
     widest = max(max(last.parts), 1e-9)
-    titles = [style.cut(part_title(name) if name not in TITLES else TITLES[name], NAME) for name in figures.names]
-    names = 2 + max(map(len, [*TITLES.values(), *titles]))
+    titles = [style.plain(part_title(name) if name not in TITLES else TITLES[name]) for name in figures.names]
+    names = 2 + max(map(len, [*TITLES.values(), *(title for title in titles if len(title) <= NAME)]))
     beside = style.width >= names + 2 + 3 * NUMBER  # whether there is room for the medians
     numbers = names + 2 + (3 if beside else 2) * NUMBER
     room = min(style.width - numbers - 2, LONGEST_BAR)
@@ -197,16 +212,20 @@ def _parts(figures: LatestStep, most: int, style: Style) -> list[str]:
     head = f"{'last':>{numbers - len(title) - NUMBER}}{'usually':>{NUMBER}}" if beside else ""
     lines = [style.paint(title, "bold") + style.paint(head, "dim")]
     for k in sorted(largest):
+        title = titles[k]
+        if len(title) > NAME:  # a long one has lines of its own
+            lines += [f"  {line}" for line in textwrap.wrap(title, style.width - 2)]
+            title = ""
         share, before = percent(last.parts[k] / taken), percent(usual.parts[k] / total) if beside else ""
         spent = time(last.parts[k]) if last.parts[k] > 0 else "-"
-        text = f"  {titles[k]:<{names}}{spent:>{NUMBER}}{share:>{NUMBER}}"
+        text = f"  {title:<{names}}{spent:>{NUMBER}}{share:>{NUMBER}}"
         text += f"{before:>{NUMBER}}" if beside else ""
         if room >= 4:
             name = figures.names[k]
             colour = "green" if name in COMPUTED else "yellow" if name in LOSSES else "magenta"
             text += "  " + style.paint(bar(last.parts[k] / widest, room, ascii=style.ascii), colour)
         lines.append(text)
-    return lines
+    return lines[:most]
 
 
 def _log(log: Sequence[LogLine], most: int, style: Style) -> list[str]:
@@ -218,13 +237,24 @@ def _log(log: Sequence[LogLine], most: int, style: Style) -> list[str]:
     if not shown:
         return []
     digits = max((len(str(line.step)) for line in shown if line.step is not None), default=0)
-    lines = [style.paint("Log", "bold")]
-    for line in shown:
-        text = f"{line.level:<8}{line.message}" if line.level else line.message
+    lines: list[str] = []
+    for line in reversed(shown):
+        message = line.message.split("\n", 1)[0]
+        text = f"{line.level:<8}{message}" if line.level else message
         place = f"step {line.step:>{digits}}  " if line.step is not None else " " * (digits + 7) if digits else ""
-        first = text.split("\n", 1)[0]
-        lines.append(style.paint(style.cut(f"  {place}{first}", style.width), _LEVELS.get(line.level, "dim")))
-    return lines
+        whole = style.plain(f"  {place}{text}")
+        drawn = [whole] if len(whole) <= style.width else _broken(whole, style.width)
+        if len(lines) + len(drawn) > most - 1:
+            drawn = [style.cut(whole, style.width)]
+        lines[:0] = [style.paint(part, _LEVELS.get(line.level, "dim")) for part in drawn]
+        if len(lines) >= most - 1:
+            break
+    return [style.paint("Log", "bold"), *lines]
+
+
+def _broken(line: str, width: int) -> list[str]:
+    """Break a log line that is too long."""
+    return textwrap.wrap(line.strip(), width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
 
 
 def _is_wanted(line: LogLine) -> bool:
