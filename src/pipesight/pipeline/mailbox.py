@@ -84,8 +84,14 @@ class Mailboxes:
                 for other in range(len(self._held)):
                     self.release(other)
         if packet is None or self._aborted:
+            self._aborted = True
             raise AbortedError
         return packet
+
+    def check(self) -> None:
+        """Raise if the pass ends early."""
+        if self._aborted:
+            raise AbortedError
 
     def release(self, j: int) -> None:
         """Deliver the packets that partition j holds back."""

@@ -1,37 +1,38 @@
 """A step of any model: forwards, losses and backwards of all micro-batches in one pass, in the order of a schedule.
 
-A worker has a list of tasks. Forwards are run by threads that run the model (`trips`), everything else by the worker
-itself; who has the turn, runs (`turns`). The loss of a micro-batch is computed at the end of its last forward, and its
-gradient put where the backward waits for it, so that neither outputs nor graphs of all micro-batches are alive at once.
+A worker has a list of tasks, which run in the threads that have the turn (`turns`). All forwards of a micro-batch run
+in one thread, which runs the model (`trips`); everything else runs in any. The loss of a micro-batch is computed at the
+end of its last forward, and its gradient put where the backward waits for it, so that neither outputs nor graphs of all
+micro-batches are alive at once.
 
     worker 0   F0 F1 .. B0 ..      F: a thread goes on with the model, which comes from the partition before
-    worker 1      F0 B0 F1 B1      B: the worker, when the forward has ended and the gradients are there
+    worker 1      F0 B0 F1 B1      B: a free thread, when the forward has ended and the gradients are there
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipesight.context import Observers, Where
+from pipesight.context import Observers, Where, enter_thread
 from pipesight.pipeline.gradients import GradientSum, silence_hooks
 from pipesight.pipeline.local_graph import LocalGraph
-from pipesight.pipeline.mailbox import Packet
+from pipesight.pipeline.mailbox import AbortedError, Packet
 from pipesight.pipeline.partition import PlacedPartition
 from pipesight.pipeline.placed_units import Placement
-from pipesight.pipeline.randomness import begin_task, end_task
+from pipesight.pipeline.randomness import begin_task, end_task, isolated
 from pipesight.pipeline.reentrant_checkpoint import CaughtGradients
 from pipesight.pipeline.split_backward import SplitBackward
 from pipesight.pipeline.step_losses import StepLosses
-from pipesight.pipeline.trip import Trip
+from pipesight.pipeline.trip import Trip, TripGraph
 from pipesight.pipeline.trips import TripBackward, TripEngine, Trips, TripTape
-from pipesight.pipeline.turns import NOTHING, Turns
-from pipesight.schedule.task_orders import F, R, W
-from pipesight.schedule.worker_orders import WorkerOrders
+from pipesight.pipeline.turns import Turns
+from pipesight.schedule.task_orders import B, F, R, W
+from pipesight.schedule.worker_orders import Task, WorkerOrders
 
 __all__ = ["StepPass"]
 
@@ -57,9 +58,16 @@ class StepPass(TripBackward):
         )
         self.threads = engine.step_threads(self.shares, orders.flying)
         self.mailboxes.add((i, s, k) for i in range(self.m) for k in range(1, self.n + 1) for s in range(k))
-        self.turns = Turns(orders.tasks, self.mailboxes)
+        self.turns = Turns(
+            orders.tasks,
+            orders.homes,
+            [thread.ident for thread in self.threads.threads],
+            self.mailboxes,
+            flying=orders.flying,
+            alone=orders.alone,
+            needs={task: 1 for row in orders.tasks for task in row if task[0] in (B, R)},  # the forward
+        )
         self._trips = _StepTrips(self, tape, placement, losses)
-        self._arrived: set[tuple[int, int]] = set()  # tasks whose micro-batch has ended its forward
         self._split: dict[tuple[int, int], SplitBackward] = {}
 
     @property
@@ -69,14 +77,10 @@ class StepPass(TripBackward):
 
     def run_step(self) -> GradientSum:
         """Run all tasks; return the gradients of parameters and of the caller's tensors."""
-        call = self.tape.call
         silence_hooks(p for p in self._trips.placement.model.parameters())
         for partition in self.partitions:
             self.tape.parameters[partition.j] = partition.trainable()
-        starts = [i for row in self._orders.tasks for kind, i, j in row if kind == F and j == 0]
-        coming = iter([i for i in starts if i not in self._orders.alone])
-        jobs = [functools.partial(self._job, share) for share in self.shares]
-        jobs += [functools.partial(self._trips.travel_on, coming, call)] * self._orders.flying
+        jobs = [self._run_tasks] * len(self.threads.threads)
         try:
             self.run_jobs(self.threads, jobs)
         except BaseException:
@@ -92,17 +96,39 @@ class StepPass(TripBackward):
         """Return how many threads compute on the CPU at once."""
         return sum(self.minibatch.streams.compute[share[0]] is None for share in self.shares)
 
-    def work(self, share: tuple[int, ...], where: Where) -> None:
-        """Run the tasks of a worker, except forwards that another thread runs."""
-        with torch.autograd.set_multithreading_enabled(False), CaughtGradients() as caught:
-            for kind, i, j in self._orders.tasks[self._orders.homes[share[0]]]:
-                if kind == F:
-                    if j == 0 and i in self._orders.alone:
-                        self._trips.travel(i, self.tape.call, where)
-                    continue
-                self.turns.take((kind, i, j))
-                self._run(kind, i, self.partitions[j], where, caught)
-                self.turns.give((kind, i, j))
+    def _run_tasks(self, own: Where) -> None:
+        """Run what the calling thread gets a turn for: forwards of a micro-batch, from the first to the last, or one
+        task that is no forward."""
+        where = own
+        try:
+            self.limit_threads()
+            for stream in {*self.minibatch.streams.compute}:
+                if stream is not None:
+                    torch.cuda.set_stream(stream)
+            task = self.turns.next()
+            while task is not None:
+                while task is not None and task[0] == F:
+                    self._trips.travel(task[1], self.tape.call, own)
+                    task = self._next_after((F, task[1], self.n - 1))
+                if task is None:
+                    break
+                # Autograd would run the nodes of a GPU in a thread of its own.
+                with isolated(), torch.autograd.set_multithreading_enabled(False), CaughtGradients() as caught:
+                    while task is not None and task[0] != F:
+                        kind, i, j = task
+                        where = self._trips.enter(j)
+                        self._run(kind, i, self.partitions[j], where, caught)
+                        task = self._next_after(task)
+        except AbortedError:
+            pass
+        except BaseException as error:
+            self.fail(error, where)
+        finally:
+            enter_thread(own)
+
+    def _next_after(self, task: Task) -> Task | None:
+        self.turns.end(task)
+        return self.turns.next()
 
     def _run(self, kind: int, i: int, partition: PlacedPartition, where: Where, caught: CaughtGradients) -> None:
         """Run a task that is no forward."""
@@ -110,9 +136,6 @@ class StepPass(TripBackward):
         if kind == W:
             self._run_weights(i, partition, where)
             return
-        if (i, j) not in self._arrived:
-            self.mailboxes.get((i, j), j)
-            self._arrived.add((i, j))
         graph = self._graphs[i, j]
         if kind == R:
             self.recompute(partition, i, graph, where)
@@ -133,6 +156,22 @@ class StepPass(TripBackward):
             return super().differentiate(partition, i, graph, gradients)
         split = self._split[i, partition.j] = SplitBackward(graph)
         return [], split.run_inputs(gradients), [None] * len(graph.parameters)
+
+    def arrived(self, i: int, graphs: Sequence[TripGraph]) -> None:
+        """Let the backwards of a micro-batch begin, whose forward has ended, once they have the gradients they need."""
+        there = []
+        for graph in graphs:
+            awaited = len({*graph.consumers} - {self.n})
+            there += [((R, i, graph.first), 1), ((B, i, graph.first), 1 - awaited)]
+        self.turns.supply(there)
+
+    def send_gradients(
+        self, i: int, j: int, graph: LocalGraph, of_ins: list[Tensor | None], of_arriving: list[Tensor | None]
+    ) -> None:
+        """Send the gradients of a task's inputs to the partitions that made them, whose backwards may need no more."""
+        super().send_gradients(i, j, graph, of_ins, of_arriving)
+        assert isinstance(graph, TripGraph)
+        self.turns.supply(((B, i, s), 1) for s in {*graph.sources})
 
     def _run_weights(self, i: int, partition: PlacedPartition, where: Where) -> None:
         """Run the rest of a backward: the gradients of the weights."""
@@ -157,13 +196,9 @@ class _StepTrips(Trips):
     def __init__(self, step: StepPass, tape: TripTape, placement: Placement, losses: StepLosses) -> None:
         self._step, self._losses = step, losses
         super().__init__(tape, placement, step.threads.threads, step.shares)
-        self.mailboxes, self.observers = step.mailboxes, step.observers
+        self.mailboxes, self.observers, self.turns = step.mailboxes, step.observers, step.turns
         for where in self.wheres:
             where.observers = step.observers
-
-    def make_turns(self) -> Turns:
-        """Return the turns of the step."""
-        return self._step.turns
 
     def limit_threads(self) -> None:
         """Give the calling thread its share of intra-op threads."""
@@ -194,5 +229,4 @@ class _StepTrips(Trips):
         for graph in trip.graphs:
             if n in graph.consumers:
                 self.mailboxes.put((i, graph.first, n), Packet([start], self.partitions[graph.first].device), 0)
-        for j in range(n):
-            self.mailboxes.put((i, j), NOTHING, j)
+        self._step.arrived(i, trip.graphs)

@@ -134,8 +134,11 @@ class Trip(TorchFunctionMode):
         return output
 
     def finish(self) -> None:
-        """End the last task, let go of all graphs, and let the next task have its turn."""
-        self._end_task(last=True)
+        """End the last task, and let go of all graphs."""
+        self._end_task()
+        # This thread may not run again before others have gone on, and would keep alive what they free.
+        self.graphs.clear()
+        self.roots.clear()
 
     def arrive(self, k: int, arguments: Any = ()) -> None:
         """Go on in partition k, whose first module is about to be called with these arguments."""
@@ -158,13 +161,13 @@ class Trip(TorchFunctionMode):
         self._busy = True
         try:
             self._end_task(arguments)
+            self._trips.go_on(self.i, self.j)
             self._begin_task(self.j + 1)
         finally:
             self._busy = False
 
     def _begin_task(self, j: int) -> None:
         trips = self._trips
-        trips.take_turn(self.i, j)
         self.j = self.attributes.partition = j
         self._calls = 0
         where = trips.enter(j)
@@ -176,7 +179,7 @@ class Trip(TorchFunctionMode):
         trips.begin(where, trips.partitions[j], self.i, "forward", checkpointing=self._checkpointed)
         begin_task(trips.minibatch.randomness, (self.i, j, "forward"))
 
-    def _end_task(self, outputs: Any = (), *, last: bool = False) -> None:
+    def _end_task(self, outputs: Any = ()) -> None:
         trips, where = self._trips, self._trips.wheres[self.j]
         end_task()
         if self._grad:
@@ -184,10 +187,6 @@ class Trip(TorchFunctionMode):
             self.roots.check(self.j)
             where.kept = functools.partial(self._kept, outputs)
         trips.end(where)
-        if last:  # this thread may not run again before others have gone on, and would keep alive what they free
-            self.graphs.clear()
-            self.roots.clear()
-        trips.give_turn(self.i, self.j)
 
     def _kept(self, outputs: Any) -> Kept:
         """Return what the task under way keeps for its backward; it, or an earlier one, has made ``outputs``."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,11 +139,7 @@ class Trips(Pass):
         for j, where in enumerate(self.wheres):
             self.describe(where, self.minibatch.streams.compute[j])
             where.partition, where.thread = j, drawn_in[j] or 0
-        self._turns = self.make_turns()
-
-    def make_turns(self) -> Turns:
-        """Return the turns of this pass."""
-        return Turns([_turns(self.m, share) for share in self.minibatch.engine.workers.shares], self.mailboxes)
+        self.turns: Turns
 
     def run(
         self, threads: Threads, call: SplitCall, watches: Sequence[LossWatch] = ()
@@ -159,18 +155,23 @@ class Trips(Pass):
         if self.minibatch.grad:
             for partition in self.partitions:
                 self.tape.parameters[partition.j] = partition.trainable()
-        coming = iter(range(self.m))
+        shares, used = self.minibatch.engine.workers.shares, threads.threads[: self.m]
+        homes = [d for j in range(self.n) for d, share in enumerate(shares) if j in share]
+        orders = [_turns(self.m, share) for share in shares]
+        self.turns = Turns(orders, homes, [thread.ident for thread in used], self.mailboxes, flying=len(used))
         try:
-            self.run_jobs(threads, [functools.partial(self.travel_on, coming, call) for _ in threads.threads[: self.m]])
+            self.run_jobs(threads, [functools.partial(self._travel_on, call)] * len(used))
         finally:
             self.attributes.end()
         self.tape.note_versions(self.partitions)
         return [self._outputs[i] for i in range(self.m)]
 
-    def travel_on(self, coming: Iterator[int], call: SplitCall, own: Where) -> None:
+    def _travel_on(self, call: SplitCall, own: Where) -> None:
         """Run the model with one micro-batch after the other, in a thread."""
-        for i in coming:
-            self.travel(i, call, own)
+        with contextlib.suppress(AbortedError):
+            while (task := self.turns.next()) is not None:
+                self.travel(task[1], call, own)
+                self.turns.end((F, task[1], self.n - 1))
 
     def travel(self, i: int, call: SplitCall, own: Where) -> None:
         """Run the model with one micro-batch."""
@@ -235,16 +236,12 @@ class Trips(Pass):
 
     # For the trips.
 
-    def take_turn(self, i: int, j: int) -> None:
-        """Wait until partition j is free for micro-batch i."""
+    def go_on(self, i: int, j: int) -> None:
+        """Let the next task of partition j begin; wait until the partition after it is free for micro-batch i."""
         try:
-            self._turns.take((F, i, j))
+            self.turns.go_on((F, i, j), (F, i, j + 1))
         except AbortedError:
             raise _Abandoned from None
-
-    def give_turn(self, i: int, j: int) -> None:
-        """Let the next task of partition j, or of the others on its GPU, begin."""
-        self._turns.give((F, i, j))
 
     def enter(self, j: int) -> Where:
         """Let the calling thread work in partition j."""
