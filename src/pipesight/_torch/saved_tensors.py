@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from pipesight._torch.autograd import PythonNode
 
-__all__ = ["CAN_BE_SEEN", "following_nodes", "saved_by", "saved_output"]
+__all__ = ["CAN_BE_SEEN", "following_nodes", "hanging_weights", "saved_by", "saved_output"]
 
 CAN_BE_SEEN: bool = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 """Whether this PyTorch tells which saved tensors hooks of the program have packed; old ones do not."""
@@ -36,6 +37,21 @@ def saved_by(node: Any) -> Iterator[Tensor]:
 def following_nodes(node: Any) -> Iterator[Any]:
     """Yield the nodes that the gradients of a node go to."""
     return (following for following, _ in node.next_functions if following is not None)
+
+
+def hanging_weights(node: Any) -> tuple[list[Tensor], int]:
+    """Return the leaves to which a node leads on a way of their own, as a matrix product does to its weight, and the
+    bytes of the gradients that it gets."""
+    leaves = []
+    following = [*following_nodes(node)] if len(node.next_functions) > 1 else []
+    for one in following:
+        while len(one.next_functions) == 1 and one.next_functions[0][0] is not None:
+            one = one.next_functions[0][0]
+        if (leaf := getattr(one, "variable", None)) is not None:
+            leaves.append(leaf)
+    if not leaves:
+        return [], 0
+    return leaves, sum(math.prod(map(int, given.shape)) * given.dtype.itemsize for given in node._input_metadata)
 
 
 def saved_output(node: Any, number: int) -> int:

@@ -110,9 +110,9 @@ def _layer(
     each: tuple[float, float],
     chunks: int,
     fact: DescribedLayer | None,
-    kept: tuple[float, float],
+    kept: tuple[float, float, float],
 ) -> Layer:
-    """Make a layer from the microseconds that a micro-batch takes, and the bytes that a batch keeps and shares."""
+    """Make a layer from the microseconds that a micro-batch takes, and the bytes that `_Kept` gives."""
     forward, recompute, backward = times
     batch = chunks * MICROSECOND
     output = float(fact.output_bytes or 0) if fact is not None else 0.0
@@ -126,6 +126,7 @@ def _layer(
         backward_each=each[1] * MICROSECOND,
         kept_bytes=kept[0],
         shared_bytes=kept[1],
+        waiting_bytes=kept[2],
         output_bytes=output,
         parameter_bytes=float(fact.parameter_bytes or 0) if fact is not None else 0.0,
         checkpointed=fact is None or fact.checkpointed,
@@ -144,15 +145,15 @@ class _Kept:
         self._partition = 0
         self._output_kept: float | None = None
 
-    def of(self, j: int, name: str, fact: DescribedLayer | None) -> tuple[float, float]:
-        """Return what a layer keeps of a batch, and what of it does not come on top of its input."""
+    def of(self, j: int, name: str, fact: DescribedLayer | None) -> tuple[float, float, float]:
+        """Return what a layer keeps of a batch, what of it does not come on top of its input, and what it waits for."""
         output = float(fact.output_bytes or 0) if fact is not None else 0.0
         before, self._before = self._before, output
         begins, self._partition = j != self._partition, j
         entry = self._entries.get((j, name))
         if entry is None:
             # A layer that keeps nothing does not show; neither does any, where nothing was counted.
-            return (0.0, before) if self._entries else (output, 0.0)
+            return (0.0, before, 0.0) if self._entries else (output, 0.0, 0.0)
         kept, both, m = entry.kept, entry.both, self._chunks
         if begins:  # its input came from another partition, whose last layer may keep it itself
             both = max(entry.earlier - (self._output_kept or 0.0), 0.0)
@@ -160,7 +161,7 @@ class _Kept:
         last = self._entries.get((j, self._last.get(j, "")))
         self._output_kept = last.output_kept if last is not None else None
         shared = both * m + before - entry.earlier * m if before else 0.0
-        return kept * m, shared
+        return kept * m, shared, entry.waiting * m
 
 
 class _Peaks:

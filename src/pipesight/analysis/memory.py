@@ -89,6 +89,8 @@ class LayerMemory:
     """What it keeps of what earlier layers, or partitions, have made."""
     both: float
     """What of that is in `kept`."""
+    waiting: float
+    """The gradients that its weights wait for, where their part of the backward comes later."""
     output_kept: float | None
     """Of the last layer of a partition: how much of its output it keeps itself."""
 
@@ -265,6 +267,7 @@ def _layers(rows: list[_Row]) -> Iterator[LayerMemory]:
     """Yield the layers: means over the tasks that kept anything, forward or recomputed."""
     found: dict[tuple[int | None, str], list[list[float]]] = {}
     last: dict[int | None, tuple[str, list[float]]] = {}
+    waiting: dict[tuple[int | None, str], list[float]] = {}
     for _, _, _, _, values in (row for row in rows if row[0] == _LAYERS):
         partition, layers = values.get("partition"), values.get("layers")
         if not isinstance(partition, int | None) or not isinstance(layers, dict):
@@ -272,13 +275,18 @@ def _layers(rows: list[_Row]) -> Iterator[LayerMemory]:
         for name, numbers in layers.items():
             if isinstance(numbers, list) and len(numbers) == 3:
                 found.setdefault((partition, name), []).append(numbers)
+        waits = values.get("waiting")
+        for name, size in waits.items() if isinstance(waits, dict) else ():
+            if isinstance(size, int):
+                waiting.setdefault((partition, name), []).append(size)
         if layers:
             name, kept = last.setdefault(partition, (next(reversed(layers)), []))
             kept.append(values.get("output_kept", 0))
     for (partition, name), numbers in sorted(found.items(), key=lambda entry: entry[0][0] or 0):
         kept, earlier, both = np.mean(numbers, axis=0).tolist()
+        of_weights = float(np.mean(waiting.get((partition, name), [0])))
         of_output = float(np.mean(last[partition][1])) if last[partition][0] == name else None
-        yield LayerMemory(partition, name, kept, earlier, both, of_output)
+        yield LayerMemory(partition, name, kept, earlier, both, of_weights, of_output)
 
 
 def _inside(rows: list[_Row]) -> Iterator[LayerPeak]:

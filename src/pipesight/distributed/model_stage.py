@@ -291,6 +291,7 @@ class ModelStage(TransferringStage):
                 else:
                     with self._recomputing_layers.noticed(self.j):
                         graph.rest = run_input_backward(ends, given, list(graph.leaves.values()))
+                        self.batch.where.gradients = graph.rest.waiting
             self.batch.where.end_layer()  # the rest belongs to no layer
         except BaseException as error:
             self._fail(error)

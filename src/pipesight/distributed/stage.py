@@ -216,6 +216,7 @@ class Stage(TransferringStage):
                 else:
                     with self._recomputing_layers.noticed(self.j):
                         graph.rest = run_input_backward(ends, gradients, graph.leaves)
+                        self.batch.where.gradients = graph.rest.waiting
             self.batch.where.end_layer()  # the rest belongs to no layer
             own = [leaf.grad for leaf in graph.leaves]
             for leaf in graph.leaves:

@@ -173,7 +173,7 @@ class TransferringStage(PipelineStageBase):
         if self.batch.observers.members:
             self.batch.observers.task_ended(where)
         where.phase = None
-        where.kept = None  # it holds tensors
+        where.kept = where.gradients = None  # they hold tensors
 
     def _fail(self, error: BaseException) -> None:
         annotate(error, self.batch.where)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -118,7 +119,7 @@ class BackwardPass(Pass):
         self.recompute(partition, i, graph, where)
         gradients = self.receive_gradients(partition, i, graph, where)
         self.begin(where, partition, i, "backward", marks=graph.marks)
-        where.gradients = self._sums[partition.j].tensors
+        where.gradients = functools.partial(self.held_gradients, partition.j)
         begin_task(self.minibatch.randomness, (i, partition.j, "backward"))
         try:
             self.minibatch.caller.run(self._run_task, partition, i, graph, gradients, where, caught)
@@ -146,6 +147,10 @@ class BackwardPass(Pass):
         graph.marks = where.marks
         if not self._keep:
             graph.checkpoint = graph.inputs = None
+
+    def held_gradients(self, j: int) -> list[Tensor]:
+        """Return the gradients that a partition holds between its tasks."""
+        return self._sums[j].tensors()
 
     def check_weights(self, partition: PlacedPartition) -> None:
         """Raise if the weights of a partition are no longer those of its forward."""

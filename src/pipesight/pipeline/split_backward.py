@@ -63,6 +63,12 @@ class SplitBackward:
         self._second.forget()
         return [by_id.get(id(parameter)) for parameter in self._graph.parameters]
 
+    def waiting(self) -> list[Tensor]:
+        """Return the gradients that the second part starts from."""
+        if self._weights is not None:
+            return [gradient for gradient in self._weights if gradient is not None]
+        return [] if self._second is None else self._second.gradients()
+
     def _run_whole(self, ends: Sequence[_End], roots: Sequence[GradientEdge]) -> list[Tensor | None]:
         parameters = self._graph.parameters
         wanted: list[GradientEdge | Tensor] = [*roots, *[p for p in parameters if p.requires_grad]]
@@ -79,6 +85,10 @@ class RestOfBackward:
         self._second = second
         self.is_whole = is_whole
         """Nothing of the backward has been run: no output depends on an input."""
+
+    def waiting(self) -> list[Tensor]:
+        """Return the gradients that it starts from."""
+        return [] if self._second is None else self._second.gradients()
 
     def run(self) -> None:
         """Add the gradients of the weights to ``.grad``."""
@@ -164,6 +174,10 @@ class _SecondPart:
             if ends and weights:
                 found.append((ends, weights))
         return found
+
+    def gradients(self) -> list[Tensor]:
+        """Return those that it starts from, as far as they are known by now."""
+        return [end[1] for _, start in self._parts if (end := start.end()) is not None]
 
     def forget(self) -> None:
         """Let go of the graph and its gradients."""

@@ -173,12 +173,17 @@ class StepPass(TripBackward):
         assert isinstance(graph, TripGraph)
         self.turns.supply(((B, i, s), 1) for s in {*graph.sources})
 
+    def held_gradients(self, j: int) -> list[Tensor]:
+        """Return the gradients that a partition holds, also those that tasks of its own wait for."""
+        waiting = [split.waiting() for (_, k), split in [*self._split.items()] if k == j]
+        return [*super().held_gradients(j), *(gradient for some in waiting for gradient in some)]
+
     def _run_weights(self, i: int, partition: PlacedPartition, where: Where) -> None:
         """Run the rest of a backward: the gradients of the weights."""
         j = partition.j
         graph, split = self._graphs.pop((i, j)), self._split.pop((i, j))
         self.begin(where, partition, i, "weight", marks=graph.marks)
-        where.gradients = self._sums[j].tensors
+        where.gradients = functools.partial(self.held_gradients, j)
         begin_task(self.minibatch.randomness, (i, j, "weight"))
         observers, where.observers = where.observers, Observers(())  # weights come in no order of layers
         try:

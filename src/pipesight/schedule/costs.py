@@ -50,6 +50,8 @@ class Layer:
     """Bytes kept from forward to backward if it is not recomputed, and not by an earlier layer."""
     shared_bytes: float = 0.0
     """What of that does not come on top of the layer's input, where that is kept because a stage begins here."""
+    waiting_bytes: float = 0.0
+    """The gradients that its weights wait for, where their part of the backward comes later."""
     output_bytes: float = 0.0
     """What goes to the next layer."""
     parameter_bytes: float = 0.0

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesight.schedule.costs import Costs
+from pipesight.schedule.costs import Costs, Peak
 from pipesight.schedule.task_orders import B, F, Order, R, Schedule, W
 
 __all__ = ["BlockBytes", "States", "block_bytes", "device_bytes", "held", "most_held", "peak_bytes"]
@@ -38,10 +38,14 @@ class States(NamedTuple):
     """In how many micro-batches they hold inputs."""
     activations: _Counts
     """In how many they hold activations."""
+    waiting: _Counts
+    """In how many the gradients of weights wait for their part of a backward."""
     gradients: _Counts
     """Whether they have gradients of weights."""
     forwards: _Counts
-    """Whether a forward runs, or a recomputation, that keeps activations."""
+    """Whether a forward runs that keeps activations."""
+    recomputations: _Counts
+    """Whether a recomputation runs."""
     backwards: _Counts
     """Whether a backward runs that is not split."""
     split: _Counts
@@ -63,10 +67,14 @@ class BlockBytes(NamedTuple):
     """To recompute a micro-batch."""
     activations: Bytes
     """For the backward of one, beside that."""
+    waiting: Bytes
+    """What the gradients of weights wait for in one, between the parts of its backward."""
     gradients: Bytes
     """Of weights, from the first backward on."""
     forwards: Bytes
     """What is in use above that in the middle of a forward, at most."""
+    recomputations: Bytes
+    """The same in a recomputation."""
     backwards: Bytes
     """The same in a backward."""
     split: Bytes
@@ -156,14 +164,18 @@ def block_bytes(costs: Costs, schedule: Schedule, parameter_scale: float) -> Blo
     inputs, kept = (size / chunks for size in _kept(costs))
     parameters = _sums([layer.parameter_bytes for layer in costs.layers])
     of_gradients = min(max(parameter_scale - 1.0, 0.0), 1.0) if costs.minibatches == 1 else 0.0
+    gradients, nothing = parameters * of_gradients, 0 * parameters
     fixed = parameters * (parameter_scale - of_gradients)
     fixed[0, 1:] += costs.input_bytes
-    gradients, nothing = parameters * of_gradients, 0 * parameters
+    waiting = _waiting(costs) / chunks
     if not costs.peaks_known:
-        rises = nothing, nothing, nothing, nothing
-        return BlockBytes(inputs, kept, gradients, *rises, nothing, nothing, nothing, fixed)
-    forwards = _forward_rises(costs, chunks, inputs + kept)
+        rises = nothing, nothing, nothing, nothing, nothing
+        return BlockBytes(inputs, kept, waiting, gradients, *rises, nothing, nothing, nothing, fixed)
+    again = _forward_rises(costs, chunks, inputs + kept, loss=False)
+    forwards = _forward_rises(costs, chunks, inputs + kept, loss=True)
     split, whole = _backward_rises(costs, chunks, parameters)
+    split, later = np.maximum(split - waiting, 0.0), parameters.copy()
+    later[0] = whole[0]  # of a stage without inputs, that is the whole backward
     outside, returned = nothing.copy(), nothing.copy()
     most, left = costs.outside_peak
     if _waits(schedule.order[schedule.device_of_stage[-1]], schedule.stages):
@@ -172,8 +184,15 @@ def block_bytes(costs: Costs, schedule: Schedule, parameter_scale: float) -> Blo
         forwards[:-1, -1] += most / chunks
         whole[:-1, -1] += max(left, 0.0) / chunks
     stepping = parameters * costs.optimizer_scale
-    rises = forwards, whole, split, parameters
-    return BlockBytes(inputs, kept, gradients, *rises, stepping, outside, returned, fixed)
+    rises = forwards, again, whole, split, later
+    return BlockBytes(inputs, kept, waiting, gradients, *rises, stepping, outside, returned, fixed)
+
+
+def _waiting(costs: Costs) -> Bytes:
+    """Return what the gradients of weights wait for; in a stage without inputs, the whole backward does."""
+    found = _sums([layer.waiting_bytes for layer in costs.layers])
+    found[0] = 0.0
+    return np.triu(found + np.array([0.0, *(layer.output_bytes for layer in costs.layers[:-1]), 0.0]), 1)
 
 
 def _waits(tasks: Order, stages: int) -> bool:
@@ -213,13 +232,16 @@ def _kept(costs: Costs) -> tuple[Bytes, Bytes]:
     return inputs, np.triu(np.maximum(whole - inputs, 0.0), 1)
 
 
-def _forward_rises(costs: Costs, chunks: int, held: Bytes) -> Bytes:
+def _forward_rises(costs: Costs, chunks: int, held: Bytes, *, loss: bool) -> Bytes:
     """Return how far a forward of blocks is above what they hold of a micro-batch; the loss is a layer of the last."""
-    peaks = [*(layer.peak for layer in costs.layers), costs.loss_peak]
+    peaks = [*(layer.peak for layer in costs.layers), costs.loss_peak if loss else Peak()]
     before = np.concatenate([[0.0], np.cumsum([peak.forward_left for peak in peaks])])
     tops = before[:-1] + [peak.forward for peak in peaks]
     most = _most_from(np.repeat(tops[:, None], len(peaks), axis=1))
-    return np.triu(np.maximum((most - before[:-1, None]) / chunks - held, 0.0), 1)
+    given = np.array([0.0, *(layer.output_bytes for layer in costs.layers)])  # was there before
+    found = (given[:, None] + most - before[:-1, None]) / chunks - held
+    found[:, -1] += 0.0 if loss else costs.loss_bytes / chunks  # it is there already, and stays
+    return np.triu(np.maximum(found, 0.0), 1)
 
 
 def _backward_rises(costs: Costs, chunks: int, parameters: Bytes) -> tuple[Bytes, Bytes]:
@@ -275,18 +297,20 @@ def _states(tasks: Order, stages: _Counts, inside: bool, waits: bool) -> States:
     learnt = np.cumsum(last[:, None] & mine, axis=0)
     learned = np.zeros_like(mine, np.int64)  # while a task runs: those of earlier ones
     learned[1:] = learnt[:-1] > 0
-    of_kinds = (takes_activations, (kinds == B) & ~split, (kinds == B) & split, kinds == W)
+    of_kinds = (takes_activations & (kinds == F), kinds == R, (kinds == B) & ~split, (kinds == B) & split, kinds == W)
     running = [(chosen[:, None] & mine & inside).astype(np.int64) for chosen in of_kinds]
+    waits_for = np.cumsum(((kinds == B) & split)[:, None] & mine, axis=0)
+    waits_for[1:] -= np.cumsum((kinds == W)[:, None] & mine, axis=0)[:-1]
     nothing, none_of_all = np.zeros(len(stages), np.int64), np.zeros_like(learned)
     returned = ((kinds != F)[:, None] & (np.arange(len(stages)) == len(stages) - 1) & waits).astype(np.int64)
     inputs, activations = count(takes_input), count(takes_activations)
-    rows = [np.concatenate([inputs, activations, learned, *running, *[none_of_all] * 2, returned], axis=1)]
+    rows = [np.concatenate([inputs, activations, waits_for, learned, *running, *[none_of_all] * 2, returned], axis=1)]
     rows.append(
-        np.concatenate([*[nothing] * 2, learnt[-1] > 0, *[nothing] * 4, nothing + inside, *[nothing] * 2])[None]
+        np.concatenate([*[nothing] * 3, learnt[-1] > 0, *[nothing] * 5, nothing + inside, *[nothing] * 2])[None]
     )
     if waits:  # from the first task that is no forward on, all forwards are done
         k = int(np.argmax(kinds != F)) - 1
-        rows.append(np.concatenate([inputs[k], activations[k], *[nothing] * 6, returned[-1], nothing])[None])
+        rows.append(np.concatenate([inputs[k], activations[k], *[nothing] * 8, returned[-1], nothing])[None])
     found = np.unique(np.concatenate(rows).astype(np.int64), axis=0)
     if len(found) <= 2048:
         found = found[[(found >= row).all(axis=1).sum() == 1 for row in found]]

@@ -278,15 +278,16 @@ class MemoryRecorder(Observer):
         ledger.add(saved.tensors, "activations", j)
         marks = sorted([*saved.after_layers, *where.marks], key=lambda mark: mark[0])
         layers, of_inputs = saved.by_layer(marks, kept.inputs, self._weights_of(j))
+        waiting = saved.waiting_by_layer(marks, self._weights_of(j))
         saved.forget()
         if kept.recomputed and where.phase == "recompute":
             for _, _, tensors in kept.recomputed:
                 ledger.add(tensors, "activations", j)
             of_units, of_inputs = saved_by_units(kept.recomputed, self._weights_of(j))
             layers |= of_units
-        if layers:
+        if layers or waiting:
             place = {"step": where.step, "partition": j, "microbatch": where.microbatch, "phase": where.phase}
-            sizes = {"inputs": of_inputs, "output_kept": saved.output_kept, "layers": layers}
+            sizes = {"inputs": of_inputs, "output_kept": saved.output_kept, "layers": layers, "waiting": waiting}
             memory_instant("kept by layers", {**place, **sizes})
 
     def _write(self, device: torch.device, j: int | None, *, all_partitions: bool = False) -> None:

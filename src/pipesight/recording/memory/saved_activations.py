@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pipesight._torch.autograd import sequence_number
-from pipesight._torch.saved_tensors import following_nodes, saved_by, saved_output
+from pipesight._torch.saved_tensors import following_nodes, hanging_weights, saved_by, saved_output
 from pipesight._torch.tensors import base_of
 from pipesight.recording.memory.storage_ledger import storage_of
 
@@ -41,6 +41,7 @@ class SavedActivations:
         """Marks where layers have ended."""
         self._seen: set[int] = set()
         self._found: dict[int, _Found] = {}
+        self._waiting: list[tuple[int, list[Tensor], int]] = []
         self.output_kept = 0
         """Bytes of outputs that the nodes which made them keep themselves, as that of a ReLU does."""
 
@@ -59,11 +60,14 @@ class SavedActivations:
             self._seen.add(number)
             for tensor in saved_by(node):
                 self._add(tensor, number)
+            leaves, size = hanging_weights(node)
+            if leaves:
+                self._waiting.append((number, leaves, size))
             pending.extend(following_nodes(node))
 
     def forget(self) -> None:
         """Let go of the tensors."""
-        self.tensors = []
+        self.tensors, self._waiting = [], []
 
     def by_layer(
         self, marks: Sequence[tuple[int, str]], inputs: Iterable[Tensor | None], known: Iterable[Tensor]
@@ -97,6 +101,16 @@ class SavedActivations:
                 own[1] += storage.size * earlier
                 own[2] += storage.size * (counts and earlier)
         return {name: found[name] for name in dict.fromkeys(names) if name in found}, of_inputs
+
+    def waiting_by_layer(self, marks: Sequence[tuple[int, str]], known: Iterable[Tensor]) -> dict[str, int]:
+        """Return the bytes of the gradients that weights wait for, where their part of the backward comes later."""
+        weights, starts = _sizes(known), [number for number, _ in marks]
+        found: dict[str, int] = {}
+        for number, leaves, size in self._waiting:
+            k = bisect.bisect_right(starts, number) - 1
+            if k >= 0 and any(address in weights for address in _sizes(leaves)):
+                found[marks[k][1]] = found.get(marks[k][1], 0) + size
+        return found
 
     def _add(self, tensor: Tensor, number: int) -> None:
         storage = storage_of(tensor)
