@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 
 import pytest
 from torch import nn
@@ -27,18 +26,25 @@ def planned(schedule="1f1b", balance=(3, 4, 2), rounds=1, names=NAMES):
 
 
 def test_torchtitan():
-    """It reads as TOML: names of modules for each stage, and the name of a schedule or the path of a file."""
-    read = tomllib.loads(plan_as("torchtitan", *planned()))["parallelism"]
-    assert read["module_fqns_per_model_part"] == [NAMES[:3], NAMES[3:7], NAMES[7:]]
-    assert (read["pipeline_parallel_degree"], read["pipeline_parallel_schedule"]) == (3, "1F1B")
-    read = tomllib.loads(plan_as("torchtitan", *planned("zbv-zero-bubble", (2, 2, 2, 3), 2)))["parallelism"]
-    assert read["pipeline_parallel_schedule"] == "ZBVZeroBubble"
-    read = tomllib.loads(plan_as("torchtitan", *planned(), file="mine.csv"))["parallelism"]
-    assert read["pipeline_parallel_schedule_csv"] == "mine.csv"
+    """It is Python: names of modules for each stage, and a schedule that torch knows by name, or the path of a file."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+
+    def read(*given, file=None):
+        found = eval(f"dict({plan_as('torchtitan', *given, file=file)})", {"ParallelismConfig": dict})["parallelism"]
+        return found, schedules.get_schedule_class(found["pipeline_parallel_schedule"]).__name__
+
+    found, schedule = read(*planned())
+    assert found["module_fqns_per_model_part"] == [NAMES[:3], NAMES[3:7], NAMES[7:]]
+    assert (found["pipeline_parallel_degree"], found["num_pp_microbatches"], schedule) == (3, 8, "Schedule1F1B")
+    assert read(*planned("zbv-zero-bubble", (2, 2, 2, 3), 2))[1] == "ScheduleZBVZeroBubble"
+    found, schedule = read(*planned(), file="mine.csv")
+    assert (found["pipeline_parallel_schedule_csv"], schedule) == ("mine.csv", "PipelineScheduleMulti")
+    # Of a file, the name says only that stages lie in a V.
+    assert read(*planned("v-min", (2, 2, 2, 3), 2), file="mine.csv")[1] == "ScheduleZBVZeroBubble"
     with pytest.raises(ValueError, match="no class for the schedule v-min"):
         plan_as("torchtitan", *planned("v-min", (2, 2, 2, 3), 2))
-    with pytest.raises(ValueError, match="in a loop"):
-        plan_as("torchtitan", *planned("v-min", (2, 2, 2, 3), 2), file="mine.csv")
+    with pytest.raises(ValueError, match=r"named transformer\.h\.0"):
+        plan_as("torchtitan", *planned(names=["embed", *(f"transformer.h.{k}" for k in range(6)), "norm", "head"]))
 
 
 def unfolded(layout):

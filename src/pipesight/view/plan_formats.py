@@ -31,23 +31,30 @@ def plan_as(name: str, costs: Costs, plan: Plan, *, file: str | None = None) -> 
 
 
 def _torchtitan(costs: Costs, plan: Plan, file: str | None) -> str:
-    lines = ["[parallelism]", f"pipeline_parallel_degree = {plan.setting.partitions}"]
-    known = _torch_name(plan).removeprefix("Schedule")
+    setting, known = plan.setting, _torch_name(plan).removeprefix("Schedule")
     if file is None and not known:
         raise ValueError(f"torch has no class for the schedule {plan.schedule_name}: write its order, --out FILE.csv")
-    if file is None:
-        lines.append(f'pipeline_parallel_schedule = "{known}"')
-    elif plan.setting.in_v:
-        raise ValueError(
-            f"torchtitan places the stages of a CSV file in a loop, but those of {plan.setting.schedule} lie in a V: "
-            "leave out --out for ZBV and DualPipeV, or plan with --schedule 1f1b,interleaved,zero-bubble"
-        )
-    else:
-        lines += ['pipeline_parallel_schedule = "_PipelineScheduleRuntime"']
-        lines.append(f"pipeline_parallel_schedule_csv = {json.dumps(file)}")
-    rows = ",\n".join(f"    {json.dumps(names)}" for names in _parts(costs, plan))
-    lines += [f"module_fqns_per_model_part = [\n{rows},\n]"]
-    return "\n".join([*lines, f"# {plan.setting.chunks} micro-batches: set the size of micro-batches accordingly"])
+    parts = _parts(costs, plan)
+    for name in (name for part in parts for name in part):
+        if name.count(".") > 1:
+            raise ValueError(
+                "torchtitan cuts at children of the model and of its lists, such as norm and layers.3, but a layer is "
+                f"named {name}"
+            )
+    if file is not None:  # its name says no more than where stages are
+        known = "ZBVZeroBubble" if setting.in_v else "PipelineScheduleMulti"
+    lines = [
+        "parallelism=ParallelismConfig(",
+        f"    pipeline_parallel_degree={setting.partitions},",
+        f"    pipeline_parallel_schedule={json.dumps(known)},",
+        *([] if file is None else [f"    pipeline_parallel_schedule_csv={json.dumps(file)},"]),
+        f"    num_pp_microbatches={setting.chunks},",
+        "    module_fqns_per_model_part=[",
+        *(f"        {json.dumps(names)}," for names in parts),
+        "    ],",
+        ")",
+    ]
+    return "\n".join(lines)
 
 
 def _megatron(costs: Costs, plan: Plan, file: str | None) -> str:
@@ -72,6 +79,7 @@ def _megatron(costs: Costs, plan: Plan, file: str | None) -> str:
             f"--decoder-last-pipeline-num-layers {counts[-1]}"
         )
     lines.append("# E is all before the first of the repeated layers, L all after the last of them")
+    lines.append(f"# {plan.setting.chunks} micro-batches: set --micro-batch-size accordingly")
     if plan.setting.schedule not in ("1f1b", "interleaved"):
         lines.append(f"# Megatron-LM runs 1F1B, not {plan.setting.schedule}, which the plan is for")
     return "\n".join(lines)
@@ -105,8 +113,13 @@ FORMATS = (*_WRITERS,)
 
 
 def _torch_name(plan: Plan) -> str:
-    """Return torch's class for the schedule of a plan; empty if there is none."""
-    kind = None if plan.order is not None else by_name(plan.setting.engine_name)
+    """Return torch's class for the schedule of a plan; empty if there is none, or if it needs other micro-batches."""
+    setting = plan.setting
+    if plan.order is not None or (setting.schedule == "1f1b" and setting.chunks < setting.stages):
+        return ""
+    if setting.schedule == "zero-bubble" and setting.chunks % max(1, setting.chunks // setting.partitions):
+        return ""
+    kind = by_name(setting.engine_name)
     return "" if kind is None else kind.torch_name
 
 
