@@ -81,7 +81,7 @@ def main(asked: dict[str, Any]) -> None:
         if rank == 0:
             progress(f"round {number + 1} of {asked['rounds']}")
     for k, step in enumerate(steps):
-        record(step, folder / f"case-{k}", max(4, asked["recorded_steps"] // 2))
+        record(step, folder / f"case-{k}", asked["recorded_steps"] if not k else max(4, asked["recorded_steps"] // 2))
     if rank == 0:
         progress("")
         answer = {"timed": [dataclasses.asdict(one) for one in found]}

@@ -3,8 +3,8 @@
 Settings take turns, so that noise hits all alike. Two models: layers that sleep, whose times nothing disturbs, so that
 what is off is the simulator; and transformer blocks, whose times depend on how they are run.
 
-    record 1F1B   |  round 0   setting 7 | setting 2 | ...    then each is recorded too: how long its tasks took says
-                  |  round 1   setting 4 | setting 7 | ...    whether it was them that the plan did not know
+    record 1F1B   |  round 0   setting 7 | setting 2 | ...    then each is recorded, 1F1B again: how long its tasks took
+                  |  round 1   setting 4 | setting 7 | ...    says whether it was them that the plan did not know
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -119,16 +120,17 @@ RECORDED = " (recorded)"
 
 
 def compared(folder: Path, cases: list[Case], timed: list[Timed]) -> list[list[Cell]]:
-    """Return a row per setting, the recorded one first."""
-    known = recorded(folder / "run")
+    """Return a row per setting, the recorded one first: before the rounds and after them, so that drift cancels out."""
+    known = [recorded(folder / name).costs for name in ("run", "case-0")]
     rows: list[list[Cell]] = []
     for number, (case, one) in enumerate(zip(cases, timed, strict=True)):
-        plan = predict(known.costs, case.setting, case.balance)
+        plans = [predict(costs, case.setting, case.balance) for costs in known]
+        simulated = statistics.fmean(plan.step_seconds for plan in plans) * 1e3
         spread_of = Spread.over([seconds * 1e3 for seconds in one.seconds])
-        difference = plan.step_seconds * 1e3 / spread_of.median - 1
-        took = busy(recorded(folder / f"case-{number}")) / planned(plan)
+        difference = simulated / spread_of.median - 1
+        took = busy(recorded(folder / f"case-{number}")) / statistics.fmean(planned(plan) for plan in plans)
         name = f"{case.name}{RECORDED if not number else ''}"
-        rows.append([name, spread_of, plan.step_seconds * 1e3, f"{difference:+.1%}", took])
+        rows.append([name, spread_of, simulated, f"{difference:+.1%}", took])
     return rows
 
 
