@@ -24,7 +24,8 @@ from benchmarks.tables import Cell, Table, publish, show_limit
 from pipesight import GPipe, Pipeline, observe
 from pipesight._formatting import size
 from pipesight.context import Observer, Where, attach, detach
-from pipesight.plan import Measured, Schedule, measure, recomputed, recorded
+from pipesight.pipeline.call_costs import profile_call
+from pipesight.plan import Costs, Measured, Schedule, measure, recomputed, recorded
 from pipesight.report import analyse, open_run
 from pipesight.schedule.argument_checks import CheckpointMode
 from pipesight.schedule.memory import device_bytes
@@ -191,6 +192,9 @@ def run(options: Options) -> bool:
     left_out = 0
     for engine in ("step",) if options.quick else RECORDED:
         known = recording(RECORDED[engine], scale)
+        sources = {"": known.measured.costs}
+        if gauge.gpus and engine == "GPT-2":
+            sources |= {"--model: ": of_model(scale)}
         if gauge.gpus:
             print(json.dumps({"recorded": str(RECORDED[engine]), **known.details}))
             for layer in known.measured.costs.layers:
@@ -200,11 +204,12 @@ def run(options: Options) -> bool:
                 left_out += 1
                 continue
             peaks, details = measured_of(case, scale)
-            guesses = predicted(case, known.measured)
-            apart = [guess / peak - 1 for guess, peak in zip(guesses, peaks, strict=True)]
-            worst = max(apart, key=abs)
-            errors += apart
-            rows.append([str(case), size(max(guesses)), size(max(peaks)), f"{worst:+.1%}"])
+            for source, costs in sources.items():
+                guesses = predicted(case, costs, known.measured.parameter_scale or 2.0)
+                apart = [guess / peak - 1 for guess, peak in zip(guesses, peaks, strict=True)]
+                worst = max(apart, key=abs)
+                errors += apart
+                rows.append([source + str(case), size(max(guesses)), size(max(peaks)), f"{worst:+.1%}"])
             if gauge.gpus:
                 print(json.dumps({"case": str(case), "predicted": guesses, "peaks": peaks, **details}), flush=True)
     close = sum(abs(error) <= LIMIT_ERROR for error in errors) / max(len(errors), 1)
@@ -218,13 +223,20 @@ def run(options: Options) -> bool:
     return bool(rows)
 
 
-def predicted(case: Case, known: Measured) -> tuple[float, ...]:
+def of_model(scale: Scale) -> Costs:
+    """Return what `plan --model` knows of GPT-2."""
+    with torch.device(gauge.places(1)[0]):
+        model, x = gpt2(scale), torch.randint(0, scale.vocabulary, (scale.samples, scale.length))
+    return profile_call(model.to(dtype=scale.dtype), (), {"input_ids": x, "labels": x}, timeout=0.5)
+
+
+def predicted(case: Case, costs: Costs, parameter_scale: float) -> tuple[float, ...]:
     """Return the peak of each device."""
     balance = list(case.balance)
     if case.engine == "GPT-2":  # the first block has two embeddings and a dropout, and the last a norm and the head
         balance[0] += 2
         balance[-1] += 1
-    return device_bytes(order(case), known.costs, balance, parameter_scale=known.parameter_scale or 2.0)
+    return device_bytes(order(case), costs, balance, parameter_scale=parameter_scale)
 
 
 def order(case: Case) -> Schedule:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipesight import GPipe, observe
 from pipesight.analysis.analyse import NoTasksError
 from pipesight.plan import (
     Costs,
@@ -255,6 +256,29 @@ def test_profile_counts_bytes():
     assert [layer.parameter_bytes for layer in costs.layers] == [(8 * 16 + 16) * 4, 0, (16 * 4 + 4) * 4]
     assert all(layer.forward + layer.forward_each > 0 for layer in costs.layers)
     assert all(math.isfinite(layer.backward + layer.backward_each) for layer in costs.layers)
+
+
+def test_profiles_count_what_runs_do(tmp_path):
+    """What layers of a model keep, share and wait for is what a recording of them counts."""
+
+    def build():
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(4)]
+        return nn.Sequential(*blocks, nn.ReLU(), nn.Linear(16, 4))
+
+    x = torch.randn(24, 16)
+    pipe = GPipe(build(), [3, 3], devices=["cpu", "cpu"], chunks=4, checkpoint="never")
+    with observe(tmp_path / "run", logs=None):
+        for _ in range(2):
+            pipe(x).sum().backward()
+    with open_run(tmp_path / "run") as run:
+        recorded = measure(run).costs
+    profiled = profile(build(), x, timeout=0.0)
+    names = ("kept_bytes", "shared_bytes", "waiting_bytes", "output_bytes", "parameter_bytes")
+    for one, other in zip(recorded.layers, profiled.layers, strict=True):
+        assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names]
+    assert recorded.input_bytes == profiled.input_bytes
+    assert any(layer.kept_bytes for layer in profiled.layers[:4])
 
 
 def test_profile_of_one_sample():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipesight._torch.autograd import PythonNode
+from pipesight._torch.autograd import PythonNode, sequence_number
 
-__all__ = ["CAN_BE_SEEN", "following_nodes", "hanging_weights", "saved_by", "saved_output"]
+__all__ = ["CAN_BE_SEEN", "following_nodes", "hanging_weights", "saved_by", "saved_output", "waiting_bytes"]
 
 CAN_BE_SEEN: bool = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 """Whether this PyTorch tells which saved tensors hooks of the program have packed; old ones do not."""
@@ -62,3 +62,18 @@ def saved_output(node: Any, number: int) -> int:
     shape, dtype = tuple(metadata[number].shape), metadata[number].dtype
     results = (t for t in saved_by(node) if t.grad_fn is None and not t.requires_grad)
     return next((t.nbytes for t in results if (tuple(t.shape), t.dtype) == (shape, dtype)), 0)
+
+
+def waiting_bytes(ends: Iterable[Tensor], weights: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of gradients that weights, given by their addresses, get on a way of their own, and the number of
+    the node that gets them."""
+    pending, seen = [end.grad_fn for end in ends if end.grad_fn is not None], set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaves, size = hanging_weights(node)
+        if any(leaf.untyped_storage().data_ptr() in weights for leaf in leaves):
+            yield size, sequence_number(node)
+        pending.extend(following_nodes(node))

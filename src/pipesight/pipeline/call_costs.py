@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,10 +18,10 @@ from pipesight._nested import tensors_in
 from pipesight.pipeline.batch_dims import BatchDim, BatchDims
 from pipesight.pipeline.calls import split_call
 from pipesight.pipeline.profiled_costs import grown
-from pipesight.pipeline.profiling import undisturbed
-from pipesight.pipeline.unit_timing import UnitRun, called_once, device_of, median, restored
+from pipesight.pipeline.profiling import storages, undisturbed
+from pipesight.pipeline.unit_timing import LOSS, KeptBytes, UnitRun, called_once, device_of, median, restored
 from pipesight.pipeline.units import is_repeated
-from pipesight.schedule.costs import Costs, Layer, Link
+from pipesight.schedule.costs import Costs, Layer, Link, Peak
 
 __all__ = ["profile_call"]
 
@@ -55,7 +56,7 @@ def profile_call(
             mine, more = split_call(args, named, chunks, dims).calls[0]
             return model(*mine, **more)
 
-        return UnitRun(model, [], call)
+        return UnitRun(model, [], call, [*tensors_in((list(args), named))])
 
     whole, part = run(1), run(4)
     few = split_call(args, named, 4, dims).sizes[0]
@@ -67,13 +68,16 @@ def profile_call(
                 times.append(_times(one, timeout / 2))
         with whole.hooked():
             kept, outputs = whole.kept_bytes(), whole.output_bytes()
+            peaks = whole.peaks() if device_of(model).type == "cuda" else {}
     groups = _groups(whole.calls)
     counted: set[int] = set()
-    layers = []
+    layers: list[Layer] = []
     for name, units in groups.items():
         (forward, backward), (few_forward, few_backward) = (
             [sum(t[u][k] for u in units) for k in (0, 1)] for t in times
         )
+        before = layers[-1].output_bytes if layers else 0.0
+        own = [kept[u] for u in units if u in kept] or [KeptBytes()]
         parameters = [p for u in units if u for p in whole.units[u].parameters()]
         layers.append(
             Layer(
@@ -82,14 +86,32 @@ def profile_call(
                 grown(backward, few_backward, few / samples),
                 forward_each=forward - grown(forward, few_forward, few / samples),
                 backward_each=backward - grown(backward, few_backward, few / samples),
-                kept_bytes=sum(kept.get(u, 0.0) for u in units),
+                kept_bytes=sum(one.first for one in own),
+                shared_bytes=own[0].both + before - own[0].earlier if before else 0.0,
+                waiting_bytes=sum(one.waiting for one in own),
+                peak=_peak([peaks[u] for u in units if u in peaks]),
                 output_bytes=outputs.get(units[-1], 0.0),
                 parameter_bytes=_bytes_of_new(parameters, counted),
                 checkpointed=any(is_repeated(whole.units[u]) for u in units if u),
             )
         )
-    inputs = float(sum(t.nbytes for t in tensors_in((list(args), named))))
-    return Costs(tuple(layers), samples=samples, input_bytes=inputs, link=link or Link(), by_cuts=True)
+    inputs = float(sum(storages(tensors_in((list(args), named))).values()))
+    loss = kept.get(LOSS, KeptBytes()).first
+    found = Costs(tuple(layers), samples=samples, input_bytes=inputs, link=link or Link(), by_cuts=True)
+    return replace(found, loss_bytes=loss, loss_peak=peaks.get(LOSS, Peak()))
+
+
+def _peak(units: Sequence[Peak]) -> Peak:
+    """Return what units take that run one after the other."""
+    found = Peak()
+    for unit in units:
+        found = Peak(
+            max(found.forward, found.forward_left + unit.forward),
+            found.forward_left + unit.forward_left,
+            max(unit.backward, unit.backward_left + found.backward),
+            found.backward_left + unit.backward_left,
+        )
+    return found
 
 
 def _times(run: UnitRun, timeout: float) -> dict[str, tuple[float, float]]:

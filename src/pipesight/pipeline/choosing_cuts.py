@@ -12,7 +12,7 @@ from torch import nn
 from pipesight.pipeline.batch_dims import BatchDim, BatchDims
 from pipesight.pipeline.calls import split_call
 from pipesight.pipeline.profiling import undisturbed
-from pipesight.pipeline.unit_timing import UnitRun, called_once, device_of, median, restored
+from pipesight.pipeline.unit_timing import LOSS, UnitRun, called_once, device_of, median, restored
 from pipesight.schedule.balancing import balance_cost
 
 __all__ = ["CallSample", "cuts_by_size", "cuts_by_time"]
@@ -89,7 +89,9 @@ def cuts_by_size(
         raise ValueError(f"param_scale must be finite and not negative (param_scale: {param_scale})")
 
     def size(run: UnitRun) -> dict[str, float]:
-        kept = run.kept_bytes()
+        kept = {name: found.first for name, found in run.kept_bytes().items()}
+        last = next(reversed(run.calls))
+        kept[last] = kept.get(last, 0.0) + kept.pop(LOSS, 0.0)
         counted: set[int] = set()
         for name in run.calls:
             parameters = {id(p): p for p in run.units[name].parameters() if id(p) not in counted} if name else {}

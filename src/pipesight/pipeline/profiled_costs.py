@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipesight.schedule.costs import Costs, Layer, Link
+from pipesight.schedule.costs import Costs, Layer, Link, Peak
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,8 +49,11 @@ def profile(
         cut = tuple(tensor[:few] for tensor in tensors)
         part = profile_layers(model, cut if isinstance(sample, tuple) else cut[0], timeout=timeout / 2, device=device)
     names = list(model._modules)  # named_children() skips repeated layers
-    layers = [_layer(*known, few / samples) for known in zip(names, whole, part, strict=True)]
-    return Costs(tuple(layers), samples=samples, input_bytes=float(sum(t.nbytes for t in tensors)), link=link or Link())
+    before = [None, *whole[:-1]]
+    layers = [_layer(*known, few / samples) for known in zip(names, whole, part, before, strict=True)]
+    inputs = float(sum(t.nbytes for t in tensors))
+    note = "the loss is not in the model, so the memory that it takes is not counted"
+    return Costs(tuple(layers), samples=samples, input_bytes=inputs, link=link or Link(), notes=(note,))
 
 
 def with_sizes(costs: Costs, profiled: Costs) -> Costs:
@@ -67,27 +70,49 @@ def with_sizes(costs: Costs, profiled: Costs) -> Costs:
     layers = [_with_size(layer, known) for layer, known in zip(costs.layers, profiled.layers, strict=True)]
     samples, input_bytes = costs.samples or profiled.samples, profiled.input_bytes
     notes = tuple(note for note in costs.notes if "memory" not in note and "activations" not in note)
-    return replace(costs, layers=tuple(layers), samples=samples, input_bytes=input_bytes, notes=notes)
+    found = replace(costs, layers=tuple(layers), samples=samples, input_bytes=input_bytes, notes=notes)
+    if not profiled.loss_bytes:  # a loss that the model does not compute
+        return found
+    return replace(found, loss_bytes=profiled.loss_bytes, loss_peak=profiled.loss_peak)
 
 
 def _with_size(layer: Layer, known: Layer) -> Layer:
-    sizes = {name: getattr(known, name) for name in ("kept_bytes", "output_bytes", "parameter_bytes")}
+    sizes = {
+        name: getattr(known, name)
+        for name in ("kept_bytes", "shared_bytes", "waiting_bytes", "output_bytes", "parameter_bytes", "peak")
+    }
     return replace(layer, **sizes)
 
 
-def _layer(name: str, whole: LayerProfile, part: LayerProfile, share: float) -> Layer:
+def _layer(name: str, whole: LayerProfile, part: LayerProfile, before: LayerProfile | None, share: float) -> Layer:
     forward = grown(whole.forward, part.forward, share)
     backward = grown(whole.backward, part.backward, share)
+    # What it keeps of its input, the layer before may keep as its output; nobody is before the first one.
+    given = 0 if before is None else before.output_bytes
+    new = 0 if before is None else max(whole.kept.of_input - before.kept.of_output, 0)
+    shared = 0 if before is None else new + given - whole.kept.of_input
     return Layer(
         name,
         forward,
         backward,
         forward_each=whole.forward - forward,
         backward_each=whole.backward - backward,
-        kept_bytes=float(whole.kept_bytes),
+        kept_bytes=float(whole.kept.own + new),
+        shared_bytes=float(shared),
+        waiting_bytes=float(whole.kept.waiting),
         output_bytes=float(whole.output_bytes),
         parameter_bytes=float(whole.parameter_bytes),
+        peak=_peak(whole, whole.kept.own + new, shared, given),
     )
+
+
+def _peak(layer: LayerProfile, kept: int, shared: int, given: int) -> Peak:
+    """Return what a layer takes of a GPU; what it leaves follows from what it keeps, gets and puts out."""
+    if layer.peaks is None:
+        return Peak()
+    forward, backward = layer.peaks
+    left = kept - shared + layer.output_bytes - layer.kept.of_output
+    return Peak(forward, left, backward, given - kept - layer.output_bytes)
 
 
 def grown(whole: float, part: float, share: float) -> float:

@@ -23,6 +23,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pipesight._torch.cuda_peaks import PeakMeter
+from pipesight._torch.saved_tensors import waiting_bytes
 from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, scatter
 from pipesight.pipeline.skip import SkipTracker, use_tracker
 
@@ -61,7 +63,7 @@ def profile_size(
     sample, place = first[0] if isinstance(sample, Tensor) else first, _place(device)
 
     def size(layer: _Layer) -> float:
-        return layer.kept_bytes() + param_scale * sum(p.nbytes for p in layer.module.parameters())
+        return layer.kept().in_all + param_scale * sum(p.nbytes for p in layer.module.parameters())
 
     with undisturbed(place):
         return _profile(model, sample, place, size)
@@ -75,12 +77,30 @@ def profile_layers(
 
     def profile(layer: _Layer) -> LayerProfile:
         forward, backward = _median_seconds(layer, place, share)
-        kept = layer.kept_bytes()
+        kept = layer.kept()
         outputs = sum(t.nbytes for t in as_tuple(layer.output, "output"))
-        return LayerProfile(forward, backward, kept, outputs, sum(p.nbytes for p in layer.module.parameters()))
+        parameters = sum(p.nbytes for p in layer.module.parameters())
+        peaks = layer.peaks(place, parameters) if place.type == "cuda" else None
+        return LayerProfile(forward, backward, kept, outputs, parameters, peaks)
 
     with undisturbed(place):
         return _profile(model, sample, place, profile)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBytes:
+    """What a layer keeps for its backward and for later layers."""
+
+    own: int
+    """Neither its input nor, unless it saves that itself, its output."""
+    of_input: int
+    """Of its input."""
+    of_output: int
+    """What of `own` is its output."""
+    in_all: int
+    """With its output, and without its input."""
+    waiting: int
+    """The gradients that its weights wait for, where their part of the backward comes later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +109,11 @@ class LayerProfile:
 
     forward: float
     backward: float
-    kept_bytes: int
+    kept: KeptBytes
     output_bytes: int
     parameter_bytes: int
+    peaks: tuple[int, int] | None
+    """On a GPU: the most bytes that its forward takes, and its backward without the gradients of its weights."""
 
 
 def _share(model: nn.Sequential, timeout: float) -> float:
@@ -145,7 +167,7 @@ class _Layer:
         gradients = [torch.ones_like(t) for t in roots]
         return forward, _timed(place, lambda: torch.autograd.backward(roots, gradients))[0]
 
-    def kept_bytes(self) -> int:
+    def kept(self) -> KeptBytes:
         """Run forward once, and return the bytes that are kept for the backward and for later layers."""
         input = self._rewind()
         saved: list[weakref.ref[Tensor]] = []
@@ -160,10 +182,34 @@ class _Layer:
         # A part of the graph that leads to no output is gone by now, and with it what it had saved.
         alive = [tensor for reference in saved if (tensor := reference()) is not None]
         popped = [t for t in self.skips.popped.values() if t is not None]
-        own = [*self.module.parameters(), *self.module.buffers()]
-        known = storages([*own, *as_tuple(input, "input"), *popped])
-        kept = storages([*alive, *self._results()])
-        return sum(size for address, size in kept.items() if address not in known)
+        weights = storages([*self.module.parameters(), *self.module.buffers()])
+        given, put_out = storages([*as_tuple(input, "input"), *popped]), storages(as_tuple(self.output, "output"))
+        for_later = storages(t for t in self.skips.stashed.values() if t is not None)
+        kept = {a: size for a, size in (storages(alive) | for_later).items() if a not in weights}
+        own = {a: size for a, size in kept.items() if a not in given}
+        in_all = own | {a: size for a, size in put_out.items() if a not in given and a not in weights}
+        return KeptBytes(
+            sum(own.values()),
+            sum(size for a, size in kept.items() if a in given),
+            sum(size for a, size in own.items() if a in put_out),
+            sum(in_all.values()),
+            sum(size for size, _ in waiting_bytes(self._results(), weights)),
+        )
+
+    def peaks(self, place: torch.device, parameters: int) -> tuple[int, int]:
+        """Run forward and backward once, and return the most bytes that they take on a GPU."""
+        meter = PeakMeter()
+        self.module.zero_grad()
+        input = self._rewind()
+        before, _ = meter.most_since(place)
+        self.output = self.module(input)
+        forward = meter.most_since(place)[1] - before
+        if not (roots := [t for t in self._results() if t.requires_grad]):
+            return forward, 0
+        gradients = [torch.ones_like(t) for t in roots]
+        before, _ = meter.most_since(place)
+        torch.autograd.backward(roots, gradients)
+        return forward, meter.most_since(place)[1] - before - parameters
 
     def _rewind(self) -> TensorOrTensors:
         self.skips.rewind()

@@ -8,28 +8,52 @@ All that happens belongs to the unit that was called last, as it will belong to 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipesight._nested import tensors_in
+from pipesight._torch.autograd import next_sequence_number, sequence_number
+from pipesight._torch.cuda_peaks import InsideTask, PeakMeter
+from pipesight._torch.saved_tensors import waiting_bytes
 from pipesight.pipeline.flattening import flatten
 from pipesight.pipeline.profiling import storages
 from pipesight.pipeline.units import find_units
+from pipesight.schedule.costs import Peak
 
-__all__ = ["UnitRun", "called_once", "device_of", "median", "restored"]
+__all__ = ["LOSS", "KeptBytes", "UnitRun", "called_once", "device_of", "median", "restored"]
+
+
+LOSS = "loss_fn"
+"""The name of what comes after the last unit."""
+
+
+class KeptBytes(NamedTuple):
+    """What a unit keeps for its backward."""
+
+    first: float = 0.0
+    """What no earlier one keeps."""
+    earlier: float = 0.0
+    """What earlier ones have made."""
+    both: float = 0.0
+    """What of that is in `first`."""
+    waiting: float = 0.0
+    """The gradients that its weights wait for, where their part of the backward comes later."""
 
 
 class UnitRun:
     """Runs a call of the model, forward and backward, and notes what happens when."""
 
-    def __init__(self, model: nn.Module, opened: Sequence[str], call: Callable[[], Any]) -> None:
-        self._model, self._call = model, call
+    def __init__(
+        self, model: nn.Module, opened: Sequence[str], call: Callable[[], Any], given: Sequence[Tensor] = ()
+    ) -> None:
+        self._model, self._call, self._given = model, call, given
         self._device = device_of(model)
         self.units = find_units(model, opened)
         self.calls: dict[str, int] = {"": 1}
@@ -87,31 +111,79 @@ class UnitRun:
             seconds[name] = seconds.get(name, 0.0) + self._between(start, stop)
         return seconds
 
-    def kept_bytes(self) -> dict[str, float]:
-        """Return the bytes that each unit keeps for the backward, and those of its outputs."""
-        found: dict[str, list[Tensor]] = {"": []}
-        now = [""]
+    def kept_bytes(self) -> dict[str, KeptBytes]:
+        """Return the bytes that each unit keeps for the backward. What comes after the last unit is the loss."""
+        found: dict[str, list[tuple[Tensor, bool]]] = {"": []}
+        now, start, last = [""], [next_sequence_number()], [""]
+        starts = [(start[0], "")]
 
         def pack(tensor: Tensor) -> Tensor:
-            found[now[0]].append(tensor.detach())
-            return tensor
+            earlier = tensor.grad_fn is not None and sequence_number(tensor.grad_fn) < start[0]
+            kept = tensor.detach()  # a node must not keep its own output, which refers to it
+            found[now[0]].append((kept, earlier))
+            return kept
 
         def begin(name: str) -> None:
-            now[0] = name
+            found[last[0]] += found.pop(LOSS, [])
+            now[0], start[0] = name, next_sequence_number()
+            starts.append((start[0], name))
             found.setdefault(name, [])
 
-        self._begin = begin
-        known = set(storages([*self._model.parameters(), *self._model.buffers()]))
+        def end(name: str, output: Any) -> None:
+            now[0], last[0] = LOSS, name
+            start[0] = next_sequence_number()
+            found.setdefault(LOSS, [])
+
+        self._begin, self._end = begin, end
+        weights = storages([*self._model.parameters(), *self._model.buffers()])
+        known = {*weights, *storages(self._given)}
+        seen: set[int] = set()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = self._call()
-        self._begin = lambda name: None
-        sizes: dict[str, float] = {}
+        self._begin, self._end = lambda name: None, lambda name, output: None
+        waiting: dict[str, int] = {}
+        for size, number in waiting_bytes(tensors_in(output), weights):
+            name = starts[bisect.bisect_right(starts, number, key=lambda entry: entry[0]) - 1][1]
+            waiting[name] = waiting.get(name, 0) + size
+        sizes: dict[str, KeptBytes] = {}
         for name, tensors in found.items():
-            mine = {address: size for address, size in storages(tensors).items() if address not in known}
-            known |= set(mine)
-            sizes[name] = float(sum(mine.values()))
+            mine = {a: size for a, size in storages(t for t, _ in tensors).items() if a not in known}
+            old = {a: size for a, size in storages(t for t, earlier in tensors if earlier).items() if a not in known}
+            first, both = (sum(size for a, size in some.items() if a not in seen) for some in (mine, old))
+            seen |= set(mine)
+            sizes[name] = KeptBytes(first, sum(old.values()), both, waiting.get(name, 0))
         del output
         return sizes
+
+    def peaks(self) -> dict[str, Peak]:
+        """Return what each unit, and the loss, takes of a GPU while it runs, without gradients of weights."""
+        meter, device = PeakMeter(), self._device
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        task = InsideTask(device, meter, meter.most_since(device)[0])
+
+        def watch(name: str, output: Any) -> None:
+            task.begin(None)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: task.begin(name))
+
+        self._begin, self._end = task.begin, watch
+        roots = self._roots(self._call())
+        self._begin, self._end = lambda name: None, lambda name, output: None
+        forward, gradients = task.found(), [torch.ones_like(root) for root in roots]
+        task = InsideTask(device, meter, meter.most_since(device)[0])
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        del roots
+        backward, counted = task.found(), set[int]()
+        found = {LOSS: Peak(*forward["after"], *backward["before"])}
+        for name, own in forward["layers"].items():
+            new = {id(p): p.nbytes for p in self.units[name].parameters() if id(p) not in counted}
+            counted |= set(new)
+            behind = backward["layers"].get(name, [sum(new.values())] * 2)
+            found[name] = Peak(*own, *(number - sum(new.values()) for number in behind))
+        return found
 
     def output_bytes(self) -> dict[str, float]:
         """Return the bytes of what each unit returns."""

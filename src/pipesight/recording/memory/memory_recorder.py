@@ -24,10 +24,10 @@ from pipesight import context
 from pipesight._nested import tensors_in
 from pipesight._patches import Patches, harmless
 from pipesight._torch.autograd import next_sequence_number
+from pipesight._torch.cuda_peaks import InsideTask, PeakMeter
 from pipesight._torch.saved_tensors import CAN_BE_SEEN
 from pipesight.context import Kept, Observer, Where, attach, detach
 from pipesight.recording.memory.allocators import allocated, capacity, most_allocated
-from pipesight.recording.memory.inside_tasks import InsideTask, PeakMeter
 from pipesight.recording.memory.saved_activations import SavedActivations, saved_by_units
 from pipesight.recording.memory.storage_ledger import StorageLedger
 from pipesight.recording.pipeline_description import Pipeline, is_pipeline, parts_of

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipesight.recording.memory import inside_tasks
-from pipesight.recording.memory.inside_tasks import InsideTask, PeakMeter
+from pipesight._torch import cuda_peaks
+from pipesight._torch.cuda_peaks import InsideTask, PeakMeter
 
 GPU = torch.device("cuda", 0)
 
@@ -36,8 +36,8 @@ class Allocator:
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     """Put one in the place of PyTorch's."""
     found = Allocator()
-    monkeypatch.setattr(inside_tasks, "allocator_numbers", found.numbers)
-    monkeypatch.setattr(inside_tasks, "forget_peaks", found.forget)
+    monkeypatch.setattr(cuda_peaks, "allocator_numbers", found.numbers)
+    monkeypatch.setattr(cuda_peaks, "forget_peaks", found.forget)
 
     def memory_stats_as_nested_dict(device=None):
         return found.numbers(0)
