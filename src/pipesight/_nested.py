@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["map_tensors", "samples_in", "tensors_in"]
+__all__ = ["PLAIN", "map_tensors", "samples_in", "tensors_in"]
+
+PLAIN = frozenset({type(None), bool, int, float, str})
+"""Types of which most values that hold no tensor are."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -27,8 +31,8 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
         return change(value)
     kind = type(value)
     if kind is list or isinstance(value, tuple):
-        items = [map_tensors(change, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        items = [item if type(item) in PLAIN else map_tensors(change, item) for item in value]
+        if all(map(operator.is_, items, value)):
             return value
         return items if kind is list else value._make(items) if hasattr(value, "_make") else tuple(items)
     if kind is dict:

@@ -90,6 +90,20 @@ def test_many_steps_agree() -> None:
     torch.testing.assert_close(torch.stack(losses[1]), torch.stack(losses[0]), rtol=1e-3, atol=1e-3)
 
 
+def test_a_step_waits_for_nothing() -> None:
+    pipe = Pipeline(Model(0.5), CUTS, devices=["cuda:0"] * 4, chunks=2, schedule="1f1b")
+    optimizer = torch.optim.AdamW(pipe.parameters(), fused=True)
+    given = batch("cuda")
+    for k in range(4):
+        torch.cuda.set_sync_debug_mode("error" if k else "default")
+        try:
+            pipe.step(**given)
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_dropout_is_recomputed() -> None:
     found = []
     for schedule, checkpoint in (("1f1b", "never"), ("1f1b", "always"), ("zero-bubble", "always")):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesight import Pipeline
+from pipesight.pipeline.step_losses import StepLosses
 
 _F = nn.functional
 
@@ -86,6 +87,17 @@ def test_a_batch_in_which_nothing_counts() -> None:
     loss, gradients = step(tokens, (x, torch.full_like(y, -100)))
     assert loss.isnan()
     assert all(gradient is None or not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("empty", [slice(0, 0), slice(0, 2), slice(4, 6), slice(0, 7)])
+def test_weights_that_are_not_read_from_a_gpu(monkeypatch: pytest.MonkeyPatch, empty: slice) -> None:
+    monkeypatch.setattr(StepLosses, "_are_there", lambda losses: all(map(torch.is_tensor, losses._guesses)))
+    monkeypatch.setattr(StepLosses, "_shares", None)  # which needs the numbers
+    x, y = data()
+    y[empty] = -100
+    found, wanted = step(tokens, (x, y)), truth(tokens, (x, y))
+    gradients = [None if g is None else g.nan_to_num() for g in wanted[1]]  # the mean of nothing has none here
+    torch.testing.assert_close(found, (wanted[0], gradients), rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("samples", [2, 3, 5])

@@ -29,6 +29,7 @@ __all__ = [
     "innermost_saved_tensor_hooks",
     "is_of_function",
     "keeps_graph",
+    "multiply_each",
     "next_sequence_number",
     "override_checkpoint_check",
     "post_accumulate_hooks",
@@ -103,6 +104,11 @@ def run_backward(
 def add_each(sums: list[Tensor], terms: list[Tensor]) -> None:
     """Add each term to its sum in place: one kernel for many tensors."""
     torch._foreach_add_(sums, terms)
+
+
+def multiply_each(tensors: list[Tensor], factor: Tensor | float) -> None:
+    """Multiply tensors by a number in place: one kernel for many tensors."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def tensor_hooks(tensor: Tensor) -> dict[int, Any] | None:

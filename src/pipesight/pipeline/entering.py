@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
+
+from pipesight._nested import PLAIN
 
 __all__ = ["EnteredArguments"]
 
@@ -41,8 +44,8 @@ class EnteredArguments:
         if isinstance(value, Tensor):
             return self._stands(self._change(value), value)
         if isinstance(value, tuple):
-            items = [self.enter(item) for item in value]
-            if all(new is old for new, old in zip(items, value, strict=True)):
+            items = [item if type(item) in PLAIN else self.enter(item) for item in value]
+            if all(map(operator.is_, items, value)):
                 return value
             return self._stands(value._make(items) if hasattr(value, "_make") else tuple(items), value)
         if not isinstance(value, (list, Mapping)) and not _is_dataclass(value):
@@ -50,7 +53,7 @@ class EnteredArguments:
         if known := next((copied for original, copied, _ in self._copies if original is value), None):
             return known
         pairs = _pairs(value)
-        changed = [(key, new) for key, old in pairs if (new := self.enter(old)) is not old]
+        changed = [(key, new) for key, old in pairs if type(old) not in PLAIN and (new := self.enter(old)) is not old]
         return self._copied(value, changed) if changed else value
 
     def leave(self) -> None:
@@ -64,7 +67,8 @@ class EnteredArguments:
         self._copies, self._originals = [], {}
 
     def _stands(self, new: Any, old: Any) -> Any:
-        self._originals[id(new)] = (new, old)
+        if new is not old:
+            self._originals[id(new)] = (new, old)
         return new
 
     def _copied(self, value: Any, changed: list[tuple[Any, Any]]) -> Any:

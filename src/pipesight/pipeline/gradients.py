@@ -15,6 +15,7 @@ from pipesight._torch.autograd import (
     add_each,
     backward_accumulates,
     current_backward,
+    multiply_each,
     post_accumulate_hooks,
     run_backward,
     tensor_hooks,
@@ -71,6 +72,20 @@ class GradientSum:
         other._sums.clear()
         self._owned |= other._owned - self._sums.keys()
         self.add(other._parameters.values(), gradients)
+
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply all sums by a number, which may be on a GPU."""
+        if factor == 1 if isinstance(factor, float) else not self._sums:
+            return
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for key, total in self._sums.items():
+            if key not in self._owned:
+                self._sums[key] = total.clone()
+                self._owned.add(key)
+            alike.setdefault((total.device, total.dtype), []).append(self._sums[key])
+        for (device, dtype), totals in alike.items():
+            wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+            multiply_each(totals, factor.to(device, wide) if isinstance(factor, Tensor) else factor)
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """Remove and return the sum for ``parameter``."""

@@ -193,7 +193,7 @@ def _install() -> Any:
         if torch.Tag.nondeterministic_seeded in op.tags and not name.partition(".")[0].endswith(
             ("_backward", "_choice")
         ):
-            aten.impl(name, functools.partial(_run, op, key_set(key)))
+            aten.impl(name, _Random(op, key_set(key)))
     _stand_in(torch.random, "get_rng_state", lambda task: task.generator(_CPU).get_state())
     _stand_in(torch.random, "set_rng_state", lambda task, state: task.generator(_CPU).set_state(state) and None)
     _stand_in(torch.random, "manual_seed", lambda task, seed: task.reseed(int(seed)) or task.generator(_CPU))
@@ -231,62 +231,75 @@ def _set_cuda_state(task: _TaskRandomness, new_state: Tensor, device: Any = "cud
     task.generator(_indexed(device)).set_state(new_state)
 
 
-def _run(op: Any, ours: Any, *args: Any, **kwargs: Any) -> Any:
-    task = _here.task
-    with without_key(ours):
-        device = None if task is None or torch.compiler.is_compiling() else _device_of(args, kwargs)
-        if task is None or device is None or _is_certain(op, args, kwargs):
-            return op(*args, **kwargs)
-        position = next((p for p, a in enumerate(schema_of(op).arguments) if a.name == "generator"), None)
-        if position is None:
-            return _run_swapped(op, args, kwargs, _default_generator(device), task.generator(device))
-        given = args[position] if position < len(args) else kwargs.get("generator")
-        if given is not None:
-            task.meet(given)
-        elif position < len(args):
-            args = (*args[:position], task.generator(device), *args[position + 1 :])
-        else:
-            kwargs["generator"] = task.generator(device)
-        return op(*args, **kwargs)
+class _Random:
+    """The kernel of a random operator: it draws from the generator of the task under way.
 
+    Args:
+        operator: The operator.
+        ours: The dispatch keys that the operator's own kernels are found without.
+    """
 
-def _is_certain(op: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operator that could drop elements, such as fused attention, has nothing to draw."""
-    for position, argument in enumerate(schema_of(op).arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            return not (args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value))
-    return False
+    __slots__ = ("_dropout", "_generator", "_operator", "_ours")
+
+    def __init__(self, operator: Any, ours: Any) -> None:
+        self._operator, self._ours = operator, ours
+        arguments = list(enumerate(schema_of(operator).arguments))
+        self._generator: int | None = next((p for p, a in arguments if a.name == "generator"), None)
+        self._dropout = next(((p, a.name, a.default_value) for p, a in arguments if a.name.startswith("dropout")), None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        task, operator = _here.task, self._operator
+        with without_key(self._ours):
+            if task is None or self._is_certain(args, kwargs) or torch.compiler.is_compiling():
+                return operator(*args, **kwargs)
+            device = _device_of(args, kwargs)
+            if device is None:
+                return operator(*args, **kwargs)
+            position = self._generator
+            if position is None:
+                return _run_swapped(operator, args, kwargs, _default_generator(device), task.generator(device))
+            given = args[position] if position < len(args) else kwargs.get("generator")
+            if given is not None:
+                task.meet(given)
+            elif position < len(args):
+                args = (*args[:position], task.generator(device), *args[position + 1 :])
+            else:
+                kwargs["generator"] = task.generator(device)
+            return operator(*args, **kwargs)
+
+    def _is_certain(self, args: Any, kwargs: Any) -> bool:
+        """Return whether an operator that could drop elements, such as fused attention, has nothing to draw."""
+        if self._dropout is None:
+            return False
+        position, name, default = self._dropout
+        return not (args[position] if position < len(args) else kwargs.get(name, default))
 
 
 def _run_swapped(op: Any, args: Any, kwargs: Any, default: torch.Generator, own: torch.Generator) -> Any:
     """Run an operator that takes no generator with the state of ours in the default one."""
-    take: Callable[[torch.Generator], Any] = torch.Generator.get_state
-    put: Callable[[torch.Generator, Any], object] = torch.Generator.set_state
-    if default.device.type == "cuda":
-        take, put = _cuda_state, _put_cuda_state
+    if default.device.type == "cuda":  # two generators can share a state
+        with _swapping:
+            theirs = default.graphsafe_get_state()
+            default.graphsafe_set_state(own)
+            try:
+                return op(*args, **kwargs)
+            finally:
+                default.graphsafe_set_state(theirs)
     with _swapping:
-        before = take(default)
-        put(default, take(own))
+        before = default.get_state()
+        default.set_state(own.get_state())
         try:
             return op(*args, **kwargs)
         finally:
-            put(own, take(default))
-            put(default, before)
-
-
-def _cuda_state(generator: torch.Generator) -> tuple[int, int]:
-    """Return the state of a GPU's generator, which is two numbers: `get_state` makes a tensor of them."""
-    return generator.initial_seed(), generator.get_offset()
-
-
-def _put_cuda_state(generator: torch.Generator, state: tuple[int, int]) -> None:
-    generator.manual_seed(state[0])
-    generator.set_offset(state[1])
+            own.set_state(default.get_state())
+            default.set_state(before)
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:
     """Return the device whose generator an operator would use, or ``None`` if it is none of ours."""
-    tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    tensor = args[0] if args else None
+    if not isinstance(tensor, Tensor):
+        tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     device = _indexed(kwargs.get("device") or "cpu") if tensor is None else tensor.device
     return device if device.type in ("cpu", "cuda") else None
 

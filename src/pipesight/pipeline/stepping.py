@@ -135,9 +135,9 @@ class Stepper:
             pipe._note_idle(run.called)
         loss, factor = losses.finish()
         run.observers.step_ended(loss)
+        total.multiply(factor)
         inputs = run.input_gradients([True] * len(call.inputs))
-        pairs = [(t, g) for t, g in zip(call.inputs, inputs, strict=True) if g is not None]
-        _accumulate(total, factor, pairs)
+        _accumulate(total, [(t, g) for t, g in zip(call.inputs, inputs, strict=True) if g is not None])
         call.forget_arguments()
         return loss
 
@@ -165,11 +165,9 @@ class Stepper:
         return inputs, more, inputs.pop()
 
 
-def _accumulate(total: GradientSum, factor: float, inputs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _accumulate(total: GradientSum, inputs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Add gradients to ``.grad``, and call the hooks of parameters; what the caller computed inputs of learns, too."""
     pairs = [*total.take_all(), *inputs]
-    if factor != 1:
-        pairs = [(tensor, gradient * factor) for tensor, gradient in pairs]
     if not pairs:
         return
     tensors, gradients = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]

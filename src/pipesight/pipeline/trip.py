@@ -319,7 +319,8 @@ class Trip(TorchFunctionMode):
         """Return arguments with the tensors of earlier partitions replaced by roots of this one."""
         self._busy = True
         try:
-            entered, more = map_tensors(self._enter_tensor, args), map_tensors(self._enter_tensor, kwargs)
+            entered = map_tensors(self._enter_tensor, args)
+            more = map_tensors(self._enter_tensor, kwargs) if kwargs else kwargs
         finally:
             self._busy = False
         if self._unit is not None and (entered is not args or more is not kwargs):
