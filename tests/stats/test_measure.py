@@ -108,6 +108,38 @@ def test_narrow_floats(kind, dtype):
     assert_right(x[:1000])
 
 
+SIGNS = {
+    "both": lambda x: x,
+    "positive": lambda x: x.abs() + 1,
+    "negative": lambda x: -x.abs() - 1,
+    "no negative": lambda x: x.relu(),
+    "no positive": lambda x: -x.relu(),
+    "a negative zero": lambda x: x.relu().index_fill_(0, torch.tensor([7]), -0.0),
+    "subnormal": lambda x: (x * 1e-7).index_fill_(0, torch.tensor([7]), 1.0),
+    "infinity": lambda x: x.abs().index_fill_(0, torch.tensor([7]), math.inf),
+    "minus infinity": lambda x: -x.abs().index_fill_(0, torch.tensor([7]), math.inf),
+    "NaN": lambda x: x.index_fill_(0, torch.tensor([7]), math.nan),
+    "minus NaN": lambda x: (-x.abs()).index_fill_(0, torch.tensor([7]), math.nan).neg(),
+}
+
+
+@pytest.mark.parametrize("kind", SIGNS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ends_of_short_floats(kind, dtype, threads, monkeypatch):
+    """The least and the greatest of short floats are found by their bits on one thread, whatever their signs."""
+    monkeypatch.setattr(_rows, "CHUNK", 1 << 15)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = SIGNS[kind](normal(100_000)).to(dtype)
+        assert_right(x)
+        assert_right(x[:-77])
+        assert_right(x.view(torch.int16).bitwise_xor(-(1 << 15)).view(dtype))  # the other sign, of a NaN too
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
 @pytest.mark.parametrize("n", [255, 32_768, 40_960, (1 << 21) + 300])
 @pytest.mark.parametrize("value", [math.inf, -math.inf])

@@ -13,7 +13,10 @@ float32 cannot serve (NaN, infinities, magnitudes whose squares it cannot hold) 
 from __future__ import annotations
 
 import math
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +37,8 @@ RUNS, RUN = 64, 16  # of neighbours that are sampled: elements on their own woul
 LEAST, GREATEST = 2.0**-45, 2.0**55  # squares of such magnitudes, and sums of them, are float32s with all digits
 CANCELLED = 4.0  # the greatest Σ (x - K)² / Σ (x - mean)² that is good for 1e-6
 ATTEMPTS = 3
-SHORT = (torch.bfloat16, torch.float16)  # whose ends take as long as those of float32: they are the first pass
+SIGN = 1 << 15  # the sign of a short float
+SHORT = {torch.bfloat16: ("<I", "<f", 16), torch.float16: ("<H", "<e", 0)}  # how bits become a number
 
 # The dtypes whose every value is a float32.
 FLOAT32 = frozenset(
@@ -85,12 +89,12 @@ def _sampled_shift(x: Tensor) -> float:
     """A shift from a few elements: 0, or near their mean where that is large beside their deviation."""
     step = (x.numel() - RUN) // RUNS | 1  # odd: meets no period of 2**n
     runs = x.as_strided(((x.numel() - RUN) // step + 1, RUN), (step, 1))
-    sample = runs.to(torch.float32).cpu().to(torch.float64)
-    if not sample.sum().isfinite():
-        sample = sample[sample.isfinite()]
-    if not sample.numel():
+    sample = runs.to(torch.float32).cpu().numpy().astype(np.float64)  # calls of numpy cost half of torch's
+    if not math.isfinite(sample.sum()):
+        sample = sample[np.isfinite(sample)]
+    if not sample.size:
         return 0.0
-    mean, deviation = sample.mean().item(), sample.std(correction=0).item()
+    mean, deviation = float(sample.mean()), float(sample.std())
     if not deviation or not mean * mean > 2 * deviation * deviation:
         return 0.0
     return _rounded(mean, deviation)
@@ -133,9 +137,11 @@ def _sums(x: Tensor, shift: float, chunk: int, smallest: bool) -> Sums:
     work = take("buffer", chunk, device)
     copy = None if x.dtype == torch.float32 else take("copies", chunk, device)
     work_table = work.view(-1, ROW)
-    short = x.dtype in SHORT
     alone = x.is_cpu and torch.get_num_threads() == 1
     square_sums = _square_sums_by_numpy if alone and hasattr(np, "vecdot") else _square_sums
+    read: Callable[[Tensor, Any], tuple[Tensor, float, float]] = _read
+    if x.dtype in SHORT:
+        read = _read_short_by_numpy if alone else _read_short
     result = Sums(shift)
     if not smallest:
         result.zeros = result.tiny = math.nan
@@ -145,12 +151,7 @@ def _sums(x: Tensor, shift: float, chunk: int, smallest: bool) -> Sums:
         if count < chunk:  # the last one
             work, work_table = work.narrow(0, 0, count), work_table.narrow(0, 0, count // ROW)
             copy = None if copy is None else copy.narrow(0, 0, count)
-        if copy is not None and not short:
-            part = copy.copy_(part)
-        least, greatest = torch.aminmax(part)
-        low, high = least.item(), greatest.item()
-        if copy is not None and short:
-            part = copy.copy_(part)
+        part, low, high = read(part, copy)
         if low == high or not LEAST < max(-low, high) < GREATEST:
             same = low == high and math.isfinite(low)  # a chunk that overflowed holds nothing but one infinity
             odd = constant(low, count) if same else exact(part, powers=False, smallest=smallest)
@@ -187,6 +188,40 @@ def _sums(x: Tensor, shift: float, chunk: int, smallest: bool) -> Sums:
     total, result.squares, result.l1 = per_row.cpu().double().sum(1).tolist()  # not every device has float64
     result.total += total
     return result
+
+
+def _read(part: Tensor, copy: Tensor | None) -> tuple[Tensor, float, float]:
+    """Return a chunk as float32, and its least and its greatest element: two NaNs if it has one."""
+    part = part if copy is None else copy.copy_(part)
+    least, greatest = torch.aminmax(part)
+    return part, least.item(), greatest.item()
+
+
+def _read_short(part: Tensor, copy: Tensor) -> tuple[Tensor, float, float]:
+    """The same of short floats, whose ends take as long as those of float32: they are the first pass."""
+    least, greatest = torch.aminmax(part)
+    return copy.copy_(part), least.item(), greatest.item()
+
+
+def _read_short_by_numpy(part: Tensor, copy: Tensor) -> tuple[Tensor, float, float]:
+    """The same, on one thread in two thirds of the time: bits after a sign are in the order of the magnitudes."""
+    table, dtype = copy.copy_(part), part.dtype
+    signed = part.view(torch.int16).numpy()
+    unsigned = signed.view(np.uint16)
+    bits = int(np.maximum.reduce(signed))  # of the greatest, unless all are negative
+    high = bits if bits >= 0 else int(np.minimum.reduce(unsigned))
+    bits = int(np.maximum.reduce(unsigned))  # of the least, unless none is negative
+    low = bits if bits >= SIGN else int(np.minimum.reduce(signed))
+    least, greatest = _number(low, dtype), _number(high, dtype)
+    return (table, least, greatest) if least == least and greatest == greatest else (table, math.nan, math.nan)
+
+
+def _number(bits: int, dtype: torch.dtype) -> float:
+    """Return the short float that has these bits."""
+    source, target, shift = SHORT[dtype]
+    number: float
+    (number,) = struct.unpack(target, struct.pack(source, bits << shift))
+    return number
 
 
 def _square_sums(table: Tensor, out: Tensor) -> None:
