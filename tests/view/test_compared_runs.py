@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from pipesight.analysis.analyse import analyse
 from pipesight.analysis.comparison import compare
+from pipesight.analysis.memory import DeviceMemory, MemoryReport
 from pipesight.runs.reading.run import open_run
 from pipesight.view.comparison_json import comparison_as_json
 from pipesight.view.comparison_text import render_comparison
@@ -61,6 +63,39 @@ def test_programs(runs):
         "The second run takes 10.0% less time per step: -100 µs in the median step. In the mean step, most of that is "
         "data loading (-300 µs)."
     )
+
+
+def with_memory(report, peaks, weights):
+    """Give a report the peaks of devices; all but weights are activations."""
+    parts = {"weights": weights, "gradients": 0, "optimizer_state": 0, "inputs": 0}
+    devices = [
+        DeviceMemory(0, f"cuda:{k}", peak, 1, {**parts, "activations": peak - weights}, peak, peak + 100, 1 << 30, 0)
+        for k, peak in enumerate(peaks)
+    ]
+    return replace(report, memory=MemoryReport((1,), (), tuple(devices), (), ()))
+
+
+def test_memory(runs):
+    """Peaks of devices are compared: of the fullest, what it is made of, and of each; not with a run without them."""
+    a = with_memory(runs[0], [3 << 20, 1 << 20], 1 << 20)
+    b = with_memory(runs[1], [2 << 20, 4 << 20], 1 << 20)
+    found = validated("comparison", comparison_as_json(compare(a, b), compare(a, a)))
+    changes = {name: entry["change"] for name, entry in found["memory"].items() if entry["change"]}
+    megabyte = 1 << 20
+    assert changes == {
+        "peak": megabyte,
+        "activations": megabyte,
+        "allocated": megabyte,
+        "rank 0, cuda:0": -megabyte,
+        "rank 0, cuda:1": 3 * megabyte,
+    }
+    assert all(entry["change"] == 0 for entry in found["more"][0]["memory"].values())
+    lines = render_comparison(compare(a, b)).splitlines()
+    (line,) = [line for line in lines if line.startswith("memory, fullest device")]
+    assert line.split()[-5:] == ["3.00", "MiB", "4.00", "MiB", "+33.3%"]
+    assert "3.00 MiB" in render_comparison(compare(a, b), compare(a, a), width=160)
+    assert compare(a, runs[2]).memory == {}
+    assert "fullest device" not in render_comparison(compare(a, b), compare(a, runs[2]))
 
 
 def test_curves_have_the_steps_of_all_runs(runs):

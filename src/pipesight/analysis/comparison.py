@@ -9,13 +9,16 @@ from typing import Any
 from pipesight._formatting import signed_time
 from pipesight.analysis.compared_curves import ComparedCurve, compared_curves
 from pipesight.analysis.compared_layers import LayerChange, layer_changes, same_layers
+from pipesight.analysis.memory import PARTS, MemoryReport
 from pipesight.analysis.program_advice import facts_about, part_title
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_times import Summary
 from pipesight.analysis.verdict import TITLES
 
-__all__ = ["Comparison", "Difference", "compare", "title_of"]
+__all__ = ["ALLOCATED", "PEAK", "Comparison", "Difference", "compare", "title_of"]
 
+PEAK, ALLOCATED = "peak", "allocated"
+"""Of the fullest device: what was counted at the ends of tasks, and what a GPU's allocator gave out at any time."""
 ALIKE = 0.01
 """The share of the first run's step by which two runs may differ and still count as alike."""
 
@@ -42,6 +45,8 @@ class Comparison:
     text: str
     quantities: Mapping[str, Difference]
     parts: Mapping[str, Difference]
+    memory: Mapping[str, Difference]
+    """Peak bytes: of the fullest device, what that is made of, and of devices that both runs have."""
     layers: Sequence[LayerChange]
     """Of both runs, those that differ most first."""
     settings: Mapping[str, tuple[Any, Any]]
@@ -91,6 +96,7 @@ def compare(first: Report, second: Report) -> Comparison:
         text,
         quantities,
         parts,
+        _memory(first.memory, second.memory),
         layer_changes(first, second),
         settings,
         compared_curves([first, second]),
@@ -127,6 +133,21 @@ def _steps_of(report: Report) -> _Steps:
     else:
         raise ValueError(f"{report.path!r} has no complete step to compare")
     return _Steps(time, {name: value for name, value in found.items() if value is not None}, parts)
+
+
+def _memory(first: MemoryReport | None, second: MemoryReport | None) -> dict[str, Difference]:
+    if first is None or second is None or not first.devices or not second.devices:
+        return {}
+    one, other = (max(found.devices, key=lambda entry: entry.peak) for found in (first, second))
+    found = {PEAK: Difference(one.peak, other.peak)}
+    found |= {part: Difference(one.parts[part], other.parts[part]) for part in PARTS}
+    if one.allocator_peak is not None and other.allocator_peak is not None:
+        found[ALLOCATED] = Difference(one.allocator_peak, other.allocator_peak)
+    devices = [{f"rank {e.rank}, {e.device}": e.peak for e in memory.devices} for memory in (first, second)]
+    both = [name for name in devices[0] if name in devices[1]]
+    if len(both) > 1:
+        found |= {name: Difference(devices[0][name], devices[1][name]) for name in both}
+    return found
 
 
 def _settings(first: Report, second: Report) -> dict[str, tuple[Any, Any]]:

@@ -30,6 +30,7 @@ def _against_first(comparison: Comparison) -> dict[str, Any]:
         "settings": {name: {"first": a, "second": b} for name, (a, b) in comparison.settings.items()},
         "quantities": {name: _difference(entry) for name, entry in comparison.quantities.items()},
         "parts": {name: _difference(entry) for name, entry in comparison.parts.items()},
+        "memory": {name: _difference(entry) for name, entry in comparison.memory.items()},
         "layers": [{**asdict(layer), "change": layer.change} for layer in comparison.layers],
         "curves": [_curve(curve) for curve in comparison.curves],
         "second": as_json(comparison.second),

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from pipesight._formatting import percent, rate, signed_time, time
+from pipesight._formatting import percent, rate, signed_time, size, time
 from pipesight._plurals import plural
 from pipesight.analysis.compared_curves import STEP_TIME, compared_curves
 from pipesight.analysis.compared_layers import CHANGED, LayerChange
-from pipesight.analysis.comparison import Comparison, Difference, title_of
+from pipesight.analysis.comparison import ALLOCATED, PEAK, Comparison, Difference, title_of
 from pipesight.analysis.report import Report
 from pipesight.view.text_layout import LEAST, Style, columns, shown_width, spark
 
@@ -19,6 +19,7 @@ __all__ = [
     "MARKS",
     "compared_runs",
     "layer_rows",
+    "memory_rows",
     "part_rows",
     "quantity_rows",
     "render_comparison",
@@ -28,6 +29,8 @@ __all__ = [
 
 LAYERS = 8
 """How many layers that changed are listed."""
+MEMORY = 24
+"""Likewise rows of memory."""
 CURVES = 8
 """Likewise curves."""
 MARKS = ascii_uppercase
@@ -84,6 +87,8 @@ def _rows(comparison: Comparison, more: Sequence[Comparison], style: Style) -> l
     heads = [*MARKS[: len(more) + 2], *(() if more else ("difference",))]
     gap = [""] * (len(heads) + 1)
     rows = [["", *heads], *quantity_rows(comparison, *more), gap, *part_rows(comparison, *more)]
+    if of_memory := memory_rows(comparison, *more):
+        rows += [gap, *of_memory]
     changed = [] if more else [layer for layer in comparison.layers if layer.changed]
     if changed:
         rows += [gap, ["layers that changed", *gap[1:]]]
@@ -160,6 +165,18 @@ def part_rows(comparison: Comparison, *more: Comparison) -> list[list[str]]:
     return rows
 
 
+def memory_rows(comparison: Comparison, *more: Comparison) -> list[list[str]]:
+    """Write the peaks of memory in the same way: of the fullest device, what it is made of, and of each device."""
+    all_known = [one.memory for one in (comparison, *more)]
+    names = [name for name in comparison.memory if all(name in known for known in all_known)]
+    rows = []
+    for name in names:
+        row = [known[name] for known in all_known]
+        if any(one.first or one.second for one in row):
+            rows.append([_MEMORY.get(name, name), *_cells(row, size)])
+    return rows[:MEMORY]
+
+
 def layer_rows(layers: Sequence[LayerChange]) -> list[list[str]]:
     """Write layers in the same way."""
     return [[layer.name, *_cells([Difference(layer.first or 0.0, layer.second or 0.0)], time)] for layer in layers]
@@ -174,6 +191,11 @@ def _others(comparison: Comparison, changed: int) -> str:
     return f"{'; '.join(words)}." if words else ""
 
 
+_MEMORY = {
+    PEAK: "memory, fullest device",
+    ALLOCATED: "allocated at most",
+    "optimizer_state": "optimizer state",
+}
 _QUANTITIES = (
     ("step_time", "step time, median", time),
     ("steps_per_second", "steps/s", rate),

@@ -15,6 +15,7 @@ from pipesight.view.comparison_text import (
     MARKS,
     compared_runs,
     layer_rows,
+    memory_rows,
     part_rows,
     quantity_rows,
     settings_text,
@@ -48,7 +49,7 @@ def comparison_payload(comparison: Comparison, *more: Comparison) -> dict[str, A
         "text": [text_of(one, mark) if more else one.text for one, mark in zip(pairs, MARKS[1:], strict=False)],
         "settings": [settings_text(one) for one in pairs],
         "runs": [_run(report, title) for report, title in zip(reports, titles, strict=True)],
-        "quantities": quantity_rows(*pairs),
+        "quantities": [*quantity_rows(*pairs), *memory_rows(*pairs)],
         "parts": {
             "keys": [_part(name) for name in names],
             "times": [_times(name, pairs) for name in names],
