@@ -216,6 +216,44 @@ def test_advice(made):
     assert not any("fused" in change.what for change in changes)
 
 
+@pytest.mark.parametrize(("operators", "advised"), [(100, True), (10, False)])
+def test_launching(made, operators, advised):
+    """Where operators take little longer than ones without work do, fewer of them would help."""
+    model = {**FACTS["models"][0], "operators": operators, "operator_seconds": [1e-6, 2e-6]}
+    made.description["program"] = {"models": [model]}
+    for number in range(5):
+        step(made, number)
+    gains = [change.gain for change in report_of(made).verdict.changes if "torch.compile" in change.what]
+    assert gains == ([pytest.approx(0.55)] if advised else [])
+
+
+def test_advice_on_recomputation(made):
+    """It gains at most what is computed again."""
+    for number in range(5):
+        step(made, number)
+        made.span("compute", "forward", begin=number * STEP + 460, dur=80, module="Linear", layer="c", depth=0)
+    gains = {change.what.partition(",")[0]: change.gain for change in report_of(made).verdict.changes}
+    assert gains["checkpoint fewer modules"] == pytest.approx(0.08)
+
+
+def test_what_runs_in_the_background(made):
+    """All-reduces that are waited for later have a row of their own; what is hidden is not part of the step."""
+    for number in range(5):
+        step(made, number)
+        known = {"step": number, "group": "world"}
+        for at, size in ((500, 60), (600, 60)):
+            made.span("comm", "all_reduce", begin=number * STEP + at, dur=1, size=size, **known)
+        for at, length in ((700, 20), (720, 20)):
+            made.span("comm", "all_reduce.wait", begin=number * STEP + at, dur=length, size=60, **known)
+    report = report_of(made)
+    beside = report.program.background
+    assert (beside.begin[:2] - beside.begin[0]).tolist() == [0, 220]  # one after the other
+    assert (beside.end[:2] - beside.begin[0]).tolist() == [220, 240]
+    (change,) = (change for change in report.verdict.changes if "all-reduces" in change.what)
+    assert change.gain == pytest.approx(0.042)
+    assert "collectives take 240 µs of a step, of which 82.5% is hidden" in change.why
+
+
 @pytest.mark.parametrize(
     ("workers", "loading", "rest", "advised"),
     [

@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import pipesight
@@ -68,6 +69,9 @@ def test_plain_loop(run, model):
     known = json.loads((run / "run.json").read_text())["program"]
     assert known["loaders"][0]["num_workers"] == 0
     assert known["optimizers"][0]["class"] == "SGD"
+    (described,) = known["models"]
+    assert described["operators"] == 3 * 2 + 1  # transpose and addmm of each layer, and the activation
+    assert all(0 < seconds < 1e-2 for seconds in described["operator_seconds"])
     units = known["models"][0]["units"]
     assert [(unit["name"], unit["calls"]) for unit in units] == [(name, 1) for name in ("0", "1", "2.0", "2.1")]
 
@@ -85,6 +89,33 @@ def test_losses_of_a_scaler_and_of_accumulation(run, model):
             scaler.update()
     curves = {curve.name: curve.values for curve in report_of(run).curves}
     assert curves["loss"] == (2.0, 2.0)
+
+
+class Checkpointed(nn.Module):
+    """Calls its second half again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x):
+        return checkpoint(self.second, self.first(x), use_reentrant=False)
+
+
+def test_recomputed_modules_keep_their_names(run):
+    """What checkpointing calls again in a backward is the same module, and no other model."""
+    model = Checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pipesight.observe(run, logs=None):
+        for _ in range(STEPS):
+            model(torch.randn(8, 4)).sum().backward()
+            optimizer.step()
+    modules = report_of(run).program.modules
+    assert {module.name for module in modules.modules} == {"Checkpointed", "first", "second", "second.0", "second.1"}
+    assert {module.name for module in modules.modules if module.recompute} == {"second", "second.0", "second.1"}
+    assert modules.steps < STEPS
+    (described,) = json.loads((run / "run.json").read_text())["program"]["models"]
+    assert described["class"] == "Checkpointed"
 
 
 def test_transforms_are_no_forwards(run, model):

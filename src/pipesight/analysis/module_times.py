@@ -14,7 +14,7 @@ from pipesight.analysis.program_steps import is_backward, is_call
 from pipesight.analysis.program_time import Pieces
 from pipesight.runs.reading.event_codes import EVALUATION
 
-__all__ = ["ModuleTime", "ModuleTimes", "times_of_modules"]
+__all__ = ["ModuleTime", "ModuleTimes", "shows_modules", "times_of_modules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,13 @@ class ModuleTimes:
 _FORWARD, _RECOMPUTE, _BACKWARD = range(3)
 
 
+def shows_modules(pieces: Pieces) -> np.ndarray:
+    """Return which pieces are modules inside of a model: those of steps that show all; of recomputation, any does."""
+    again = np.array([part == "recompute" for part in pieces.part], bool)
+    found: np.ndarray = (pieces.spans.layer != "") & ~again
+    return found
+
+
 def times_of_modules(ranks: Sequence[tuple[Pieces, np.ndarray]]) -> ModuleTimes:
     """Add up the times of modules.
 
@@ -73,7 +80,7 @@ def times_of_modules(ranks: Sequence[tuple[Pieces, np.ndarray]]) -> ModuleTimes:
         spans = pieces.spans
         calls, backwards = is_call(spans), is_backward(spans)
         modules = (calls | backwards) & (spans.module != "") & (spans.kind != EVALUATION) & counted[pieces.step]
-        detailed = np.unique(pieces.step[modules & (spans.layer != "")])
+        detailed = np.unique(pieces.step[modules & shows_modules(pieces)])
         if not len(detailed):
             detailed = np.unique(pieces.step[modules])
         modules &= np.isin(pieces.step, detailed)

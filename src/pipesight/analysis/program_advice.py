@@ -38,6 +38,8 @@ PART_TITLES = {
 
 _FUSED = {"torch.optim.adam", "torch.optim.adamw", "torch.optim.sgd", "torch.optim.adagrad"}
 """Optimizers that have a fused form on every device."""
+LAUNCHING = 0.3
+"""The share of the time in modules from which that of launching operators is worth a word."""
 MOST = 4
 """How many changes are listed."""
 MOST_WORKERS = 64
@@ -101,12 +103,15 @@ def _changes(shares: Mapping[str, float], program: ProgramReport, description: M
             count = sum(int(one.get("tensors") or 0) for one in slow)
             why = f"{names} updates {count_of(count, 'tensor')} with several operations each"
             yield Change("a fused optimizer: fused=True", why, stepping, AT_MOST)
+    yield from _about_launching(shares, program, description)
+    if (again := shares.get("recompute", 0.0)) > WORTH:
+        why = "activations that checkpointing does not keep are computed again; it needs their memory"
+        yield Change("checkpoint fewer modules, if they fit into memory", why, again, AT_MOST)
     if (saving := shares.get("checkpoints", 0.0)) > WORTH:
         what = "save checkpoints in the background (torch.distributed.checkpoint.async_save), or less often"
         yield Change(what, "training waits for the disk", saving, AT_MOST)
     if (talking := shares.get("communication", 0.0)) > WORTH:
-        why = "the main thread waits for other ranks, outside of what overlaps with backward"
-        yield Change("overlap communication with computing, or send less", why, talking, AT_MOST)
+        yield Change(*_about_communication(shares, program), talking, AT_MOST)
     if (copying := shares.get("copies", 0.0)) > WORTH:
         pinned = any(one.get("pin_memory") for one in facts_about(description, "loaders"))
         first = "" if pinned else "DataLoader(pin_memory=True) and "
@@ -116,6 +121,48 @@ def _changes(shares: Mapping[str, float], program: ProgramReport, description: M
         if part.startswith(OWN) and share > MUCH and part.removeprefix(OWN) not in WHOLE_PASSES:
             why = "training waits for it in every step"
             yield Change(f"{part_title(part)} (a span of yours): less often, or in the background", why, share, AT_MOST)
+
+
+def _about_launching(
+    shares: Mapping[str, float], program: ProgramReport, description: Mapping[str, Any]
+) -> Iterator[Change]:
+    """Advise to launch fewer operators, where launching them takes most of the time in the model."""
+    models = [model for model in facts_about(description, "models") if model.get("operator_seconds")]
+    if not models or not program.trains:
+        return
+    total = sum(program.parts.values())
+    inside = sum(shares.get(part, 0.0) for part in ("forward", "loss", "backward"))
+    calls = sum(module.calls for module in program.modules.modules if module.name == module.model)
+    model = max(models, key=lambda entry: int(entry["operators"]))
+    forward, backward = (float(seconds) * 1e6 for seconds in model["operator_seconds"])
+    operators = int(model["operators"]) * max(round(calls), 1)
+    launching = operators * (forward + backward) / max(total, 1e-9)
+    if inside > WORTH and launching > inside * LAUNCHING:
+        what = "fewer and larger operators: torch.compile(model)"
+        each = inside * total / max(operators, 1)
+        why = (
+            f"{model['class']} runs {count_of(operators, 'operator')} a step, {time(each)} each, forward and backward; "
+            f"those with next to nothing to compute take {time(forward + backward)}, so larger batches would take "
+            "little longer"
+        )
+        yield Change(what, why, inside, AT_MOST)
+
+
+def _about_communication(shares: Mapping[str, float], program: ProgramReport) -> tuple[str, str]:
+    """Say what to change about communication, and why."""
+    beside = program.background
+    steps = program.steps.where(program.counted)
+    begins, ends = np.sort(steps.begin), np.sort(steps.begin + steps.period)
+    within = np.searchsorted(begins, beside.begin, side="right") > np.searchsorted(ends, beside.begin, side="right")
+    mean = float((beside.end - beside.begin)[within].sum()) / max(len(steps), 1)
+    if not mean:
+        why = "the main thread waits for other ranks, outside of what overlaps with backward"
+        return "overlap communication with computing, or send less", why
+    total = sum(program.parts.values())
+    hidden = max(1 - shares["communication"] * total / mean, 0.0)
+    what = "smaller buckets, which are sent earlier (bucket_cap_mb of DDP), or fewer all-reduces (no_sync())"
+    why = f"collectives take {time(mean)} of a step, of which {percent(hidden)} is hidden behind computing"
+    return what, why
 
 
 def _about_loading(description: Mapping[str, Any], program: ProgramReport) -> tuple[str, str]:

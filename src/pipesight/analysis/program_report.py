@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipesight.analysis.collectives import BackgroundCalls
 from pipesight.analysis.curves import StepEdges
-from pipesight.analysis.module_times import ModuleTimes, times_of_modules
+from pipesight.analysis.module_times import ModuleTimes, shows_modules, times_of_modules
 from pipesight.analysis.program_steps import ProgramSteps, find_program_steps, is_backward, is_call, is_whole_pass
 from pipesight.analysis.program_time import Pieces, is_own, nested_pieces, own_name, part_names, parts_of
 from pipesight.analysis.step_times import Summary, slow_first, summary
@@ -120,7 +120,7 @@ class ProgramReport:
         detailed = {
             int(self._steps_of(rank).step[row])
             for rank, own in self.pieces.items()
-            for row in np.unique(own.step[own.spans.layer != ""]).tolist()
+            for row in np.unique(own.step[shows_modules(own)]).tolist()
         }
         ordered = times.step[nearest].tolist()
         return next((int(step) for step in ordered[: -(-len(ordered) // 2)] if step in detailed), int(ordered[0]))

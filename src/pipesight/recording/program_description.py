@@ -16,8 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight._nested import tensors_in
 from pipesight._patches import Patches, harmless
+from pipesight._torch.autograd import in_backward, next_sequence_number
 from pipesight._torch.module_internals import is_compiled
 from pipesight.pipeline.units import find_units
+from pipesight.recording.operator_cost import operator_cost
 from pipesight.recording.pipeline_description import is_pipeline
 
 __all__ = ["ProgramDescription"]
@@ -43,9 +45,19 @@ class ProgramDescription:
         self._patches.keep(register_optimizer_step_post_hook(self._stepped))
 
     def detach(self) -> None:
-        """Look no more."""
+        """Look no more, and measure what launching operators takes where the models are."""
         self._take_off()
         self._patches.undo()
+        self._measure_operators()
+
+    @harmless
+    def _measure_operators(self) -> None:
+        counted = [entry for entry in self._found["models"] if entry.get("operators")]
+        for device in {entry["device"] for entry in counted if entry["device"].startswith(("cpu", "cuda"))}:
+            cost = operator_cost(torch.device(device))
+            for entry in counted:
+                if entry["device"] == device:
+                    entry["operator_seconds"] = list(cost)
 
     def as_json(self) -> dict[str, list[dict[str, Any]]]:
         """Return what is known so far."""
@@ -53,7 +65,7 @@ class ProgramDescription:
 
     def meet_module(self, module: nn.Module) -> None:
         """Describe a module that the program calls, unless it is known, a loss or a pipeline."""
-        if module not in self._models and torch.is_grad_enabled():
+        if module not in self._models and torch.is_grad_enabled() and not in_backward():
             self._models.add(module)
             if len(self._found["models"]) < _MOST and not is_pipeline(module):
                 self._describe(module)
@@ -77,6 +89,7 @@ class ProgramDescription:
         self._take_off()
         units = find_units(module)
         calls: list[tuple[str, int]] = []
+        first = next_sequence_number()  # the call begins now
 
         @harmless
         def ran(name: str, _: nn.Module, __: Any, output: Any) -> None:
@@ -85,6 +98,7 @@ class ProgramDescription:
         @harmless
         def over(_: nn.Module, __: Any, ___: Any) -> None:
             self._take_off()
+            entry["operators"] = next_sequence_number() - first
             order = list(dict.fromkeys(name for name, _ in calls))
             counts = {name: sum(other == name for other, _ in calls) for name in order}
             sizes = dict(calls)

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from pipesight import context
 from pipesight._nested import samples_in, tensors_in
 from pipesight._patches import Patches, harmless
-from pipesight._torch.autograd import next_sequence_number
+from pipesight._torch.autograd import in_backward, next_sequence_number
 from pipesight._torch.module_internals import GLOBAL_HOOKS_CHECK
 from pipesight._torch.tensors import in_transform, without_function_overrides
 from pipesight.trace import _span_events
@@ -163,13 +163,16 @@ class ModuleHooks:
     def _started(self, module: nn.Module, inputs: Any) -> None:
         calls, node = _here.calls, ai.compute.forward
         call = _Call(module, len(calls))
+        outermost = calls[0].module if calls else module
         if self.marks is not None:
             if not calls:
                 self.marks.clear()
-            layer = _args(module, calls[0].module if calls else module, len(calls)).get("layer")
+            layer = _args(module, outermost, len(calls)).get("layer")
             self.marks.append((next_sequence_number(), layer or type(module).__name__))
         if len(calls) < self.depth and node.recording:
-            call.args = _args(module, calls[0].module if calls else module, len(calls))
+            if in_backward():  # checkpointing calls a part of the model again
+                outermost = next((model for model in _names if id(outermost) in _names[model]), outermost)
+            call.args = _args(module, outermost, len(calls))
             if not torch.is_grad_enabled():
                 call.args["grad"] = False
             with without_function_overrides():
