@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import pipesight
 from pipesight import GPipe, Pipeline
 from pipesight.analysis.memory import MemoryReport
+from pipesight.cli.command import main
 from pipesight.plan import Setting, measure, predict
+from pipesight.recording.memory import memory_recorder
 from pipesight.report import analyse, open_run
 
 CHUNKS, SAMPLES, WIDTH = 6, 12, 16
@@ -256,3 +258,25 @@ def test_what_a_program_packs_is_not_unpacked(tmp_path):
     pipe = GPipe(nn.Sequential(Again(), Again()), [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint="never")
     recorded(tmp_path / "run", lambda x, y: nn.functional.mse_loss(pipe(x), y).backward(), pipe, steps=1)
     assert len(calls) == 2 * 2 * 2  # layers, micro-batches, forward and recomputation
+
+
+def test_an_old_torch_is_named(tmp_path, monkeypatch, capsys):
+    """Where PyTorch does not tell what is kept, nothing is counted, and the report says why."""
+    monkeypatch.setattr(memory_recorder, "CAN_BE_SEEN", False)
+    pipe = GPipe(model_of(2), [1, 1], devices=["cpu", "cpu"], chunks=2)
+    plain = nn.Linear(4, 4)
+    with pipesight.observe(tmp_path / "pipeline", logs=None):
+        for _ in range(3):
+            pipe(torch.randn(SAMPLES, WIDTH)).sum().backward()
+    optimizer = torch.optim.SGD(plain.parameters())
+    with pipesight.observe(tmp_path / "program", logs=None):
+        for _ in range(3):
+            plain(torch.randn(4, 4)).sum().backward()
+            optimizer.step()
+    for name in ("pipeline", "program"):
+        with open_run(tmp_path / name) as opened:
+            report = analyse(opened)
+        assert report.memory is None
+        assert main(["report", str(tmp_path / name)]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert f"PyTorch {torch.__version__} does not tell what autograd keeps" in text

@@ -165,7 +165,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
             *remarks_on_bubble(overall, counted),
             *remarks_on_measuring(run, counted),
             *remarks_on_simulation(measured, changes),
-            *remarks_on_memory(measured),
+            *remarks_on_memory(points, measured),
             *doubts,
         ),
         verdict=with_ending(verdict, run),
@@ -248,7 +248,7 @@ def _without_tasks(run: Run, steps: range | None) -> Report:
         curves = curves_of(points, program.edges())
         return Report(
             **_identity(run),
-            remarks=(*remarks_on(run), *remarks_on_program(program)),
+            remarks=(*remarks_on(run), *remarks_on_program(program), *remarks_on_memory(points)),
             verdict=with_losses(program_verdict(program, changes, run), curves),
             nonfinite=first_nonfinite(run.statistics(words=NONFINITE_KEYS)),
             left=ExcludedSteps(program.warm_up),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,12 +23,14 @@ __all__ = [
     "PartitionMemory",
     "least_capacity",
     "memory_of",
+    "why_not_counted",
 ]
 
 PARTS = ("weights", "gradients", "optimizer_state", "inputs", "activations")
 """What memory is for, as the recording names it."""
 CATEGORY = "memory"
 _PARTITION, _DEVICE, _PEAK, _LAYERS = "memory of partition ", "memory of ", "peak of ", "kept by layers"
+_NOT_COUNTED = "not counted"
 _INSIDE, _OPTIMIZER, _OUTSIDE = "most in layers", "most in the optimizer", "most outside"
 FEW = 1 << 20
 """Bytes on the CPU, such as Adam's numbers of steps, that are not worth a row beside those of GPUs."""
@@ -193,6 +196,16 @@ def memory_of(points: Points, edges: StepEdges) -> MemoryReport | None:
         outside=_outside(rows),
         optimizer=_optimizer(rows, measured),
     )
+
+
+def why_not_counted(points: Points) -> str | None:
+    """Say why memory was not counted, if the recording says so."""
+    for text in points.where((points.category == CATEGORY) & (points.name == _NOT_COUNTED)).values.tolist():
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            if isinstance(values := json.loads(text), dict):
+                version = values.get("torch")
+                return f"memory was not counted: PyTorch {version} does not tell what autograd keeps; newer ones do"
+    return None
 
 
 _Row = tuple[str, int, int, int, dict[str, Any]]

@@ -13,6 +13,7 @@ from pipesight._formatting import percent, time
 from pipesight._plurals import count_of, plural
 from pipesight.analysis.clock_errors import doubts_about_clocks
 from pipesight.analysis.described_pipelines import DescribedPipeline
+from pipesight.analysis.memory import why_not_counted
 from pipesight.analysis.planned_changes import AT_MOST, Change, too_large
 from pipesight.analysis.program_steps import WHOLE_PASSES
 from pipesight.analysis.program_time import OWN
@@ -21,7 +22,7 @@ from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatchTable
 from pipesight.analysis.step_times import StepTimes
 from pipesight.analysis.verdict import MUCH, TITLES, Verdict
 from pipesight.runs.reading.event_codes import OPTIMIZER
-from pipesight.runs.reading.event_tables import Spans, Tasks
+from pipesight.runs.reading.event_tables import Points, Spans, Tasks
 from pipesight.runs.reading.process_liveness import KILLED, ending_of
 
 if TYPE_CHECKING:
@@ -211,10 +212,10 @@ def remarks_on_simulation(measured: Measured | None, changes: Sequence[Change]) 
     return [Remark(None, f"{text}; simulated gains may be off by as much")]
 
 
-def remarks_on_memory(measured: Measured | None) -> list[Remark]:
-    """Say what would help if there were more memory."""
-    text = None if measured is None else too_large(measured)
-    return [] if text is None else [Remark(None, text)]
+def remarks_on_memory(points: Points, measured: Measured | None = None) -> list[Remark]:
+    """Say why memory was not counted, and what would help if there were more."""
+    texts = why_not_counted(points), None if measured is None else too_large(measured)
+    return [Remark(None, text) for text in texts if text is not None]
 
 
 def _never_stepped(minibatches: MiniBatchTable, spans: Spans) -> int:

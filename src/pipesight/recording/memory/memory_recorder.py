@@ -71,6 +71,9 @@ class MemoryRecorder(Observer):
 
     def attach(self) -> None:
         """Start to measure."""
+        if not CAN_BE_SEEN:
+            memory_instant("not counted", {"torch": str(torch.__version__)})
+            return
         attach(self)
         self._modules.outermost_ended = self._module_ended
         self._patches.keep(register_optimizer_step_pre_hook(self._stepping))
