@@ -15,6 +15,8 @@ OPERATIONS = 5
 """How many kinds of operations are listed."""
 VISIBLE = 1.005
 """Slowdowns below this are those of no straggler."""
+MARKED = 1.05
+"""Workers that slow the job so much are marked."""
 FEW = 8
 """As many stages are listed in any case, below each other where the terminal is narrow."""
 CELL = 8
@@ -27,8 +29,11 @@ def what_if_block(found: WhatIf, style: Style, *, is_verdict: bool) -> list[str]
     Args:
         found: What replays say.
         style: How to write it.
-        is_verdict: Whether the report began with their verdict: then there is nothing but them.
+        is_verdict: Whether the report began with their verdict; else they are told in short.
     """
+    title = style.paint("What if there were no stragglers (replayed)", "bold")
+    if not is_verdict:
+        return [title, *_in_short(found, style), *_doubts(found, style), *_workers(found, style, least=MARKED)]
     more = "more" if found.error >= 0 else "less"
     rows = [
         ["Replayed step", time(found.replayed), f"as recorded it is {abs(found.error):.1%} {more}"],
@@ -42,18 +47,32 @@ def what_if_block(found: WhatIf, style: Style, *, is_verdict: bool) -> list[str]
     for name, share, who in (("M_W", found.m_w, "slowest 3% of workers are"), ("M_S", found.m_s, "last stage is")):
         if share is not None and found.is_certain:
             rows.append([name, f"{round(share, 2) + 0.0:.2f}", f"share of the slowdown that goes if the {who} ideal"])
-    lines = [style.paint("What if there were no stragglers (replayed)", "bold")]
-    if not is_verdict:
-        lines += style.wrapped(found.verdict, indent="  ", first="  ")
-    if not is_verdict and not found.causes:
-        return lines + _doubts(found, style)
+    lines = [title]
     for head, (*_, note) in zip(columns([row[:2] for row in rows], align="lr"), rows, strict=True):
         lines += style.wrapped(note, indent=" " * (len(head) + 4), first=f"  {head}  ")
-    kinds = sorted(found.by_operation.items(), key=lambda entry: -entry[1])
-    slow = [f"{name} {slowdown:.2f}" for name, slowdown in kinds[:OPERATIONS] if slowdown >= VISIBLE]
-    if slow:
-        lines += style.wrapped(f"Slowdown by {', '.join(slow)}", indent="    ", first="  ")
+    if slow := _slow_kinds(found):
+        lines += style.wrapped(f"Slowdown by {slow}", indent="    ", first="  ")
     return lines + _doubts(found, style) + _workers(found, style)
+
+
+def _in_short(found: WhatIf, style: Style) -> list[str]:
+    """Say what slows the job, and how long steps would take."""
+    lines = style.wrapped(found.verdict, indent="  ", first="  ")
+    if not found.causes:
+        return lines
+    steps = {"replayed": found.replayed, "ideal": found.ideal}
+    steps |= {"reordered": found.reordered} if found.reordered is not None else {}
+    steps |= {"exchanged": found.exchanged} if found.exchanged is not None else {}
+    figures = ", ".join(f"{name} {time(length)}" for name, length in steps.items())
+    slow = _slow_kinds(found)
+    return lines + style.wrapped(
+        f"Steps: {figures}{f'; slowdown by {slow}' if slow else ''}", indent="    ", first="  "
+    )
+
+
+def _slow_kinds(found: WhatIf) -> str:
+    kinds = sorted(found.by_operation.items(), key=lambda entry: -entry[1])
+    return ", ".join(f"{name} {slowdown:.2f}" for name, slowdown in kinds[:OPERATIONS] if slowdown >= VISIBLE)
 
 
 def _doubts(found: WhatIf, style: Style) -> list[str]:
@@ -61,10 +80,12 @@ def _doubts(found: WhatIf, style: Style) -> list[str]:
     return [line for sentence in sentences for line in style.wrapped(sentence, indent="  ", first="  ")]
 
 
-def _workers(found: WhatIf, style: Style) -> list[str]:
-    """List the slowdown of each worker: a row per data-parallel rank, a column per stage."""
+def _workers(found: WhatIf, style: Style, *, least: float = 0.0) -> list[str]:
+    """List the slowdown of each worker, if any has the least: a row per data-parallel rank, a column per stage."""
     layout = found.layout
     if len(layout.dp_ranks) * len(layout.stages) < 2:
+        return []
+    if max(found.by_worker.values(), default=0.0) < least:
         return []
     fits = max((style.width - 12) // CELL, FEW)
     worst = sorted(range(len(layout.stages)), key=lambda s: -found.by_stage[layout.stages[s]])[:fits]
@@ -91,4 +112,4 @@ def _workers(found: WhatIf, style: Style) -> list[str]:
 
 
 def _marked(cell: str, style: Style) -> str:
-    return style.paint(cell, "red", "bold") if cell and float(cell) >= 1.05 else cell
+    return style.paint(cell, "red", "bold") if cell and float(cell) >= MARKED else cell
