@@ -125,3 +125,23 @@ def test_noise(noise):
     }[noise]
     period = made(np.random.default_rng(17), 10_000)
     assert not [end for end in range(20, len(period), 12) if slower_since(period[max(end - 100, 0) : end]) is not None]
+
+
+def wandering(steps, alike, seed):
+    """Return times of steps whose noise, 5% of them, is the more like that of the step before."""
+    noise = np.random.default_rng(seed).normal(size=steps) * np.sqrt(1 - alike**2)
+    noise[0] /= np.sqrt(1 - alike**2)
+    for k in range(1, steps):
+        noise[k] += alike * noise[k - 1]
+    return 1000 * np.exp(0.05 * noise)
+
+
+def test_steps_that_wander_are_no_change():
+    """Slow drifts of a noise that remembers are no change of pace; a real one in it is found within 20 steps."""
+    assert sum(slower_since(wandering(80, 0.8, seed)) is not None for seed in range(100)) <= 2
+    for seed in range(50):
+        period = wandering(70, 0.5, seed)
+        period[50:] *= 1.25
+        found = slower_since(period)
+        assert found is not None
+        assert abs(found - 50) <= 10

@@ -25,6 +25,8 @@ FEWEST = 8
 """The fewest steps since a change, and before it."""
 SURE = 4.5
 """Standard deviations of chance from which the last steps take longer than those before."""
+LIKEST = 0.95
+"""How like the one before a step is taken to be at most."""
 REPLAYED = 20
 """The most steps that are replayed, of those since a change and of those before it."""
 
@@ -62,7 +64,25 @@ def slower_since(period: Column) -> int | None:
     sure = (wins[split, split] - before * after / 2) / np.sqrt(before * after * (count + 1) / 12)
     found = int(split[sure.argmax()])
     is_longer = np.median(period[found:]) >= (1 + WORTH) * np.median(period[:found])
-    return found if sure.max() >= SURE and is_longer else None
+    return found if sure.max() >= SURE and is_longer and not _wanders(period, found) else None
+
+
+def _wanders(period: Column, split: int) -> bool:
+    """Whether steps are so like the step before them that their means differ as much without any change.
+
+    Where a step's deviation from its mean is r times that of the step before, a mean of n of them varies as that of
+    n (1 - r) / (1 + r) steps would that know nothing of each other.
+    """
+    parts = period[:split], period[split:]
+    apart = [part - np.median(part) for part in parts]
+    most = 4 * max(float(np.median(np.abs(np.concatenate(apart)))), 1e-9)
+    apart = [np.clip(part, -most, most) for part in apart]  # a few long steps are no noise
+    squares = sum(float((part**2).sum()) for part in apart)
+    count = len(period)
+    alike = sum(float((part[1:] * part[:-1]).sum()) for part in apart) / max(squares, 1e-9)
+    alike = min(max(alike + (1 + 3 * alike) / count, 0.0), LIKEST)  # short series look less alike than they are
+    spread = np.sqrt(squares / count * (1 / split + 1 / (count - split)) * (1 + alike) / (1 - alike))
+    return bool(np.median(parts[1]) - np.median(parts[0]) < SURE * spread)
 
 
 def pace_change(times: StepTimes, recorded: Callable[[Column], RecordedOperations | None]) -> PaceChange | None:
