@@ -1,10 +1,10 @@
-"""The critical path of a step: the chain of tasks, transfers and gaps that ends its window, from recorded times.
+"""The critical path of a step: the chain of tasks, transfers and gaps that ends it, from recorded times.
 
-From the end of the last task back to the begin of the first: what ran last of all that an operation waited for came
-before it on the path; what lies between both is a gap. So the parts of a path follow each other without a hole, and
-their times add up to the window::
+From the end of the last operation, mostly the optimizer's, back to the begin of the first task: what ran last of all
+that an operation waited for came before it on the path; what lies between both is a gap. So the parts of a path follow
+each other without a hole, and their times add up to the whole::
 
-    partition 0   F0 F1            . B1 B0          path: F0, transfer, F0, F1, B1, transfer, B1, gap, B0
+    partition 0   F0 F1            . B1 B0 O        path: F0, transfer, F0, F1, B1, transfer, B1, gap, B0, optimizer
     partition 1      . F0 F1 B1 B0
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,13 +22,15 @@ from pipesight.analysis.operation_graph import OperationGraph, graph_of, widest_
 from pipesight.analysis.partition_placement import place_partitions
 from pipesight.analysis.process_stops import stops_in
 from pipesight.analysis.recorded_operations import MOST, RecordedOperations, recorded_operations
-from pipesight.analysis.report import Report
 from pipesight.analysis.step_grouping import TRAINING, find_steps
 from pipesight.runs.reading.event_tables import Operations
 from pipesight.runs.reading.operation_kinds import KINDS, codes_of, collectives, number_of
-from pipesight.runs.reading.run import Run
 
-__all__ = ["PATH_PARTS", "CriticalPath", "PathPart", "critical_paths"]
+if TYPE_CHECKING:
+    from pipesight.analysis.report import Report
+    from pipesight.runs.reading.run import Run
+
+__all__ = ["PATH_PARTS", "CriticalPath", "PathPart", "critical_paths", "paths_through"]
 
 PATH_PARTS = (
     "forward",
@@ -57,19 +60,23 @@ _KINDS = {
     **dict.fromkeys(collectives(), "communication"),
 }
 _COMPUTING = [number_of(name) for name in _TASKS]
+_KNOWN = [*_KINDS]
 
 
 @dataclass(frozen=True, slots=True)
 class PathPart:
-    """A part of a path. Times are microseconds, from the begin of the window."""
+    """A part of a path. Times are microseconds, from the begin of the path."""
 
     kind: str
     """One of `PATH_PARTS`."""
     rank: int
+    """The rank."""
     partition: int
     """That computes, waits for the transfer, or comes after the gap; of what a main thread does, one of its rank."""
     begin: float
+    """When it begins."""
     end: float
+    """When it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +84,14 @@ class CriticalPath:
     """The critical path of a step."""
 
     step: int
+    """The number of the step."""
     begin: int
-    """When the window begins, as events have it."""
+    """When the first task of the step begins, as events have it."""
     parts: tuple[PathPart, ...]
     """By time; each begins where the one before ends."""
 
     def totals(self) -> dict[str, float]:
-        """Return the time of each kind, in the order of `PATH_PARTS`: together, the window."""
+        """Return the time of each kind, in the order of `PATH_PARTS`: together, that of the path."""
         times = dict.fromkeys(PATH_PARTS, 0.0)
         for part in self.parts:
             times[part.kind] += part.end - part.begin
@@ -123,10 +131,11 @@ def critical_paths(run: Run, report: Report, steps: Sequence[int]) -> dict[int, 
         report.steps,
         stops_in(run.points()),
     )
-    return {} if recorded is None else _paths(recorded)
+    return {} if recorded is None else paths_through(recorded)
 
 
-def _paths(recorded: RecordedOperations) -> dict[int, CriticalPath]:
+def paths_through(recorded: RecordedOperations) -> dict[int, CriticalPath]:
+    """Return the critical path of each recorded step."""
     try:
         graph = graph_of(recorded.operations, widest_groups(recorded.operations))
     except ValueError:  # operations wait for each other in a circle: the report says so
@@ -152,7 +161,13 @@ class _Walk:
         """Return the path of a step."""
         tasks = np.flatnonzero((self._step == step) & np.isin(self._kind, _COMPUTING))
         start = float(self._begin[tasks].min())
-        at = int(tasks[np.argmax(self._end[tasks])])
+        known = np.flatnonzero((self._step == step) & np.isin(self._kind, _KNOWN))
+        last = known[self._end[known] == self._end[known].max()].tolist()
+        # Of several that end at once, the one that waited least.
+        at = max(
+            last,
+            key=lambda own: max((float(self._end[k]) for k in self._sources(int(self._graph.unit[own]))), default=0),
+        )
         now = float(self._end[at])
         parts: list[PathPart] = []
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipesight.analysis.collectives import Collective
+from pipesight.analysis.critical_path import CriticalPath
 from pipesight.analysis.curves import Curve, Moment
 from pipesight.analysis.gpu_times import GpuTimes, ProfiledSteps
 from pipesight.analysis.layer_times import LayerReport
@@ -134,6 +135,8 @@ class Report:
     """Instants that the user recorded, by time."""
     memory: MemoryReport | None = field(default=None, repr=False)
     """What was in memory; ``None`` if it was not counted."""
+    critical_path: CriticalPath | None = field(default=None, repr=False)
+    """Of the typical step; ``None`` without tasks, or where it is not known."""
     minibatches: MiniBatchTable = field(default_factory=MiniBatchTable.empty, repr=False)
     """All mini-batches, including incomplete ones."""
     own: ProgramSpans = field(default_factory=ProgramSpans.empty, repr=False)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipesight._version import __version__
+from pipesight.analysis.critical_path import CriticalPath
 from pipesight.analysis.layer_times import LayerReport
 from pipesight.analysis.memory import MemoryReport
 from pipesight.analysis.overall import Overall
@@ -70,10 +71,21 @@ def as_json(report: Report) -> dict[str, Any]:
         "curves": [asdict(curve) for curve in report.curves],
         "moments": [asdict(moment) for moment in report.moments],
         "memory": None if report.memory is None else _memory(report.memory),
+        "critical_path": None if report.critical_path is None else _path(report.critical_path),
     }
     plain = _plain(result)
     assert isinstance(plain, dict)
     return plain
+
+
+def _path(path: CriticalPath) -> dict[str, Any]:
+    return {
+        "step": path.step,
+        "begin": path.begin,
+        "time": path.parts[-1].end if path.parts else 0.0,
+        "totals": path.totals(),
+        "parts": [asdict(part) for part in path.parts],
+    }
 
 
 def _memory(memory: MemoryReport) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pipesight.view.text_tables import (
     layer_table,
     name_table,
     partition_table,
+    path_lines,
     profiled_table,
     time_bars,
 )
@@ -70,6 +71,7 @@ def render(
         else:
             blocks.append(where)
         blocks += [partition_table(pipeline, report, style) for pipeline in report.pipelines]
+        blocks.append(path_lines(report.critical_path, style))
     elif report.layers:
         blocks.append(layer_table(report, style))
     if report.memory is not None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pipesight._formatting import percent, time
 from pipesight._plurals import count_of
 from pipesight.analysis.bubble_losses import LOSSES
+from pipesight.analysis.critical_path import CriticalPath
 from pipesight.analysis.overall import Overall
 from pipesight.analysis.own_spans import OwnTime
 from pipesight.analysis.pipeline_report import PartitionReport, PipelineReport
@@ -21,6 +22,7 @@ __all__ = [
     "layer_table",
     "name_table",
     "partition_table",
+    "path_lines",
     "profiled_table",
     "time_bars",
 ]
@@ -136,6 +138,20 @@ def _worst(rows: Sequence[PartitionReport]) -> tuple[list[PartitionReport], int]
     by_bubble = sorted(rows, key=lambda row: row.bubble)
     kept = {row.partition for row in (*by_bubble[: PARTITIONS // 2], *by_bubble[-PARTITIONS // 2 :])}
     return [row for row in rows if row.partition in kept], len(rows) - len(kept)
+
+
+def path_lines(path: CriticalPath | None, style: Style) -> list[str]:
+    """Sum up the critical path of a step, the largest part first."""
+    if path is None or not path.parts:
+        return []
+    whole = path.parts[-1].end
+    parts = sorted(path.totals().items(), key=lambda part: -part[1])
+    text = ", ".join(f"{kind} {time(spent)} ({percent(spent / max(whole, 1e-9))})" for kind, spent in parts)
+    title = f"Critical path of step {path.step}, from its first task to its last operation: {time(whole)}"
+    return [
+        *(style.paint(line, "bold") for line in style.wrapped(title)),
+        *style.wrapped(text, indent="  ", first="  "),
+    ]
 
 
 def gpu_table(report: Report, style: Style) -> list[str]:
