@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pipesight.analysis.analyse import analyse
+from pipesight.plan import measure
 from pipesight.recording.torch_pipelines import ImportWatch
 from pipesight.recording.torch_pipelines.stage_layers import layers_in
 from pipesight.runs.reading.event_codes import BACKWARD, FORWARD, WEIGHT
@@ -311,3 +312,62 @@ def test_import_watch(tmp_path, monkeypatch):
     ImportWatch("watched_module", told)
     assert seen == [1, 1]
     del sys.modules["watched_module"]
+
+
+class Block(nn.Module):
+    """That of the program."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.relu(self.inner(x))
+
+
+def counted(j, n):
+    """Return what a plain stage keeps of a micro-batch, with its output and without its input, and its weights."""
+    layers = [*([nn.Linear(8, 8)] if j == 0 else []), Block(), *([nn.Linear(8, 8)] if j == n - 1 else [])]
+    part = nn.Sequential(*layers)
+    saved = []
+    x, y = torch.randn(2, 8, requires_grad=j > 0), torch.randn(2, 8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t.detach(), lambda t: t):
+        output = part(x)
+        if j == n - 1:
+            nn.functional.mse_loss(output, y)
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*saved, output]}
+    for known in (x, y, *part.parameters()):
+        sizes.pop(known.untyped_storage().data_ptr(), None)
+    return sum(sizes.values()), sum(p.nbytes for p in part.parameters())
+
+
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "Schedule1F1B", "ScheduleLoopedBFS"])
+def test_memory(recorded, kind):
+    """Each stage holds what hooks count on the plain one, of as many micro-batches as its schedule keeps alive."""
+    n = KINDS[kind][1]
+    with open_run(recorded[0] / kind) as run:
+        found, plan = analyse(run).memory, measure(run)
+    assert found is not None
+    assert [entry.partition for entry in found.partitions] == list(range(n))
+    for entry in found.partitions:
+        kept, weights = counted(entry.partition, n)
+        alive = min(n - entry.partition, 4) if kind == "Schedule1F1B" else 4
+        # An output may be on its way; and torch keeps those of the model to the end.
+        outputs = (4 - alive) * 64 if entry.partition == n - 1 else 64
+        assert alive * kept <= entry.activations <= alive * kept + outputs
+        assert entry.parts["weights"] == weights
+        assert entry.parts["gradients"] in (0, weights)
+    names = {(layer.partition, layer.name) for layer in found.layers}
+    assert {(j, f"blocks.{j}") for j in range(n)} <= names
+    assert all(layer.kept_bytes > 0 for layer in plan.costs.layers if "blocks" in layer.name)
+
+
+def test_memory_of_split_backwards(recorded):
+    """Between the parts of a backward, the gradients that weights wait for are there, and count."""
+    with open_run(recorded[0] / "ScheduleInterleavedZeroBubble") as run:
+        found = analyse(run).memory
+    assert found is not None
+    weights = {entry.partition: entry.parts["weights"] for entry in found.partitions}
+    assert any(
+        parts[1] > weights[curve.partition] for curve in found.curves for parts in zip(*curve.values, strict=True)
+    )

@@ -20,3 +20,5 @@ class Kept(NamedTuple):
     """Where its autograd graph ends: tensors, nodes, or edges to these."""
     recomputed: Sequence[tuple[str, Sequence[Tensor], Sequence[Tensor | None]]] = ()
     """Of each layer whose saved tensors are not in its graph: its name, its arguments, and what it has saved."""
+    outputs: Sequence[Tensor] = ()
+    """Those that the engine keeps as long, whether the graph has saved them or not."""

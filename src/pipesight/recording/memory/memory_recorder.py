@@ -279,6 +279,7 @@ class MemoryRecorder(Observer):
         saved.walk(kept.ends)
         ledger.add(kept.inputs, "inputs", j)
         ledger.add(saved.tensors, "activations", j)
+        ledger.add(kept.outputs, "activations", j)
         marks = sorted([*saved.after_layers, *where.marks], key=lambda mark: mark[0])
         layers, of_inputs = saved.by_layer(marks, kept.inputs, self._weights_of(j))
         waiting = saved.waiting_by_layer(marks, self._weights_of(j))

@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipesight import context
 from pipesight._logger import own_logger
 from pipesight._nested import tensors_in
 from pipesight._patches import Patches
+from pipesight._torch.autograd import next_sequence_number
 from pipesight._torch.bare_schedules import (
     CLASSES,
     COMPUTES_LOSS,
@@ -182,12 +184,16 @@ class ScheduleHooks:
         entered = self._pass
         if entered is None or entered.here().phase != "forward":
             return original(schedule, *args, **kwargs)
-        entered.here().layer = "loss_fn"
+        where = entered.here()
+        where.layer = "loss_fn"
+        where.marks.append((next_sequence_number(), "loss_fn"))
         try:
             result = original(schedule, *args, **kwargs)
         except BaseException as error:
             entered.fail(error)
             raise
+        if where.kept is not None:
+            where.kept = partial(_with_loss, where.kept, schedule, args[2:])
         entered.end_task()
         return result
 
@@ -205,6 +211,7 @@ class ScheduleHooks:
             with torch.autograd.set_multithreading_enabled(False):
                 result = original(stage, *args, **kwargs)
             where.end_layer()
+            where.gradients = partial(_waiting, stage)
         except BaseException as error:
             where.observers = observers
             entered.fail(error)
@@ -254,7 +261,7 @@ class _Pass:
         if where.observers.members:
             where.observers.task_ended(where)
         where.phase = None
-        where.kept = None  # it holds tensors
+        where.kept = where.gradients = None  # they hold tensors
 
     def fail(self, error: BaseException) -> None:
         """End the task, and note on the error where it was raised."""
@@ -265,7 +272,22 @@ class _Pass:
 def _kept(stage: Any, i: int, output: Any) -> Kept:
     """Return what a stage keeps of a micro-batch for its backward."""
     ends, inputs = stage.fwd_cache.get(i, (output, ()))
-    return Kept(list(tensors_in(inputs)), list(tensors_in(ends)))
+    found = [*tensors_in(ends)]
+    return Kept(list(tensors_in(inputs)), found, outputs=found)
+
+
+def _with_loss(kept: Callable[[], Kept], schedule: Any, targets: Any) -> Kept:
+    """Return the same with the loss of a micro-batch, the last that was computed, and what it was computed from."""
+    found, loss = kept(), list(getattr(schedule, "_internal_losses", ())[-1:])
+    return found._replace(inputs=[*found.inputs, *tensors_in(targets)], ends=[*found.ends, *tensors_in(loss)])
+
+
+def _waiting(stage: Any) -> list[Tensor]:
+    """Return the gradients that weights wait for, where their part of a backward comes later."""
+    found = []
+    for _, groups, _, gradients in getattr(stage, "backward_state", {}).values():
+        found += [*tensors_in(gradients), *tensors_in([group.get("grads") for group in groups or ()])]
+    return found
 
 
 def _chunk(args: Any, kwargs: Any) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from pipesight import context
+from pipesight._torch.autograd import next_sequence_number
 from pipesight._torch.module_internals import intercept_calls, is_compiled, release_calls, uncompiled
 from pipesight.pipeline.partition import watch_backward
 
@@ -94,6 +95,7 @@ class LayerWatch:
         if where is None or where.phase != "forward" or self._open.layer is not None:
             return call(*args, **kwargs)
         self._open.layer, where.layer = layer, name
+        where.marks.append((next_sequence_number(), name))
         if not where.observers.members:
             output = call(*args, **kwargs)
         else:
