@@ -16,7 +16,7 @@ from pipesight.view.finding_sentences import finding_groups, nonfinite_in, remar
 from pipesight.view.page import write_comparison, write_page
 from support import browser
 from support.analysed import analysed
-from support.synthetic import Made
+from support.synthetic import START, Made
 
 pytestmark = pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)
 
@@ -515,6 +515,40 @@ def test_the_step_as_a_table(page):
     rows = page.run("document.querySelectorAll('#step-table-body tbody tr').length")
     assert rows == N + N * M * 2
     assert f"partition 3\t8\t1.20 ms\t{BUBBLE:.1%}" in page.text("#step-table-body")
+
+
+def test_memory_lies_below_its_lane(window, tmp_path):
+    """In a step where memory was counted, each lane has a row that says what its partition held at that very time."""
+    made, at = Made(tmp_path / "run", balance=[2] * 2, chunks=2), 0
+    megabyte = 1 << 20
+    for step in range(2):
+        end = made.gpipe(step, lambda *_: 100, at=at)
+        made.span("compute", "step", begin=end + 50, dur=50)
+        for j in range(2) if step else ():
+            for moment, held in ((100, 3 + j), (200, 6 + j), (500, 2)):
+                parts = dict.fromkeys(("gradients", "optimizer_state", "inputs"), 0)
+                values = {**parts, "weights": megabyte, "activations": (held - 1) * megabyte}
+                name, now = f"memory of partition {j}", START + at + moment + 100 * j
+                event = {"id": 0, "name": name, "cat": "memory", "pid": 4000, "tid": 4000, "ts": now, "ph": "C"}
+                made.events[0].append({**event, "args": values, "point": values})
+        at = end + 400
+    write_page(made.write())
+    window.open(tmp_path / "run" / "report.html")
+    go(window, 0)
+    assert "memory" not in [row["kind"] for row in window.inspect()["rows"]]
+    window.run("document.querySelector('#memory button').click()")
+    rows = window.until(lambda facts: facts["step"] == 1)["rows"]
+    assert [(row["kind"], row["lane"]) for row in rows if row["kind"] != "program"] == [
+        (kind, lane) for lane in (0, 1) for kind in ("lane", "memory")
+    ]
+    assert "partition 1: 7.00 MiB" in window.text("#memory")
+    below = [row["top"] + row["height"] / 2 - rows[0]["top"] for row in rows if row["kind"] == "memory"]
+    lanes = [row["top"] + row["height"] * 0.7 - rows[0]["top"] for row in rows if row["kind"] == "lane"]
+    for j, time, activations in ((0, 150, 2), (0, 450, 5), (0, 520, 1), (1, 250, 3), (1, 350, 6)):
+        x, y = window.place_of(j, time)
+        window.point(x, y + below[j] - lanes[j])
+        assert f"activations {activations}.00 MiB" in window.text("#tooltip")
+    assert window.complaints() == []
 
 
 def test_a_trace_without_a_pipeline_has_a_page_too(window, tmp_path):

@@ -1,7 +1,8 @@
 // The names of the lanes beside the timeline, and the legend below it.
 
 import { byId, make, put } from "./dom.js";
-import { formatRoughShare, formatShare } from "./format.js";
+import { formatBytes, formatRoughShare, formatShare } from "./format.js";
+import { curvesOf } from "./memory_section.js";
 import { blockColours, palette } from "./palette.js";
 import { LETTERS, PHASES } from "./phases.js";
 import { listen, shownStep, state, tell } from "./state.js";
@@ -30,6 +31,7 @@ function showLabels() {
     labels,
     ...labelled(timeline.rows).map((row) => {
       const place = { vars: { top: `${row.top}px`, height: `${row.height}px` } };
+      if (row.kind === "memory") return memoryLabel(step, row, place);
       return row.kind === "program" ? rankLabel(step, row, place) : laneLabel(step, row, place);
     }),
   );
@@ -69,6 +71,13 @@ function rankLabel(step, row, place) {
     ),
     shared >= 0 && bubbleLabel(step, shared),
   );
+}
+
+function memoryLabel(step, row, place) {
+  const { name, peak } = curvesOf(step)[row.curve];
+  const title = `memory of ${name}: at most ${formatBytes(peak)}`;
+  const text = `${row.lane === null ? name : "memory"} ${formatBytes(peak)}`;
+  return make("div", { ...place, class: "lane program", title }, make("span", { class: "detail" }, text));
 }
 
 function bubbleLabel(step, lane) {

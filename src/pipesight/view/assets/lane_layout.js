@@ -9,14 +9,18 @@ const PROGRAM = 16;
 const ALONE = 20; // of programs without a pipeline
 const MOST_LEVELS = 24;
 const BETWEEN_RANKS = 10;
+const MEMORY = 22;
 
 const MANY = 40; // lanes, from which they are folded at first
 const LOWEST = 4; // a folded lane, in pixels, with the gap below it
 
 export const foldsAtFirst = (run) => run.lanes.length > MANY;
 
-/** Rows from top to bottom: {kind, rank, lane, top, height}; and how high they are together. `room`: to fold into. */
-export function layOut(run, room = null) {
+/**
+ * Rows from top to bottom: {kind, rank, lane, top, height}; and how high they are together. `room`: to fold into.
+ * `curves` of memory have rows below the lanes of their partitions, or below the program.
+ */
+export function layOut(run, room = null, curves = []) {
   if (room !== null && run.lanes.length) return foldInto(run, room);
   const height = laneHeight(run.lanes.length);
   const rows = [];
@@ -31,11 +35,13 @@ export function layOut(run, room = null) {
     }
     rows.push({ kind: "lane", rank, lane: index, top, height });
     top += height + GAP;
+    top = addMemory(rows, curves, (curve) => curve.rank === rank && curve.partition === lane.partition, index, top);
   });
   if (!run.lanes.length)
     for (const of of run.payload.programs) {
       if (rows.length) top += BETWEEN_RANKS;
       top = addProgram(rows, run, of, top, ALONE);
+      top = addMemory(rows, curves, (curve) => curve.rank === of, null, top);
     }
   return { rows, height: top };
 }
@@ -59,6 +65,15 @@ function addProgram(rows, run, rank, top, height) {
     rows.push({ kind: "program", rank, level, lane: null, top, height });
     top += height + (level === levels - 1 ? GAP : 1);
   }
+  return top;
+}
+
+function addMemory(rows, curves, belongs, lane, top) {
+  curves.forEach((curve, index) => {
+    if (!belongs(curve)) return;
+    rows.push({ kind: "memory", rank: curve.rank, lane, curve: index, top, height: MEMORY });
+    top += MEMORY + GAP;
+  });
   return top;
 }
 

@@ -1,60 +1,76 @@
-// Memory at the ends of tasks, in a step where it was counted: the parts of each partition, one on top of the other.
+// Memory at the ends of tasks: the parts of each partition, one on top of the other, in a row of the timeline below its
+// lane; and the peaks, with the steps in which it was counted.
 
-import { byId, make, makeSvg, put } from "./dom.js";
-import { formatBytes, formatTime, listed } from "./format.js";
+import { byId, make, put } from "./dom.js";
+import { formatBytes } from "./format.js";
+import { palette } from "./palette.js";
+import { firstAtOrAfter } from "./step_model.js";
 import { listen, shownStep, state } from "./state.js";
-
-const LEAST = 320; // pixels that a drawing needs
-const GAP = 20;
-const HEIGHT = 96;
+import { goToStep } from "./step_slider.js";
 
 export function startMemory() {
-  new ResizeObserver(showMemory).observe(byId("memory"));
-  listen("run step theme", showMemory);
+  listen("run step", showMemory);
 }
+
+/** The curves of a step, or none. */
+export const curvesOf = (step) => stepOf(step)?.curves ?? [];
+
+const stepOf = (step) => state.run?.payload.memory?.steps.find((one) => one.number === step?.number);
 
 function showMemory() {
   const memory = state.run?.payload.memory;
   byId("memory-section").hidden = !memory;
-  const room = byId("memory").clientWidth;
-  if (!memory || !room) return;
-  const number = shownStep()?.number;
-  const step = memory.steps.find((one) => one.number === number) ?? memory.steps.at(-1);
-  const columns = Math.max(Math.min(Math.floor((room + GAP) / (LEAST + GAP)), step.curves.length, 3), 1);
-  const width = Math.max(Math.floor((room - (columns - 1) * GAP) / columns), 200);
-  const most = Math.max(...step.curves.map((curve) => curve.peak));
-  const end = Math.max(...step.curves.map((curve) => curve.times.at(-1)), 1);
-  byId("memory-facts").textContent = listed(
-    `step ${step.number}, ${formatTime(end)}`,
-    step.number !== number && number !== undefined && "the last of those in which it was counted",
-  );
-  const many = new Set(step.curves.map((curve) => curve.rank)).size > 1;
-  const legend = memory.parts.map((part) => make("span", { class: `key ${part}` }, part.replace("_", " ")));
+  if (!memory) return;
+  const step = stepOf(shownStep());
+  const { curves, number } = step ?? memory.steps.at(-1);
+  const many = new Set(curves.map((curve) => curve.rank)).size > 1;
+  byId("memory-facts").textContent = `peaks of step ${number}, at the ends of tasks`;
+  const others = memory.steps.filter((one) => one !== step);
   put(
     byId("memory"),
-    make("p", { class: "keys" }, legend),
-    step.curves.map((curve) => figure(curve, memory.parts, { most, end, width, many })),
+    make("p", { class: "keys" }, memory.parts.map((part) => make("span", { class: `key ${part}` }, named(part)))),
+    curves.map((curve) => make("p", {}, `${nameOf(curve, many)}: ${formatBytes(curve.peak)}`)),
+    others.length > 0 &&
+      make(
+        "p",
+        { class: "keys" },
+        step ? "Counted in other steps, too: " : "On the timeline of: ",
+        others.map((one) => make("button", { type: "button", onclick: () => goToStep(state.run.placeOf(one.number)) }, `step ${one.number}`)),
+      ),
   );
 }
 
-function figure(curve, parts, { most, end, width, many }) {
-  const name = many ? `${curve.name}, rank ${curve.rank}` : curve.name;
-  const title = `${name}: at most ${formatBytes(curve.peak)}`;
-  const drawing = makeSvg("svg", { width, height: HEIGHT, role: "img", "aria-label": title });
-  const x = (time) => (time / end) * width;
-  const y = (bytes) => HEIGHT - (bytes / Math.max(most, 1)) * (HEIGHT - 2);
-  let below = curve.times.map(() => 0);
-  for (const [k, part] of parts.entries()) {
-    const above = below.map((bytes, at) => bytes + curve.values[k][at]);
-    drawing.append(makeSvg("path", { class: part, d: area(curve.times, below, above, x, y, end) }));
-    below = above;
-  }
-  return make("figure", { class: "curve" }, make("figcaption", {}, make("h3", {}, title)), drawing);
-}
+const named = (part) => part.replace("_", " ");
+const nameOf = (curve, many) => (many ? `${curve.name}, rank ${curve.rank}` : curve.name);
 
 /** Memory stays as it is until the next task ends: the outline is made of steps. */
-function area(times, below, above, x, y, end) {
-  const forth = times.map((time, at) => `${x(time)},${y(above[at])} ${x(times[at + 1] ?? end)},${y(above[at])}`);
-  const back = times.map((time, at) => `${x(times[at + 1] ?? end)},${y(below[at])} ${x(time)},${y(below[at])}`);
-  return `M${forth.join(" ")} ${back.reverse().join(" ")}Z`;
+export function drawMemory(pen, step, row) {
+  const { context } = pen;
+  const curves = curvesOf(step);
+  const most = Math.max(...curves.map((curve) => curve.peak), 1);
+  const { times, values } = curves[row.curve];
+  const first = Math.max(firstAtOrAfter(times, pen.from) - 1, 0);
+  const y = (bytes) => row.top + row.height * (1 - bytes / most);
+  let below = times.map(() => 0);
+  context.fillStyle = palette.colours.faint;
+  context.fillRect(0, row.top, pen.width, row.height);
+  state.run.payload.memory.parts.forEach((part, k) => {
+    const above = below.map((bytes, at) => bytes + values[k][at]);
+    context.fillStyle = palette.colours[part];
+    for (let at = first; at < times.length && pen.x(times[at]) < pen.width; at += 1) {
+      const left = Math.round(Math.max(pen.x(times[at]), 0));
+      const right = Math.round(Math.min(pen.x(times[at + 1] ?? step.end), pen.width));
+      if (right > left) context.fillRect(left, y(above[at]), right - left, y(below[at]) - y(above[at]));
+    }
+    below = above;
+  });
+}
+
+/** What a row of memory holds at a time, or null before anything was counted. */
+export function memoryAt(step, row, time) {
+  const curve = curvesOf(step)[row.curve];
+  const at = firstAtOrAfter(curve.times, time + 1e-9) - 1;
+  if (at < 0) return null;
+  const parts = state.run.payload.memory.parts.map((part, k) => [named(part), curve.values[k][at]]);
+  return { what: "memory", name: nameOf(curve, state.run.payload.ranks > 1), parts, from: curve.times[at] };
 }

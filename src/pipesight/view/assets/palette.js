@@ -23,6 +23,11 @@ const NAMES = [
   "recompute",
   "backward",
   "evaluation",
+  "weights",
+  "gradients",
+  "optimizer_state",
+  "inputs",
+  "activations",
 ];
 
 export const palette = { dark: false, colours: {}, blocks: [] };

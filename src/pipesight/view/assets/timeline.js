@@ -7,6 +7,7 @@ import { Pen } from "./canvas_pen.js";
 import { byId } from "./dom.js";
 import { foldsAtFirst, layOut, rowAt } from "./lane_layout.js";
 import { Columns } from "./narrow_blocks.js";
+import { curvesOf, drawMemory, memoryAt } from "./memory_section.js";
 import { palette } from "./palette.js";
 import { drawRange } from "./range_panel.js";
 import { listen, shownStep, state } from "./state.js";
@@ -31,8 +32,8 @@ export function startTimeline() {
   columns = new Columns();
   new ResizeObserver(drawSoon).observe(byId("timeline").parentElement);
   byId("stage").addEventListener("scroll", drawSoon, { passive: true });
-  listen("run fold", () => {
-    const { rows, height } = layOut(state.run, isFolded() ? stageRoom() : null);
+  listen("run step fold", () => {
+    const { rows, height } = layOut(state.run, isFolded() ? stageRoom() : null, curvesOf(shownStep()));
     timeline.rows = rows;
     timeline.byLane = rows.filter((row) => row.kind === "lane");
     timeline.height = height;
@@ -70,6 +71,7 @@ function draw() {
   for (const row of seen) if (row.kind === "lane") drawIdle(lanesPen, step, row);
   drawWindows(lanesPen, step, seen);
   for (const row of seen) if (row.kind === "program") drawProgram(lanesPen, step, row);
+  for (const row of seen) if (row.kind === "memory") drawMemory(lanesPen, step, row);
   const counts = drawLanes(
     step,
     seen.filter((row) => row.kind === "lane"),
@@ -135,7 +137,7 @@ export function blockAt(x, y) {
   return best;
 }
 
-/** What else lies at a point: {what: "idle" | "span" | "moment", ...}, or null. */
+/** What else lies at a point: {what: "idle" | "span" | "moment" | "memory", ...}, or null. */
 export function placeAt(x, y) {
   const step = shownStep();
   const row = rowAt(timeline.rows, y);
@@ -153,6 +155,7 @@ export function placeAt(x, y) {
     const [from, to] = [begin[place], begin[place] + lasts[place]];
     return { what: "span", rank: row.rank, kind: kind[place], name: step.spanName(place), from, to };
   }
+  if (row.kind === "memory") return memoryAt(step, row, time);
   const gap = step.idle[row.lane].find(([from, to]) => from <= time && time <= to);
   return gap ? { what: "idle", lane: row.lane, from: gap[0], to: gap[1], share: gap[2] } : null;
 }

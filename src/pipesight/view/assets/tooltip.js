@@ -1,7 +1,7 @@
 // The tooltip of what is under the mouse or has the focus: where, how long, which layers.
 
 import { byId, make, put } from "./dom.js";
-import { dotted, formatShare, formatTime } from "./format.js";
+import { dotted, formatBytes, formatShare, formatTime } from "./format.js";
 import { PHASES } from "./phases.js";
 import { shownStep, state } from "./state.js";
 import { KIND_NAMES } from "./timeline_overlays.js";
@@ -88,6 +88,12 @@ function ofPlace(place) {
       make("strong", {}, place.name),
       make("p", {}, place.values),
       make("p", { class: "number" }, `instant at ${formatTime(place.from)}`),
+    ];
+  if (place.what === "memory")
+    return [
+      make("strong", {}, `Memory of ${place.name}`),
+      ...place.parts.filter(([, bytes]) => bytes).map(([part, bytes]) => make("p", {}, `${part} ${formatBytes(bytes)}`)),
+      make("p", { class: "number" }, `from ${formatTime(place.from)} on`),
     ];
   if (place.what === "span") {
     const kind = capital(KIND_NAMES[place.kind]);

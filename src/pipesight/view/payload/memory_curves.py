@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from pipesight.analysis.memory import PARTS, MemoryCurve, MemoryReport
 
-__all__ = ["memory_of"]
+__all__ = ["last_counted", "memory_of"]
 
 STEPS = 4
 """So many of the last steps in which most partitions were counted are in the page."""
@@ -16,20 +17,35 @@ POINTS = 500
 CURVES = 32
 
 
-def memory_of(memory: MemoryReport | None) -> dict[str, Any] | None:
-    """Return the parts and, for each step, the curves of partitions or devices; ``None`` without any."""
+def last_counted(memory: MemoryReport | None) -> int | None:
+    """Return the last step in which most partitions were counted."""
+    return max(_counted(memory), default=None) if memory is not None else None
+
+
+def memory_of(memory: MemoryReport | None, begins: Mapping[int, int]) -> dict[str, Any] | None:
+    """Return the parts and, for each step that is shown, the curves of partitions or devices; ``None`` without any.
+
+    Args:
+        memory: What was counted.
+        begins: When the steps that are shown began, by their numbers.
+    """
     if memory is None or not memory.curves:
         return None
-    # Ranks may count memory in different steps; one that misses partitions would look as if these held nothing.
+    steps = [step for step in _counted(memory) if step in begins][-STEPS:]
+    return {"parts": list(PARTS), "steps": [_step(memory, step, begins[step]) for step in steps]} if steps else None
+
+
+def _counted(memory: MemoryReport) -> list[int]:
+    """Return the steps in which most partitions were counted.
+
+    Ranks may count memory in different steps; one that misses partitions would look as if these held nothing.
+    """
     counted = Counter(step for curve in memory.curves for step in set(curve.steps))
-    most = max(counted.values())
-    steps = sorted(step for step, curves in counted.items() if curves == most)[-STEPS:]
-    return {"parts": list(PARTS), "steps": [_step(memory, step) for step in steps]}
+    return sorted(step for step, curves in counted.items() if curves == max(counted.values()))
 
 
-def _step(memory: MemoryReport, step: int) -> dict[str, Any]:
+def _step(memory: MemoryReport, step: int, begin: int) -> dict[str, Any]:
     curves = [curve for curve in memory.curves if step in curve.steps][:CURVES]
-    begin = min(curve.times[curve.steps.index(step)] for curve in curves)
     return {"number": step, "curves": [_curve(curve, step, begin) for curve in curves]}
 
 
@@ -40,6 +56,7 @@ def _curve(curve: MemoryCurve, step: int, begin: int) -> dict[str, Any]:
     kept = sorted({*rows[:: -(-len(rows) // POINTS)], peak, rows[-1]})
     return {
         "name": f"partition {curve.partition}" if curve.partition is not None else curve.device,
+        "partition": curve.partition,
         "rank": curve.rank,
         "times": [curve.times[k] - begin for k in kept],
         "values": [[part[k] for k in kept] for part in curve.values],

@@ -14,7 +14,7 @@ from pipesight.analysis.report import Report
 from pipesight.runs.reading.run import Run
 from pipesight.view.finding_sentences import nonfinite_in
 from pipesight.view.payload.log_lines import logs_of
-from pipesight.view.payload.memory_curves import memory_of
+from pipesight.view.payload.memory_curves import last_counted, memory_of
 from pipesight.view.payload.rank_traffic import traffic_of
 from pipesight.view.payload.run_summary import facts_of, findings_of, title_of, verdict_of
 from pipesight.view.payload.size_limits import Limits
@@ -64,7 +64,7 @@ def program_payload(
     """
     names = Names()
     numbers, begins, ends = _steps(program, steps)
-    chosen = _chosen(program, numbers, ends - begins, limits, first)
+    chosen = _chosen(program, numbers, ends - begins, limits, first, last_counted(report.memory))
     shown = [_step(report, program, numbers[k], int(begins[k]), int(ends[k]), names, limits) for k in sorted(chosen)]
     shown_numbers = [step["number"] for step in shown]
     lines = (line for line in run.statistics() if steps is None or line.get("iteration") in steps)
@@ -107,7 +107,7 @@ def program_payload(
         "start": shown_numbers.index(start) if start in shown_numbers else 0,
         "statistics": statistics,
         "curves": curve_columns(report.curves),
-        "memory": memory_of(report.memory),
+        "memory": memory_of(report.memory, {numbers[k]: int(begins[k]) for k in chosen}),
         "logs": logs_of(
             said, steps=shown_numbers, begin=int(begins.min()) if len(begins) else 0, most=limits.log_lines
         ),
@@ -132,7 +132,12 @@ def _steps(program: ProgramReport, only: range | None) -> tuple[list[int], np.nd
 
 
 def _chosen(
-    program: ProgramReport, numbers: Sequence[int], times: np.ndarray, limits: Limits, first: int | None
+    program: ProgramReport,
+    numbers: Sequence[int],
+    times: np.ndarray,
+    limits: Limits,
+    first: int | None,
+    also: int | None,
 ) -> list[int]:
     """Return the places of steps to show, most important first."""
     sizes = np.zeros(len(numbers), np.int64)
@@ -141,8 +146,9 @@ def _chosen(
         of = np.searchsorted(numbers, steps.step[own.step])
         inside = of < len(numbers)
         np.add.at(sizes, of[inside], 1)
-    places = [numbers.index(number) if number in numbers else None for number in (program.typical, first)]
-    return choose_steps(times, sizes, most=limits.blocks // 2, typical=places[0], first=places[1])
+    places = [numbers.index(number) if number in numbers else None for number in (program.typical, first, also)]
+    wanted = dict(zip(("typical", "first", "also"), places, strict=True))
+    return choose_steps(times, sizes, most=limits.blocks // 2, **wanted)
 
 
 def _levels(pieces: Pieces) -> int:

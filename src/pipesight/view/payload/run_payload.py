@@ -17,7 +17,7 @@ from pipesight.runs.reading.run import Run
 from pipesight.runs.reading.trace_reader import find_traces
 from pipesight.view.payload.log_lines import logs_of
 from pipesight.view.payload.lost_time import losses_of, losses_of_step
-from pipesight.view.payload.memory_curves import memory_of
+from pipesight.view.payload.memory_curves import last_counted, memory_of
 from pipesight.view.payload.nonfinite_marks import marks_of_step
 from pipesight.view.payload.program_payload import program_payload
 from pipesight.view.payload.rank_traffic import traffic_of
@@ -57,6 +57,7 @@ def page_payload(
         replicas=report.replicas,
         typical=report.typical,
         first=bad if first is None else first,
+        also=last_counted(report.memory),
         only=steps,
         taking_turns=report.taking_turns,
         own=report.own,
@@ -95,7 +96,7 @@ def page_payload(
         "start": numbers.index(timelines.start) if timelines.start in numbers else 0,
         "statistics": statistics,
         "curves": curve_columns((*_logged_times(report), *report.curves)),
-        "memory": memory_of(report.memory),
+        "memory": memory_of(report.memory, timelines.begins()),
         "logs": logs,
         "what_if": what_if_of(report.what_if),
         "traffic": traffic_of(report),

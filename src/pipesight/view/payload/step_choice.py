@@ -22,6 +22,7 @@ def choose_steps(
     most: int,
     typical: int | None = None,
     first: int | None = None,
+    also: int | None = None,
 ) -> list[int]:
     """Return the places of steps to show, those that matter most first; the first of them always is one.
 
@@ -39,12 +40,15 @@ def choose_steps(
         most: How many blocks there is room for.
         typical: The place of the typical step; by default, the one of median length.
         first: The place of a step that comes before all others.
+        also: That of one which comes right after these and the typical one.
     """
     if not len(times):
         return []
     chosen: dict[int, None] = {}
     room = most
-    for place in (*([] if first is None else [first]), *_by_importance(np.asarray(times), typical)):
+    usual = [*_by_importance(np.asarray(times), typical)]
+    wanted = ([first], usual[:1], [also], usual[1:])
+    for place in (place for places in wanted for place in places if place is not None):
         if place in chosen or (chosen and sizes[place] > room):
             continue
         chosen[place] = None

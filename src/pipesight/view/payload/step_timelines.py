@@ -33,6 +33,7 @@ class StepTimelines:
         replicas: That of each rank, if it is known.
         typical: The number of a step like most, if one was chosen.
         first: The number of the step to begin with; by default, the typical one.
+        also: The number of another one that is wanted.
         only: The steps to show; by default, all.
         taking_turns: Ranks that compute for one of their partitions at a time.
         own: The spans that the user recorded.
@@ -57,6 +58,7 @@ class StepTimelines:
         replicas: Mapping[int, int] | None = None,
         typical: int | None = None,
         first: int | None = None,
+        also: int | None = None,
         only: range | None = None,
         taking_turns: Collection[int] = (),
         own: ProgramSpans | None = None,
@@ -77,8 +79,9 @@ class StepTimelines:
         self._end = np.array([self._steps.end[rows].max() for rows in self._rows], np.int64)
         self.times = self._end - self._begin
         sizes = [int(self._own.count[self._steps.where(rows).members()].sum()) for rows in self._rows]
-        places = [self.numbers.index(number) if number in self.numbers else None for number in (typical, first)]
-        chosen = choose_steps(self.times, sizes, most=limits.blocks, typical=places[0], first=places[1])
+        places = [self.numbers.index(number) if number in self.numbers else None for number in (typical, first, also)]
+        wanted = dict(zip(("typical", "first", "also"), places, strict=True))
+        chosen = choose_steps(self.times, sizes, most=limits.blocks, **wanted)
         self.chosen = [self.numbers[k] for k in chosen]
         self.start = self.chosen[0] if self.chosen else None
 
@@ -92,6 +95,10 @@ class StepTimelines:
     def chunks(self) -> int:
         """How many micro-batches a mini-batch has at most."""
         return int(self._tasks.microbatch.max(initial=0)) + 1
+
+    def begins(self) -> dict[int, int]:
+        """Return when the steps that are shown began."""
+        return {number: int(self._begin[self.numbers.index(number)]) for number in self.chosen}
 
     @property
     def begin(self) -> int:
