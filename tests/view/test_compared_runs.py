@@ -13,6 +13,7 @@ from pipesight.analysis.memory import DeviceMemory, MemoryReport
 from pipesight.runs.reading.run import open_run
 from pipesight.view.comparison_json import comparison_as_json
 from pipesight.view.comparison_text import render_comparison
+from pipesight.view.payload.comparison_payload import comparison_payload
 from support.schemas import validated
 from support.synthetic import START, Made
 
@@ -109,6 +110,29 @@ def test_curves_have_the_steps_of_all_runs(runs):
     assert [curve["second"] for curve in further["curves"] if curve["name"] == "loss"] == [[None] * 3]
 
 
+def test_layers_of_several(tmp_path):
+    """Layers that changed in any run are listed, with their times in all; one that is missing takes no time."""
+    reports = []
+    for name, times in (("a", {"fc": 100, "head": 50}), ("b", {"fc": 100, "head": 80}), ("c", {"fc": 300})):
+        made = Made(tmp_path / name, pipelines=[])
+        for number in range(6):
+            at = number * 1_000
+            made.span("compute", "forward", begin=at, dur=400, module="Net", depth=0, step=number)
+            for layer, dur in times.items():
+                made.span("compute", "forward", begin=at, dur=dur, module="Linear", layer=layer, depth=1, step=number)
+                at += dur
+            made.span("compute", "step", begin=number * 1_000 + 900, dur=50, step=number)
+        with open_run(made.write()) as opened:
+            reports.append(analyse(opened))
+    pairs = [compare(reports[0], other) for other in reports[1:]]
+    rows = comparison_payload(*pairs)["layers"]["rows"]
+    assert rows[0] == ["fc", "100 µs", "100 µs", "300 µs +200.0%"]
+    assert rows[2] == ["head", "50.0 µs", "80.0 µs +60.0%", "-"]
+    text = " ".join(render_comparison(*pairs, width=120).split())
+    assert "layers that changed fc 100 µs 100 µs 300 µs +200.0% Net" in text
+    assert "head 50.0 µs 80.0 µs +60.0% -" in text
+
+
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_table_of_several(runs, width):
     """Each run has a column with its difference to the first; where columns do not fit, rows take several lines."""
@@ -117,5 +141,6 @@ def test_table_of_several(runs, width):
     flat = re.sub(r"\s*\|?\s+(?:[A-C] )?", " ", text)  # cells are below the name where they do not fit beside it
     assert "data loading 400 µs 900 µs +125.0% 100 µs -75.0%" in flat
     assert "metrics - - 200 µs" in flat
+    assert "layers that changed" not in flat  # Net takes the same time in all
     assert re.search(r"A \S+ +4 -> 2\n  B \S+ +4 -> 1\n", text)
     assert text.startswith("B takes 50.0% more time per step")

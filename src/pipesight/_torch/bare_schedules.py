@@ -20,6 +20,7 @@ __all__ = [
     "batch_dim",
     "computes_loss",
     "has_backward",
+    "last_loss",
     "microbatches",
     "missing_names",
     "peer_rank",
@@ -73,6 +74,12 @@ def microbatches(schedule: Any) -> int:
 def computes_loss(schedule: Any) -> bool:
     """Tell whether a schedule computes the loss of each micro-batch right after its last forward."""
     return getattr(schedule, "_loss_fn", None) is not None and hasattr(SCHEDULE, COMPUTES_LOSS)
+
+
+def last_loss(schedule: Any) -> Any:
+    """Return the loss that a schedule has computed last in the call under way; ``None`` if there is none."""
+    losses = getattr(schedule, "_internal_losses", None)
+    return losses[-1] if losses else None
 
 
 def has_backward(schedule: Any) -> bool:

@@ -123,7 +123,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     layers = layer_reports(layer_times, [layer for pipeline in described for layer in pipeline.layers])
     complete = own.where(timed.counted_minibatches & (own.kind != INCOMPLETE))
     links = find_links(complete, tasks, transfers, counted, run.description)
-    points, edges = run.points(), pipeline_edges(minibatches, replicas)
+    points, edges = run.points(), pipeline_edges(minibatches, tasks, replicas)
     memory = memory_of(points, edges)
     stops = stops_in(points)
 

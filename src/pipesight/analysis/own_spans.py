@@ -35,15 +35,24 @@ class OwnTime:
     """In microseconds; of several ranks, the mean."""
 
 
-def pipeline_edges(minibatches: MiniBatchTable, replicas: Mapping[int, int]) -> StepEdges:
-    """Return when the steps of each rank begin: with the first forward of its replica."""
+def pipeline_edges(minibatches: MiniBatchTable, tasks: Tasks, replicas: Mapping[int, int]) -> StepEdges:
+    """Return when the steps of each rank begin: with its own first task, as it may still end the step before.
+
+    Args:
+        minibatches: All of the run.
+        tasks: Theirs.
+        replicas: That of each rank.
+    """
     own = minibatches.where(minibatches.kind != EVALUATION) if (minibatches.kind != EVALUATION).any() else minibatches
     tables = []
     for rank, replica in sorted(replicas.items()):
-        mine = own.where(own.replica == replica)
-        numbers, first = np.unique(mine.step, return_index=True)
-        order = np.argsort(mine.begin[first], kind="stable")
-        tables.append(StepEdges(np.full(len(numbers), rank), numbers[order], mine.begin[first][order]))
+        there = tasks.where(own.where(own.replica == replica).task_rows())
+        there = there.where(there.rank == rank)
+        numbers, which = np.unique(there.step, return_inverse=True)
+        begin = np.full(len(numbers), np.iinfo(np.int64).max)
+        np.minimum.at(begin, which, there.begin)
+        order = np.argsort(begin, kind="stable")
+        tables.append(StepEdges(np.full(len(numbers), rank), numbers[order], begin[order]))
     return StepEdges.joined(*tables) if tables else StepEdges.empty()
 
 

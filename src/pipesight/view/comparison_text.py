@@ -10,15 +10,17 @@ from typing import Any
 from pipesight._formatting import percent, rate, signed_time, size, time
 from pipesight._plurals import plural
 from pipesight.analysis.compared_curves import STEP_TIME, compared_curves
-from pipesight.analysis.compared_layers import CHANGED, LayerChange
+from pipesight.analysis.compared_layers import CHANGED
 from pipesight.analysis.comparison import ALLOCATED, PEAK, Comparison, Difference, title_of
 from pipesight.analysis.report import Report
 from pipesight.view.text_layout import LEAST, Style, columns, shown_width, spark
 
 __all__ = [
     "MARKS",
+    "changed_layers",
     "compared_runs",
     "layer_rows",
+    "layers_of",
     "memory_rows",
     "part_rows",
     "quantity_rows",
@@ -65,9 +67,9 @@ def render_comparison(
         if mark != MARKS[0] and (more or mark == MARKS[1]):
             lines += style.wrapped(settings_text((comparison, *more)[MARKS.index(mark) - 1]), indent="   ", first="")
     lines += ["", *_fitting(_rows(comparison, more, style), style)]
-    if comparison.layers and not more:
-        changed = sum(layer.changed for layer in comparison.layers)
-        lines += [style.paint(line, "dim") for line in style.wrapped(_others(comparison, changed), indent="  ")]
+    if all_layers := layers_of(comparison, *more):
+        others = _others(len(all_layers), len(changed_layers(comparison, *more)))
+        lines += [style.paint(line, "dim") for line in style.wrapped(others, indent="  ")]
     lines += _curve_lines(runs, style)
     text = "\n".join(line for whole in lines for line in style.folded(whole)) + "\n"
     return text.replace("µs", "us") if ascii else text
@@ -89,10 +91,9 @@ def _rows(comparison: Comparison, more: Sequence[Comparison], style: Style) -> l
     rows = [["", *heads], *quantity_rows(comparison, *more), gap, *part_rows(comparison, *more)]
     if of_memory := memory_rows(comparison, *more):
         rows += [gap, *of_memory]
-    changed = [] if more else [layer for layer in comparison.layers if layer.changed]
-    if changed:
+    if changed := layer_rows(comparison, *more, most=LAYERS):
         rows += [gap, ["layers that changed", *gap[1:]]]
-        rows += [[f"  {style.plain(name)}", *cells] for name, *cells in layer_rows(changed[:LAYERS])]
+        rows += [[f"  {style.plain(name)}", *cells] for name, *cells in changed]
     return rows
 
 
@@ -177,14 +178,33 @@ def memory_rows(comparison: Comparison, *more: Comparison) -> list[list[str]]:
     return rows[:MEMORY]
 
 
-def layer_rows(layers: Sequence[LayerChange]) -> list[list[str]]:
-    """Write layers in the same way."""
-    return [[layer.name, *_cells([Difference(layer.first or 0.0, layer.second or 0.0)], time)] for layer in layers]
+def layers_of(*comparisons: Comparison) -> list[str]:
+    """Return the layers of all runs."""
+    return [*dict.fromkeys(layer.name for one in comparisons for layer in one.layers)]
 
 
-def _others(comparison: Comparison, changed: int) -> str:
+def changed_layers(*comparisons: Comparison) -> list[str]:
+    """Return the layers that changed in any run, those that differ most first."""
+    most: dict[str, float] = {}
+    for layer in (layer for one in comparisons for layer in one.layers if layer.changed):
+        most[layer.name] = max(most.get(layer.name, 0.0), abs(layer.change))
+    return sorted(most, key=lambda name: -most[name])
+
+
+def layer_rows(*comparisons: Comparison, most: int) -> list[list[str]]:
+    """Write the layers that changed in the same way."""
+    known = [{layer.name: layer for layer in one.layers} for one in comparisons]
+    rows = []
+    for name in changed_layers(*comparisons)[:most]:
+        first = next(own[name].first for own in known if name in own) or 0.0
+        seconds = [(own[name].second or 0.0) if name in own else 0.0 for own in known]
+        rows.append([name, *_cells([Difference(first, second) for second in seconds], time)])
+    return rows
+
+
+def _others(layers: int, changed: int) -> str:
     """Say how many layers are not listed, and why."""
-    same, more = len(comparison.layers) - changed, max(changed - LAYERS, 0)
+    same, more = layers - changed, max(changed - LAYERS, 0)
     words = [f"{more:,} more layers changed"] if more else []
     if same:
         words.append(f"{same:,} {plural(same, 'layer takes', 'layers take')} the same time, to within {CHANGED:.0%}")

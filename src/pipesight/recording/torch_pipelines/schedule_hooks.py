@@ -38,11 +38,13 @@ from pipesight._torch.bare_schedules import (
     batch_dim,
     computes_loss,
     has_backward,
+    last_loss,
     microbatches,
     missing_names,
     peer_rank,
     stages_of,
 )
+from pipesight._torch.tensors import without_function_overrides
 from pipesight.context import Kept, MicrobatchToken, Observers, Phase, Where
 from pipesight.pipeline.minibatch import next_serial
 from pipesight.pipeline.workers import annotate
@@ -105,12 +107,20 @@ class ScheduleHooks:
         context.enter_thread(entered.where)
         entered.where.observers.pass_started()
         try:
-            return original(schedule, *args, **kwargs)
+            result = original(schedule, *args, **kwargs)
+            self._tell_loss(entered, schedule)
+            return result
         finally:
             entered.end_task()
             self._pass = None
             self._messages.end_pass()
             entered.where.observers.pass_ended()
+
+    def _tell_loss(self, entered: _Pass, schedule: Any) -> None:
+        """Tell observers the loss of a mini-batch that trains: the mean of its micro-batches."""
+        if entered.losses and has_backward(schedule):
+            with without_function_overrides(), torch.no_grad():
+                entered.where.observers.step_ended(torch.stack(entered.losses).mean())
 
     def _entered(self, schedule: Any, stages: Sequence[Any], args: Any, kwargs: Any) -> _Pass:
         pipeline = self._pipeline(schedule, stages)
@@ -195,6 +205,9 @@ class ScheduleHooks:
         if where.kept is not None:
             where.kept = partial(_with_loss, where.kept, schedule, args[2:])
         entered.end_task()
+        loss = last_loss(schedule)
+        if type(loss) is torch.Tensor and loss.numel() == 1:
+            entered.losses.append(loss.detach().reshape(()))
         return result
 
     def _backward(self, phase: Phase, original: Callable[..., Any], stage: Any, *args: Any, **kwargs: Any) -> Any:
@@ -233,6 +246,7 @@ class _Pass:
 
     def __init__(self, where: Where, chunks: int, *, waits_for_loss: bool) -> None:
         self.where, self.waits_for_loss = where, waits_for_loss
+        self.losses: list[torch.Tensor] = []
         self._places = {threading.get_ident(): where}
         self._tokens = [MicrobatchToken(i) for i in range(chunks)]
 

@@ -13,8 +13,10 @@ from pipesight.analysis.program_time import OWN
 from pipesight.analysis.report import Report
 from pipesight.view.comparison_text import (
     MARKS,
+    changed_layers,
     compared_runs,
     layer_rows,
+    layers_of,
     memory_rows,
     part_rows,
     quantity_rows,
@@ -38,7 +40,6 @@ CURVES, POINTS = 32, 1_000
 def comparison_payload(comparison: Comparison, *more: Comparison) -> dict[str, Any]:
     """Return what the page draws of a comparison; numbers in tables are as the terminal writes them."""
     reports, pairs = compared_runs(comparison, *more), (comparison, *more)
-    changed = [layer for layer in comparison.layers if layer.changed]
     titles = [title_of_run(Path(report.path)) for report in reports]
     names = dict.fromkeys(name for one in pairs for name in one.parts)
     curves = compared_curves(reports)[:CURVES]
@@ -57,9 +58,9 @@ def comparison_payload(comparison: Comparison, *more: Comparison) -> dict[str, A
         },
         "curves": [{**_thinned(curve), "time": curve.name == STEP_TIME} for curve in curves],
         "layers": {
-            "rows": layer_rows(changed[:LAYERS]),
-            "changed": len(changed),
-            "all": 0 if more else len(comparison.layers),  # whose rows are of two runs
+            "rows": layer_rows(*pairs, most=LAYERS),
+            "changed": len(changed_layers(*pairs)),
+            "all": len(layers_of(*pairs)),
         },
     }
 
