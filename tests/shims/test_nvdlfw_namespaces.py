@@ -433,19 +433,19 @@ class Recorder(BaseLogger):
         self.calls = []
 
     def log_scalar(self, name, value, iteration, **kwargs):
-        self.calls.append((name, value, type(value), iteration))
+        self.calls.append((name, value, type(value), iteration, *kwargs.items()))
 
 
 def test_metric_logger(tmp_path):
-    """A scalar of an extension goes to all sinks, as a plain float; a logger can be added."""
+    """A scalar of an extension goes to all sinks, as a plain float, with more arguments; a logger can be added."""
     first, second = Recorder(), Recorder()
     debug_api.initialize(statistics_logger=first, log_dir=str(tmp_path))
     MetricLogger.log_scalar("mine", torch.tensor(0.5, requires_grad=True), 3)
     MetricLogger.add_logger(second)
-    MetricLogger.log_scalar("mine", 2, 4)
+    MetricLogger.log_scalar("mine", 2, 4, unit="s")
     debug_api.end_debug()
-    assert first.calls == [("mine", 0.5, float, 3), ("mine", 2.0, float, 4)]
-    assert second.calls == [("mine", 2.0, float, 4)]
+    assert first.calls == [("mine", 0.5, float, 3), ("mine", 2.0, float, 4, ("unit", "s"))]
+    assert second.calls == [("mine", 2.0, float, 4, ("unit", "s"))]
 
 
 def test_loggers_before_a_session(tmp_path):
@@ -453,13 +453,14 @@ def test_loggers_before_a_session(tmp_path):
     logger = Recorder()
     MetricLogger.log_scalar("nobody listens", 1.0, 0)
     MetricLogger.add_logger(logger)
-    MetricLogger.log_scalar("early", torch.tensor(1.0), 0)
+    MetricLogger.log_scalar("early", torch.tensor(1.0), 0, group=1)
     debug_api.initialize(CONFIG_OF_MAX, log_dir=tmp_path)
     assert MetricLogger.enabled_loggers == [logger]
     log_max(0)
     MetricLogger.log_scalar("late", 3.0, 1)
     debug_api.end_debug()
     assert [call[0] for call in logger.calls] == ["early", "fc1_activation_max", "late"]
+    assert [call[4:] for call in logger.calls] == [(("group", 1),), (), ()]
     assert MetricLogger.enabled_loggers == []
     assert not (tmp_path / "nvdlfw_inspect_statistics_logs").exists()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
-import pipesight.stats.api
 from pipesight.stats.current_session import running, running_or_none
 from pipesight.stats.log_settings import process_rank
 from pipesight.stats.sinks import BaseLogger, FileSink, LoggerSink, Record, ScalarWriter, Sinks, TensorBoardSink
@@ -36,11 +37,11 @@ class MetricLogger:
 
     @staticmethod
     def log_scalar(name: str, value: Any, iteration: int, **kwargs: Any) -> None:
-        """Log a number or a tensor of one element."""
-        if running_or_none() is not None:
-            pipesight.stats.api.log_scalar(name, value, iteration)
-        else:
-            LoggersSink().write([Record.named(name, _plain(value), iteration)])
+        """Log a number or a tensor of one element; enabled loggers of the user's get ``kwargs``, too."""
+        scalar = _Scalar(name, "", "", operator.index(iteration), _plain(value))
+        scalar.kwargs = kwargs
+        session = running_or_none()
+        (LoggersSink() if session is None else session.sinks).write([scalar])
 
     @staticmethod
     def add_logger(_logger: BaseLogger) -> None:
@@ -49,13 +50,20 @@ class MetricLogger:
         MetricLogger.enabled_loggers.append(_logger)
 
 
+class _Scalar(Record):
+    """A scalar, and what its caller passes to loggers beside it."""
+
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+
+
 class LoggersSink:
     """The sink of a session that hands values to the enabled loggers."""
 
     def write(self, records: Sequence[Record]) -> None:
         """Log a scalar for each record; the session has a sink for its file."""
         loggers = [logger for logger in MetricLogger.enabled_loggers if not isinstance(logger, FileLogger)]
-        Sinks(map(LoggerSink, loggers)).write(records)
+        kwargs = records[0].kwargs if isinstance(records[0], _Scalar) else {}  # a scalar comes alone
+        Sinks(LoggerSink(logger, arguments=kwargs) for logger in loggers).write(records)
 
     def close(self) -> None:
         """Forget the loggers, now that they have the last values. They are the user's, and stay open."""
