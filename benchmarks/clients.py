@@ -186,6 +186,16 @@ def _dftracer(python: str, folder: Path) -> str:
     return _counted(path)
 
 
+def _nvdlfw_inspect(python: str, folder: Path) -> str:
+    """Run a stand-in for Transformer Engine and Megatron-LM, with their calls, twice in a process."""
+    client = ROOT / "tests/shims/nvdlfw_client"
+    said = _call([python, str(client / "client.py"), str(client / "features"), "first", "second"], folder)
+    sessions = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    differ = ("names", "gemms", "messages")  # on purpose: test_nvdlfw_clients.py says how
+    seen = [(n, key, value) for n, session in enumerate(sessions) for key, value in session.items()]
+    return "".join(f"session {n}, {key}: {value}\n" for n, key, value in seen if key not in differ)
+
+
 DLIO = {
     "workflow.generate_data": True,
     "workflow.train": True,
@@ -234,6 +244,7 @@ def _lightning(python: str, folder: Path) -> str:
 CLIENTS = {
     "torchgpipe": Client((), (), _torchgpipe, real=("torchgpipe==0.0.7",)),
     "dftracer": Client((), (), _dftracer, real=("dftracer==2.2.0", "pydftracer==2.0.6")),
+    "nvdlfw_inspect": Client((), (), _nvdlfw_inspect, real=("nvdlfw-inspect==0.2.2",)),
     "dlio": Client(
         ("mpi4py", "mpich", "hydra-core", "pandas", "h5py", "pillow", "psutil", "tensorflow-cpu"),
         ("dlio-benchmark==2.0.0",),
