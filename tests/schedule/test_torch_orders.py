@@ -7,7 +7,17 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from pipesight.plan import dualpipev, interleaved, looped_bfs, zbv, zero_bubble
+from pipesight.plan import (
+    dualpipev,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zbv,
+    zero_bubble,
+)
 from pipesight.schedule.csv_format import actions_from_csv, schedule_from_csv, schedule_to_csv
 from pipesight.schedule.messages import with_messages
 
@@ -83,6 +93,25 @@ def test_orders_of_torch(name):
         assert by_peer(messages, ours) == by_peer(flat(theirs.pipeline_order_with_comms), ours)
         compared += 1
     assert compared >= 4
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [gpipe(4, 6), one_f_one_b(4, 6), one_f_one_b(4, 2), zero_bubble(4, 6), v_half(8, 6), v_min(8, 6)],
+    ids=lambda schedule: f"{schedule.name} {schedule.chunks}",
+)
+def test_torch_reads_files(ours, tmp_path):
+    """Torch reads the orders that it has no class for, too, and adds the sends and receives that we expect."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    facts = {"num_stages": ours.stages, "group_size": ours.devices, "group_rank": 0, "is_last": False}
+    mine = [s for s, home in enumerate(ours.device_of_stage) if home == 0]
+    stages = [SimpleNamespace(submod=nn.Linear(1, 1), stage_index=s, **facts) for s in mine]
+    runtime = schedules._PipelineScheduleRuntime(stages, ours.chunks, loss_fn=lambda *_: None)
+    (tmp_path / "ours.csv").write_text(schedule_to_csv(ours))
+    runtime._load_csv(tmp_path / "ours.csv")
+    assert [line.split(",") for line in schedule_to_csv(ours).splitlines()] == flat(runtime.pipeline_order)
+    messages = [[str(action) for action in row] for row in with_messages(ours)]
+    assert by_peer(messages, ours) == by_peer(flat(runtime.pipeline_order_with_comms), ours)
 
 
 @pytest.mark.parametrize("name", ORDERS)
