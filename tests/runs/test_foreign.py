@@ -308,7 +308,8 @@ def kernel(name: str, ts: float, dur: float, stream: int = 7, cat: str = "kernel
     return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": stream, "ts": ts, "dur": dur, "args": where}
 
 
-def test_gpu_of_a_profile(tmp_path):
+@pytest.mark.parametrize("library", ["nccl", "rccl"])
+def test_gpu_of_a_profile(library, tmp_path):
     """Tasks are timed on the stream that computes; the report has what the GPU did, and how the steps went."""
     on_gpu = {"cat": "gpu_user_annotation", "pid": 0}
     path = written(
@@ -321,7 +322,7 @@ def test_gpu_of_a_profile(tmp_path):
         kernel("Memcpy HtoD (Pinned -> Device)", 50, 20, cat="gpu_memcpy"),
         kernel("ampere_sgemm_128x64_tn", 100, 60),
         kernel("void at::native::vectorized_elementwise_kernel<4>", 160, 40),
-        kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 90, 200, stream=20),
+        kernel(f"{library}DevKernel_SendRecv({library}DevKernelArgsStorage<4096ul>)", 90, 200, stream=20),
     )
     with open_run(path) as run:
         assert rows_of(run) == [(0, FORWARD, 0, 100, 200)]

@@ -12,7 +12,7 @@ On a GPU, each stream has an annotation of its own, around its kernels: that of 
 
 from __future__ import annotations
 
-from pipesight.runs.reading.event_codes import BACKWARD, FORWARD
+from pipesight.runs.reading.event_codes import BACKWARD, COMMUNICATING_KERNEL, FORWARD
 
 __all__ = ["ADOPTION", "DROPPING_UNPLACED", "MADE", "PLACES", "UNPLACED", "UNSPLIT"]
 
@@ -120,7 +120,8 @@ WHERE events.rowid = of_task
 UPDATE events SET phase = -1 FROM (
     SELECT of_file, of_pid, arg_max(of_tid, spent) AS computing FROM (
         SELECT file AS of_file, pid AS of_pid, tid AS of_tid, sum("end" - "begin") AS spent
-        FROM events WHERE {_OF_FILES} AND category = 'kernel' AND name NOT ILIKE '%nccl%' GROUP BY ALL) AS streams
+        FROM events WHERE {_OF_FILES} AND category = 'kernel'
+            AND NOT regexp_matches(name, '{COMMUNICATING_KERNEL}') GROUP BY ALL) AS streams
     GROUP BY ALL) AS busiest
 WHERE phase >= 0 AND category = 'gpu_user_annotation' AND file = of_file AND pid = of_pid AND tid <> computing
     AND {_OF_FILES}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 __all__ = ["BACKWARD", "CHECKPOINT", "COMMUNICATION", "DATA", "FORWARD", "KINDS", "OPTIMIZER", "PHASES", "PROGRAM"]
-__all__ += ["COMPUTE", "EVALUATION", "MEMORY", "MESSAGE", "RECOMPUTE", "WEIGHT"]
+__all__ += ["COMMUNICATING_KERNEL", "COMPUTE", "EVALUATION", "MEMORY", "MESSAGE", "RECOMPUTE", "WEIGHT"]
 
 FORWARD, RECOMPUTE, BACKWARD, WEIGHT = range(4)
 PHASES = ("forward", "recompute", "backward", "weight")
@@ -15,4 +15,6 @@ KINDS = ("data loading", "optimizer", "checkpoints", "communication", "program",
 of modules that no pipeline makes; calls without gradients are of kind `EVALUATION`."""
 
 COMPUTE, MESSAGE, MEMORY = range(3)
+COMMUNICATING_KERNEL = "nccl|rccl"
+"""What the name of a kernel that communicates matches."""
 """Kinds of what runs on a GPU: kernels that compute, kernels that communicate, and copies and fills."""

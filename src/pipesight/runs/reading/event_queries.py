@@ -12,7 +12,15 @@ from typing import Any, TypeAlias, cast
 import narwhals as nw
 import numpy as np
 
-from pipesight.runs.reading.event_codes import COMMUNICATION, COMPUTE, KINDS, MEMORY, MESSAGE, PHASES
+from pipesight.runs.reading.event_codes import (
+    COMMUNICATING_KERNEL,
+    COMMUNICATION,
+    COMPUTE,
+    KINDS,
+    MEMORY,
+    MESSAGE,
+    PHASES,
+)
 from pipesight.runs.reading.event_tables import (
     Column,
     Communications,
@@ -159,7 +167,7 @@ def kernels(events: Frame, fetch: Fetch) -> Kernels:
     """Return what ran on GPUs, by rank and begin, as PyTorch's profiler names its categories."""
     category = nw.col("category")
     moves = (category == "gpu_memcpy") | (category == "gpu_memset")
-    sends = nw.col("name").str.contains("nccl|rccl")
+    sends = nw.col("name").str.contains(COMMUNICATING_KERNEL)
     kind = (
         nw.when(moves).then(nw.lit(MEMORY)).otherwise(nw.when(sends).then(nw.lit(MESSAGE)).otherwise(nw.lit(COMPUTE)))
     )
