@@ -30,9 +30,10 @@ from benchmarks.steps import build_workload
 from pipesight.distributed import DistributedPipeline, init_process_group
 from pipesight.recording import observe
 
-__all__ = ["ANY_MODEL", "BARE", "OBSERVED", "OURS", "Plan"]
+__all__ = ["ANY_MODEL", "BARE", "BARE_OBSERVED", "OBSERVED", "OURS", "Plan"]
 
 BARE, OURS, OBSERVED = "pipelining", "pipesight", "pipesight, observed"
+BARE_OBSERVED = "pipelining, observed"
 ANY_MODEL = "pipesight, cut as it is"
 
 
@@ -64,7 +65,7 @@ def main(plan: Plan) -> None:
     numbers = itertools.count()
 
     def recording(name: str) -> contextlib.AbstractContextManager[object]:
-        if name != OBSERVED:
+        if name not in (OBSERVED, BARE_OBSERVED):
             return contextlib.nullcontext()
         # All ranks take the same turns, so they count alike.
         return observe(Path(plan.folder) / f"run-{next(numbers)}", logs=None)
@@ -142,7 +143,9 @@ def build(plan: Plan, rank: int) -> dict[str, Callable[[], None]]:
     wrong = differ(gather_norms(pipeline.module), gather_norms(stage.layers))
     if wrong is not None:
         raise RuntimeError(f"both engines must compute the same gradients ({wrong})")
-    return {BARE: bare, ANY_MODEL: piped} if plan.workload == "gpt" else {BARE: bare, OURS: piped, OBSERVED: piped}
+    if plan.workload == "gpt":
+        return {BARE: bare, ANY_MODEL: piped}
+    return {BARE: bare, BARE_OBSERVED: bare, OURS: piped, OBSERVED: piped}
 
 
 def agreed(steps: float) -> int:
