@@ -69,10 +69,10 @@ def program_verdict(program: ProgramReport, changes: Sequence[Change], run: Run)
     largest = sorted(program.parts, key=lambda part: -program.parts[part])
     # What is between the others comes after them.
     largest = sorted(largest[:4], key=lambda part: part == REST)
+    largest = [part for part in largest if program.parts[part] / total >= MUCH]
+    between = "in code that no span covers" if largest == [REST] else "between these"
     named = [
-        f"{percent(program.parts[part] / total)} {'between these' if part == REST else part_title(part)}"
-        for part in largest
-        if program.parts[part] / total >= MUCH
+        f"{percent(program.parts[part] / total)} {between if part == REST else part_title(part)}" for part in largest
     ]
     what = "step" if program.trains else "batch"
     often = f"median of {count_of(program.count, what, 'batches' if what == 'batch' else None)}"
