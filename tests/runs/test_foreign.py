@@ -244,19 +244,19 @@ def test_waits_in_annotations(tmp_path):
 
 
 def test_gpipe_annotations(tmp_path):
-    """GPipe's tasks are those of the rank's partition, without the wait in them."""
+    """GPipe's tasks are those of the rank's partition, from what they wait for to what they send."""
     for rank in (0, 1):
         written(
             tmp_path / f"rank{rank}.json",
             chrome_event("Forward 0", 0, 50),
-            *([chrome_event("gloo:recv", 1, 30)] if rank else []),
+            chrome_event("gloo:recv", 1, 30) if rank else chrome_event("c10d::send", 47, 2, cat="cpu_op"),
             chrome_event("Backward 0", 60, 20),
             distributedInfo={"backend": "gloo", "rank": rank, "world_size": 2, "pg_config": []},
         )
     with open_run(tmp_path) as run:
-        begins = 0, 31
+        begins, ends = (0, 31), (47, 50)
         assert sorted(rows_of(run)) == [
-            row for j in (0, 1) for row in ((j, FORWARD, 0, begins[j], 50), (j, BACKWARD, 0, 60, 80))
+            row for j in (0, 1) for row in ((j, FORWARD, 0, begins[j], ends[j]), (j, BACKWARD, 0, 60, 80))
         ]
 
 

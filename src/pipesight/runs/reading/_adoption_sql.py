@@ -7,6 +7,7 @@ A task of the profiler is an annotation around everything a schedule does for it
     PP:1F2         |------------------------|     waits for it, then computes
     the task                          |-----|
 
+Annotations of GPipe are named `Forward 2`, and the task in them ends where its output is sent.
 On a GPU, each stream has an annotation of its own, around its kernels: that of the stream that computes is the task.
 """
 
@@ -113,6 +114,18 @@ UPDATE events SET "begin" = least(greatest("begin", arrival), "end") FROM (
         WHERE regexp_matches(name, {_GPIPE}))
     SELECT task AS of_task, max(arrived) AS arrival FROM next WHERE task IS NOT NULL GROUP BY task
 ) AS waits
+WHERE events.rowid = of_task
+""",
+    # GPipe posts what a task sends inside of its annotation.
+    f"""
+UPDATE events SET "end" = greatest("begin", least("end", sent)) FROM (
+    SELECT task.rowid AS of_task, min(posting."begin") AS sent
+    FROM events AS task JOIN events AS posting ON posting.file = task.file AND posting.pid = task.pid
+        AND posting.tid = task.tid AND posting."begin" > task."begin" AND posting."begin" < task."end"
+    WHERE list_contains($files, task.file) AND task.phase >= 0 AND task.device = ''
+        AND regexp_matches(task.name, {_GPIPE}) AND posting.name IN ('c10d::send', 'gloo:send')
+    GROUP BY task.rowid
+) AS postings
 WHERE events.rowid = of_task
 """,
     # Of a process's streams, the one with the most kernels that are no communication computes.
