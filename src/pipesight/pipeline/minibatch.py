@@ -19,7 +19,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,13 +126,16 @@ class Pass:
         engine = tape.minibatch.engine
         self.partitions, self.routes = engine.partitions, engine.routes
         self.m, self.n = len(tape.minibatch.sizes), len(engine.partitions)
-        boxes = itertools.product(range(self.m), [*range(self.n + 1), *self.routes.target])
-        self.mailboxes = Mailboxes(boxes, self.n)
+        self.mailboxes = Mailboxes(self.boxes(), self.n)
         self.observers = context.observers()
         self._tasks, self._pace, self._busiest = tasks, pace, 0.0
         self._intra_op_threads = 1
         self._failing = threading.Lock()
         self._failure: BaseException | None = None
+
+    def boxes(self) -> Iterable[Hashable]:
+        """Return the mailboxes of the pass."""
+        return itertools.product(range(self.m), [*range(self.n + 1), *self.routes.target])
 
     def run_workers(self) -> None:
         """Let each worker do its share of the pass; raise the first exception of any of them."""

@@ -12,7 +12,7 @@ micro-batches are alive at once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class StepPass(TripBackward):
             tuple(j for j, home in enumerate(orders.homes) if home == d) for d in range(len(orders.tasks))
         )
         self.threads = engine.step_threads(self.shares, orders.flying)
-        self.mailboxes.add((i, s, k) for i in range(self.m) for k in range(1, self.n + 1) for s in range(k))
+        self._gradients: dict[Hashable, Packet] = {}
         self.turns = Turns(
             orders.tasks,
             orders.homes,
@@ -84,7 +84,7 @@ class StepPass(TripBackward):
         try:
             self.run_jobs(self.threads, jobs)
         except BaseException:
-            self.tape.graphs = {}
+            self.tape.graphs, self._gradients = {}, {}
             raise
         finally:
             self._trips.attributes.end()
@@ -156,6 +156,14 @@ class StepPass(TripBackward):
             return super().differentiate(partition, i, graph, gradients)
         split = self._split[i, partition.j] = SplitBackward(graph)
         return [], split.run_inputs(gradients), [None] * len(graph.parameters)
+
+    def leave(self, box: Hashable, packet: Packet, j: int) -> None:
+        """Leave gradients for a task, which does not begin without them."""
+        self._gradients[box] = packet
+
+    def collect(self, box: Hashable, j: int) -> Packet:
+        """Return the gradients that were left for a task."""
+        return self._gradients.pop(box)
 
     def arrived(self, i: int, graphs: Sequence[TripGraph]) -> None:
         """Let the backwards of a micro-batch begin, whose forward has ended, once they have the gradients they need."""
@@ -233,5 +241,5 @@ class _StepTrips(Trips):
         self.keep_graphs(trip, [] if start is None else [loss])
         for graph in trip.graphs:
             if n in graph.consumers:
-                self.mailboxes.put((i, graph.first, n), Packet([start], self.partitions[graph.first].device), 0)
+                self._step.leave((i, graph.first, n), Packet([start], self.partitions[graph.first].device), n - 1)
         self._step.arrived(i, trip.graphs)

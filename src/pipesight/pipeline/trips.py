@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +140,10 @@ class Trips(Pass):
             self.describe(where, self.minibatch.streams.compute[j])
             where.partition, where.thread = j, drawn_in[j] or 0
         self.turns: Turns
+
+    def boxes(self) -> Iterable[Hashable]:
+        """Return the mailboxes of the pass: only its turns have some."""
+        return ()
 
     def run(
         self, threads: Threads, call: SplitCall, watches: Sequence[LossWatch] = ()
@@ -300,9 +304,19 @@ class TripBackward(BackwardPass):
 
     def __init__(self, tape: TripTape, *, keep: bool) -> None:
         super().__init__(tape, keep=keep)
-        routes = [(i, j, k) for (i, j), graph in self._graphs.items() for k in {*_trip(graph).consumers}]
-        self.mailboxes.add(routes)
         self._total = GradientSum()
+
+    def boxes(self) -> Iterable[Hashable]:
+        """Return the mailboxes of the pass: for each task, one for each partition that used a tensor of it."""
+        return [(i, j, k) for (i, j), graph in self.tape.graphs.items() for k in {*_trip(graph).consumers}]
+
+    def leave(self, box: Hashable, packet: Packet, j: int) -> None:
+        """Leave gradients from partition j for the task that waits for them."""
+        self.mailboxes.put(box, packet, j)
+
+    def collect(self, box: Hashable, j: int) -> Packet:
+        """Return the gradients that were left for a task of partition j."""
+        return self.mailboxes.get(box, j)
 
     def fail(self, error: BaseException, where: Where) -> None:
         """End the pass because of an exception."""
@@ -363,7 +377,7 @@ class TripBackward(BackwardPass):
         consumers = _trip(graph).consumers
         gradients: list[Tensor | None] = [None] * len(consumers)
         for k in sorted({*consumers}, reverse=True):
-            found = self.receive(self.mailboxes.get((i, partition.j, k), partition.j), partition, i, where)
+            found = self.receive(self.collect((i, partition.j, k), partition.j), partition, i, where)
             places = [place for place, consumer in enumerate(consumers) if consumer == k]
             for place, gradient in zip(places, found, strict=True):
                 gradients[place] = gradient
@@ -378,7 +392,7 @@ class TripBackward(BackwardPass):
         for s in sorted({*sources}, reverse=True):
             tensors = [g for g, source in zip(of_arriving, sources, strict=True) if source == s]
             packet = Packet(tensors, device, ready=ready(device, self.partitions[s].device))
-            self.mailboxes.put((i, s, j), packet, j)
+            self.leave((i, s, j), packet, j)
 
     def input_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of the caller's tensors, after `run`."""

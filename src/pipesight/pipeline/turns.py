@@ -63,14 +63,17 @@ class Turns:
             self._offer(d)
 
     def supply(self, tasks: Iterable[tuple[Task, int]]) -> None:
-        """Take what is there from what these tasks need; tasks that are in no order are passed over."""
+        """Take what is there from what these tasks need; tasks that are in no order are passed over.
+
+        The calling thread is about to `end` its task, and goes on with one of these, if it can: another thread that was
+        woken up for it now would take the core of one that this thread wakes up when it ends.
+        """
         with self._lock:
             for task, count in tasks:
                 if task in self._needs:
                     self._needs[task] -= count
                     if not self._needs[task] and self._is_due(task):
                         self._open.append(task)
-            self._wake()
 
     def next(self) -> Task | None:
         """Return a task for the calling thread, which is free: the first of a micro-batch, or any that is no forward.
@@ -139,7 +142,7 @@ class Turns:
             self._open.append(task)
 
     def _pick(self) -> Task | None:
-        for k, (kind, i, _) in enumerate(self._open):
+        for k, (kind, i, _) in reversed([*enumerate(self._open)]):
             if kind != F or i in self._alone:
                 return self._open.pop(k)
             if self._flying:
