@@ -47,6 +47,43 @@ class Model(nn.Module):
         return torch.stack(self.states, 1), sum(block.aux for block in self.blocks)  # type: ignore[return-value]
 
 
+class Context:
+    """A plain object that the model and its blocks share."""
+
+    def __init__(self) -> None:
+        self.first: Tensor | None = None
+        self.seen: list[tuple[str, Tensor]] = []
+
+
+class Filling(Model):
+    """Fills what was there before: a list, a dict with a list in it, an object, and what a hook of a block sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[Tensor] = []
+        self.found: dict[str, Any] = {"masks": []}
+        self.context = self.blocks[0].context = self.blocks[2].context = Context()  # type: ignore[assignment]
+        self.blocks[1].register_forward_hook(lambda block, args, y: self.found.update(hooked=y))
+
+    mask = property(lambda self: self.found["masks"][0])
+    first = property(lambda self: self.context.first)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        self.found["masks"].clear()
+        self.found["masks"].append((x > 0).float())
+        self.context.first = x * self.blocks[0].layer.bias
+        self.context.seen = []
+        self.states[:] = [x]
+        for block in self.blocks:
+            self.states.append(block(self.states[-1]))
+            if hasattr(block, "context"):
+                block.context.seen.append(("aux", block.aux))
+        hooked = self.found["hooked"] - self.states[2]
+        aux = sum(tensor for _, tensor in self.context.seen) + self.blocks[1].aux
+        return torch.stack(self.states, 1), aux + hooked.sum(1)
+
+
 CUTS = ["blocks.1", "blocks.2"]
 
 
@@ -56,13 +93,14 @@ def objective(output: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zero-bubble"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_each_micro_batch_reads_its_own(checkpoint: Any, schedule: str | None) -> None:
+@pytest.mark.parametrize("kind", [Model, Filling])
+def test_each_micro_batch_reads_its_own(kind: type[Model], checkpoint: Any, schedule: str | None) -> None:
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
-    plain = Model()
+    plain = kind()
     expected = plain(x)
     objective(expected).backward()
     options: Any = {"checkpoint": checkpoint, "loss": objective, "loss_weight": "sum"}
-    pipe = Pipeline(Model(), CUTS, chunks=3, schedule=schedule or "gpipe", **options)
+    pipe = Pipeline(kind(), CUTS, chunks=3, schedule=schedule or "gpipe", **options)
     for call in (1, 2):
         pipe.zero_grad()
         if schedule is None:
@@ -108,9 +146,30 @@ def test_a_state_for_the_next_call_is_refused() -> None:
 
     pipe = Pipeline(Recurrent(), CUTS, chunks=2)
     with pytest.raises(RuntimeError, match=r"Recurrent\.state is read in partition 0 and written in partition 2"):
-        [pipe(torch.randn(4, 4)) for _ in range(2)]
+        pipe(torch.randn(4, 4))
     pipe.chunks = 1
     pipe(torch.randn(2, 4))
+
+
+def test_what_micro_batches_append_is_all_there_afterwards() -> None:
+    class Logging(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes: list[int] = []
+            self.sums: dict[int, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Any:
+            states, aux = super().forward(x)
+            self.sizes.append(len(x))
+            self.sums[len(self.sums)] = self.sums[len(self.sums) - 1] + 1 if self.sums else states.sum()
+            return states, aux
+
+    pipe = Pipeline(Logging(), CUTS, chunks=2)
+    output = pipe(torch.randn(3, 4))
+    pipe(torch.randn(5, 4))
+    assert pipe.sizes == [2, 1, 3, 2]
+    with pytest.raises(RuntimeError, match="a micro-batch has left in a list, dict or object of a module"):
+        (objective(output) + pipe.sums[0]).backward()
 
 
 def test_modules_made_in_a_call_are_left_alone() -> None:

@@ -11,6 +11,9 @@ What it did not write itself, it reads as it is; a number that it reads before i
 share. A tensor that another micro-batch wrote, or that is read after the call, has a graph that is not the reader's. It
 can be looked at, but not differentiated.
 
+A list, dict, set or plain object that was there before and is filled in place is one for each micro-batch, too; see
+`filled_attributes`.
+
 A module whose attributes are written gets a class that derives from its own, which looks them up.
 """
 
@@ -23,13 +26,39 @@ import threading
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipesight._nested import map_tensors, tensors_in
 from pipesight._patches import Patches
+from pipesight.pipeline.filled_attributes import CONTAINERS, Copies, fillable, kept
 from pipesight.pipeline.guard import guard
 
-__all__ = ["Attributes", "PassAttributes", "watch_attributes"]
+__all__ = ["Attributes", "ModelAttributes", "PassAttributes", "watch_attributes"]
+
+
+class ModelAttributes:
+    """The attributes of a model that hold something which it may fill in place.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.modules = {id(m): m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)}
+        self._found: list[tuple[nn.Module, str]] = []
+        self._calls, self._assigned = 0, -1
+
+    def filled(self) -> list[tuple[nn.Module, str]]:
+        """Return them, for a mini-batch that is about to begin, and watch them, and those kept from call to call."""
+        if self._calls < 2 or self._assigned != _assigned.count:
+            self._calls, self._assigned = self._calls + 1, _assigned.count
+            self._found = list(fillable(self.modules.values()))
+            for module, name in (*self._found, *kept(self.modules.values())):
+                if not any(name in table for table in (module._parameters, module._buffers, module._modules)):
+                    _derive(module, name)
+        return self._found
 
 
 class PassAttributes:
@@ -37,21 +66,33 @@ class PassAttributes:
 
     Args:
         count: How many they are.
-        modules: Those of the model, by id; others are made in a call, for itself.
+        model: What the model has; modules that are made in a call are its own.
     """
 
-    def __init__(self, count: int = 1, modules: Container[int] = ()) -> None:
-        self.count, self.modules = count, modules
+    def __init__(self, count: int = 1, model: ModelAttributes | None = None) -> None:
+        self.count = count
+        self.modules: Container[int] = () if model is None else model.modules
         self.last: dict[tuple[int, str], nn.Module] = {}
         self.readers: dict[tuple[int, str], int] = {}
         """The first partitions that read what their micro-batch had not written."""
+        self.filled: dict[tuple[int, str], Any] = {}
+        """What may be filled in place, as it was before all micro-batches."""
+        self.copies: dict[int, Copies] = {}
+        """Those of each micro-batch."""
+        self._first = Copies()
+        if model is not None and count > 1:
+            for module, name in model.filled():
+                if name in vars(module):
+                    self.filled[id(module), name] = self._first.of(vars(module)[name])
 
     def end(self) -> None:
-        """Let nobody differentiate what is left in the modules."""
+        """Put back what micro-batches have filled, and let nobody differentiate what is left in the modules."""
+        for _, copies in sorted(self.copies.items()):
+            copies.write_back(self._first.original, _guarded_item)
         for (_, name), module in self.last.items():
             if name in vars(module):
                 vars(module)[name] = map_tensors(functools.partial(_guarded, module, name), vars(module)[name])
-        self.last = {}
+        self.last, self.copies, self.filled = {}, {}, {}
 
 
 class Attributes:
@@ -59,10 +100,12 @@ class Attributes:
 
     Args:
         all: What all of its mini-batch have.
+        i: Which micro-batch it is.
     """
 
-    def __init__(self, all: PassAttributes) -> None:
+    def __init__(self, all: PassAttributes, i: int = 0) -> None:
         self._all = all
+        self._copies = all.copies[i] = Copies()
         self.modules = all.modules
         self.partition = 0
         """Where the micro-batch is now."""
@@ -86,7 +129,7 @@ class Attributes:
         if counts:
             self._read.add(key)
         has_tensors = next(tensors_in(value), None) is not None
-        if has_tensors or key not in self._read:
+        if has_tensors or key not in self._read or type(value) in CONTAINERS:
             self._written[key] = (module, value)
         reader = self._all.readers.get(key, self.partition)
         if has_tensors and self._all.count > 1 and reader < self.partition:
@@ -105,17 +148,21 @@ class Attributes:
         key = id(module), name
         if key in self._written:
             return self._written[key][1]
+        if key in self._all.filled:
+            return self._copies.of(self._all.filled[key])
         self._read.add(key)
         self._all.readers[key] = min(self._all.readers.get(key, self.partition), self.partition)
         return map_tensors(functools.partial(_guarded, module, name), left) if key in self._all.last else left
 
     def values(self) -> Attributes | None:
         """Return a copy to compute with once more, with values alone; None if nothing was written."""
-        if not self._written:
+        if not self._written and not self._all.filled:
             return None
-        other = Attributes(PassAttributes(modules=self.modules))
+        other = Attributes(PassAttributes())
+        other.modules, other._all.filled = self.modules, self._all.filled
         pairs = self._written.items()
         other._written = {key: (module, map_tensors(_value, value)) for key, (module, value) in pairs}
+        other._copies = self._copies.copied(_value)
         return other
 
     @contextlib.contextmanager
@@ -132,7 +179,13 @@ class _PerThread(threading.local):
     attributes: Attributes | None = None
 
 
-_here = _PerThread()
+class _Assigned:
+    """How often a list, dict or set was put into an attribute of a module, outside calls of models."""
+
+    count = 0
+
+
+_here, _assigned = _PerThread(), _Assigned()
 _deriving = threading.Lock()
 
 
@@ -146,6 +199,8 @@ def _write(original: Callable[..., None], module: nn.Module, name: str, value: A
     attributes = _here.attributes
     if attributes is None or id(module) not in attributes.modules:
         original(module, name, value)
+        if attributes is None and type(value) in CONTAINERS:
+            _assigned.count += 1
         return
     before = vars(module).get(name)
     original(module, name, value)
@@ -225,6 +280,14 @@ def _guarded(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
         f"{type(module).__name__}.{name} is a tensor with a graph that one micro-batch has left there, and it was "
         "differentiated in another, or outside the pipeline, where that graph cannot be reached; return it from "
         "forward, or write detach() of it into the attribute",
+    )
+
+
+def _guarded_item(tensor: Tensor) -> Tensor:
+    return guard(
+        tensor,
+        "a tensor that a micro-batch has left in a list, dict or object of a module was differentiated by another, or "
+        "outside the pipeline, where its graph cannot be reached; return it from forward, or put detach() of it there",
     )
 
 

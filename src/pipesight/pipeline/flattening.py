@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pipesight.pipeline.microbatch import form_of
 
-__all__ = ["Flat", "equal", "flatten", "items_of"]
+__all__ = ["Flat", "equal", "flatten", "is_plain_object", "items_of"]
 
 
 @dataclass(slots=True)
@@ -177,10 +177,10 @@ def items_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
     if isinstance(value, (list, tuple)):
         named: Any = value
         return zip(named._fields if hasattr(value, "_make") else range(len(value)), value, strict=True)
-    return _attributes(value) if _is_plain_object(value) else None
+    return _attributes(value) if is_plain_object(value) else None
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     """Whether this is an object of the user's or of a library, which holds nothing but its attributes."""
     if isinstance(value, (nn.Module, types.ModuleType)) or (callable(value) and not is_dataclass(value)):
         return False

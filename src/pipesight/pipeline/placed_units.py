@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesight._torch.module_internals import is_compiled
+from pipesight.pipeline.attributes import ModelAttributes
 from pipesight.pipeline.checkpoint import Buffers
 from pipesight.pipeline.partition import Partition, PlacedPartition, SkipRoutes, weights_changed
 from pipesight.pipeline.units import find_units, is_repeated
@@ -76,7 +77,7 @@ class Placement:
         modules = dict(model.named_modules())
         self.cuts = {modules[name]: k for k, name in enumerate(cuts, start=1)}
         self.names = ["", *cuts]
-        self.module_ids = {id(module) for module in modules.values() if not isinstance(module, torch.jit.ScriptModule)}
+        self.attributes = ModelAttributes(model)
         self.units = {
             module: Unit(name, module, Buffers(module), is_repeated(module), _compiled(module))
             for name, module in find_units(model, cuts).items()

@@ -87,7 +87,7 @@ class Trip(TorchFunctionMode):
         self.graphs: list[TripGraph] = []
         self._starts: list[int] = []
         self.roots = Roots(trips.n)
-        self.attributes = Attributes(trips.attributes)
+        self.attributes = Attributes(trips.attributes, i)
         self._calls = 0
         self._unit: Unit | None = None
         self._entered: EnteredArguments | None = None  # its arguments

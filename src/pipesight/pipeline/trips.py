@@ -128,7 +128,7 @@ class Trips(Pass):
     ) -> None:
         super().__init__(tape, len(tape.minibatch.sizes), tape.minibatch.engine.workers.forward_pace)
         self.placement = placement
-        self.attributes = PassAttributes(self.m, placement.module_ids)
+        self.attributes = PassAttributes(self.m, placement.attributes)
         self.called: set[int] = set()
         """The partitions whose first module was called."""
         self._copies, self._copying = tape.copies, threading.Lock()
