@@ -358,6 +358,16 @@ def test_errors_of_the_model_say_where() -> None:
     model.blocks[2] = model.blocks[1]
 
 
+def test_an_empty_batch_is_named() -> None:
+    class Flat(Filling):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).reshape(len(x), -1)  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError, match="cannot reshape") as error:
+        Pipeline(Flat(), ["layers.1"], chunks=2)(torch.ones(0, 4))
+    assert "the batch has no samples, as 'x' has none" in error.value.__notes__
+
+
 def test_a_cut_that_is_called_twice_or_too_late_is_refused() -> None:
     class Twice(Model):
         def forward(self, ids: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]

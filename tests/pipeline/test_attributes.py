@@ -54,6 +54,9 @@ class Context:
         self.first: Tensor | None = None
         self.seen: list[tuple[str, Tensor]] = []
 
+    def see(self, block: nn.Module, args: Any, y: Tensor) -> None:
+        self.first = y
+
 
 class Filling(Model):
     """Fills what was there before: a list, a dict with a list in it, an object, and what a hook of a block sees."""
@@ -63,7 +66,9 @@ class Filling(Model):
         self.states: list[Tensor] = []
         self.found: dict[str, Any] = {"masks": []}
         self.context = self.blocks[0].context = self.blocks[2].context = Context()  # type: ignore[assignment]
-        self.blocks[1].register_forward_hook(lambda block, args, y: self.found.update(hooked=y))
+        found, self.seen = self.found, Context()
+        self.blocks[1].register_forward_hook(lambda block, args, y: found.update(hooked=y))
+        self.blocks[2].register_forward_hook(self.seen.see)
 
     mask = property(lambda self: self.found["masks"][0])
     first = property(lambda self: self.context.first)
@@ -79,7 +84,7 @@ class Filling(Model):
             self.states.append(block(self.states[-1]))
             if hasattr(block, "context"):
                 block.context.seen.append(("aux", block.aux))
-        hooked = self.found["hooked"] - self.states[2]
+        hooked = self.found["hooked"] - self.states[2] + self.seen.first - self.states[3]
         aux = sum(tensor for _, tensor in self.context.seen) + self.blocks[1].aux
         return torch.stack(self.states, 1), aux + hooked.sum(1)
 

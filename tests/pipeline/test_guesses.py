@@ -45,6 +45,46 @@ def split(*args, batch_dim=None, chunks=2, **kwargs):
     return split_call(args, kwargs, chunks, dims)
 
 
+class Attending(nn.Module):
+    """Uses a second argument in one of several ways; a table of 8 rows meets a batch of 8 by accident."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.second, self.way = nn.Linear(4, 4), nn.Linear(4, 4), way
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.way == "attends":
+            x = (x @ other.T).softmax(-1) @ other
+        elif self.way == "adds rows":
+            x = x + other[: x.size(1)]
+        elif self.way == "adds samples":
+            x = x + other.view(len(x), *[1] * (x.dim() - 2), 4)
+        return self.second(x)
+
+
+@pytest.mark.parametrize(
+    ("way", "x", "warns"),
+    [
+        ("attends", rand(8, 4), True),
+        ("adds rows", rand(8, 3, 4), False),
+        ("adds samples", rand(8, 3, 4), False),
+        ("adds samples", rand(8, 4), False),
+        ("ignores", rand(8, 4), False),
+    ],
+)
+def test_the_model_is_asked_whether_it_takes_all_of_a_table(way, x, warns):
+    """What it only takes whole is given whole, without a word; what it takes both ways is cut, with a warning."""
+    other = rand(8, 4)
+    pipe = Pipeline(Attending(way).double(), ["second"], devices=["cpu", "cpu"], chunks=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [pipe(x, other) for _ in range(2)]
+    assert [("takes all of it" in str(warning.message)) for warning in caught] == [True] * warns
+    if not warns:
+        torch.testing.assert_close(found, [pipe.module(x, other)] * 2)
+
+
 @pytest.mark.parametrize(
     ("source", "kwargs", "words"),
     [
@@ -121,7 +161,7 @@ def test_a_whole_argument_that_is_changed_in_place_is_refused():
     count = torch.zeros(3)
     piped(chunks=1)(rand(8, 5, 4).float(), count=count)
     assert count.tolist() == [1] * 3
-    samples = torch.zeros(8)
+    samples = torch.zeros(8, dtype=torch.int64)
     piped()(rand(8, 5, 4).float(), count=samples)
     assert samples.tolist() == [1] * 8
 

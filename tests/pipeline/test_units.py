@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor, nn
 
+from pipesight import Pipeline
 from pipesight.pipeline.units import check_cuts, find_units
 
 
@@ -70,6 +71,12 @@ def test_bad_cuts_are_refused(cuts: list[str], message: str) -> None:
 def test_cuts_are_a_list() -> None:
     with pytest.raises(TypeError, match=r"cuts=\['head'\]"):
         check_cuts(_Model(), "head")
+
+
+def test_a_pipeline_needs_cuts() -> None:
+    """Without a word, it would be one partition."""
+    with pytest.raises(TypeError, match=r"say where the model is cut: cuts=\['.*'\].* or partitions=2, sample="):
+        Pipeline(_Model(), chunks=2)
 
 
 def test_the_model_is_a_module() -> None:

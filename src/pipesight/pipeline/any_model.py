@@ -78,7 +78,7 @@ class Pipeline(nn.Module):
 
     Args:
         module: The model, or a function without arguments that builds it.
-        cuts: The modules, by name, whose first call begins the next partition.
+        cuts: The modules, by name, whose first call begins the next partition; none, ``[]``, make one partition.
         balance: Instead of cuts, for an ``nn.Sequential``: how many layers each partition takes.
         partitions: Instead of cuts: how many partitions, which are about equal.
         sample: A call to measure for that, ``(args, kwargs)`` or ``kwargs`` alone.
@@ -138,11 +138,11 @@ class Pipeline(nn.Module):
             cuts = choose(module, sample, partitions, chunks=chunks, batch_dim=batch_dim)
         elif partitions is not None or sample is not None:
             raise TypeError("partitions and sample must be given together, and without cuts: they choose the cuts")
-        names = check_cuts(module, cuts or [])
+        names = check_cuts(module, cuts)
         self._checkpoint = check_checkpoint(checkpoint)
         self._placement = Placement(module, names, choose_devices(devices, 1 + len(names)))
         self._signature = inspect.signature(module.forward)
-        self._dims = BatchDims(batch_dim, self._signature, () if loss_fn is None else ("target",))
+        self._dims = BatchDims(batch_dim, self._signature, () if loss_fn is None else ("target",), module)
         self._losses = LossMerging(loss_weight if loss_fn is None else None)
         self._stepper = Stepper(schedule, loss, loss_fn, loss_weight)
         self._steps = 0

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from pipesight._nested import map_tensors, tensors_in
 from pipesight._patches import Patches
-from pipesight.pipeline.filled_attributes import CONTAINERS, Copies, fillable, kept
+from pipesight._torch.module_internals import forward_hook_tables
+from pipesight.pipeline.filled_attributes import CONTAINERS, Copies, fillable, kept, may_fill
 from pipesight.pipeline.guard import guard
 
 __all__ = ["Attributes", "ModelAttributes", "PassAttributes", "watch_attributes"]
@@ -45,19 +46,26 @@ class ModelAttributes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self.modules = {id(m): m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)}
         self._found: list[tuple[nn.Module, str]] = []
-        self._calls, self._assigned = 0, -1
+        self.hooks: list[Any] = []
+        """Those that fill something."""
+        self._tables = [table for module in self.modules.values() for table in forward_hook_tables(module)]
+        self._calls, self._known = 0, (0, 0)
 
     def filled(self) -> list[tuple[nn.Module, str]]:
         """Return them, for a mini-batch that is about to begin, and watch them, and those kept from call to call."""
-        if self._calls < 2 or self._assigned != _assigned.count:
-            self._calls, self._assigned = self._calls + 1, _assigned.count
+        known = _assigned.count, sum(map(len, self._tables))
+        if self._calls < 2 or self._known != known:
+            self._calls, self._known = self._calls + 1, known
+            self.hooks = []
             self._found = list(fillable(self.modules.values()))
             for module, name in (*self._found, *kept(self.modules.values())):
                 if not any(name in table for table in (module._parameters, module._buffers, module._modules)):
                     _derive(module, name)
+            for table in self._tables:
+                table.update({key: _OwnHook(hook) for key, hook in table.items() if may_fill(hook)})
+                self.hooks += [hook.hook for hook in table.values() if isinstance(hook, _OwnHook)]
         return self._found
 
 
@@ -80,10 +88,14 @@ class PassAttributes:
         self.copies: dict[int, Copies] = {}
         """Those of each micro-batch."""
         self._first = Copies()
+        self.function_of: Callable[[Any], Any] = lambda function: function
         if model is not None and count > 1:
             for module, name in model.filled():
                 if name in vars(module):
                     self.filled[id(module), name] = self._first.of(vars(module)[name])
+            for hook in model.hooks:
+                self._first.function_of(hook)
+            self.function_of = self._first.function_of
 
     def end(self) -> None:
         """Put back what micro-batches have filled, and let nobody differentiate what is left in the modules."""
@@ -154,12 +166,16 @@ class Attributes:
         self._all.readers[key] = min(self._all.readers.get(key, self.partition), self.partition)
         return map_tensors(functools.partial(_guarded, module, name), left) if key in self._all.last else left
 
+    def function(self, function: Any) -> Any:
+        """Return a function that fills what this micro-batch has, instead of what it was made with."""
+        return self._copies.function_of(self._all.function_of(function))
+
     def values(self) -> Attributes | None:
         """Return a copy to compute with once more, with values alone; None if nothing was written."""
         if not self._written and not self._all.filled:
             return None
         other = Attributes(PassAttributes())
-        other.modules, other._all.filled = self.modules, self._all.filled
+        other.modules, other._all.filled, other._all.function_of = self.modules, self._all.filled, self._all.function_of
         pairs = self._written.items()
         other._written = {key: (module, map_tensors(_value, value)) for key, (module, value) in pairs}
         other._copies = self._copies.copied(_value)
@@ -281,6 +297,25 @@ def _guarded(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
         "differentiated in another, or outside the pipeline, where that graph cannot be reached; return it from "
         "forward, or write detach() of it into the attribute",
     )
+
+
+class _OwnHook:
+    """Calls a hook that fills what the micro-batch has that calls it. Copies of a module have the hook itself."""
+
+    def __init__(self, hook: Any) -> None:
+        functools.update_wrapper(self, hook)
+        self.hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attributes = _here.attributes
+        return (self.hook if attributes is None else attributes.function(self.hook))(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.hook,)
+
+
+def _itself(hook: Any) -> Any:
+    return hook
 
 
 def _guarded_item(tensor: Tensor) -> Tensor:

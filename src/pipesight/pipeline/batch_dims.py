@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
+from torch import nn
+
 __all__ = ["BatchDim", "BatchDims", "Rule"]
 
 Rule: TypeAlias = int | Literal["items", "first", "sum"] | None
@@ -30,11 +32,17 @@ class BatchDims:
         given: The user's ``batch_dim``: a dimension for all, or one by name or position of an argument, or nothing.
         signature: That of the model's ``forward``, if known: names of positional arguments come from it.
         more: Names of arguments beside those, which are samples unless the user says otherwise: a target.
+        model: The model, to find out in doubt whether it takes all of an argument as well as a part.
     """
 
     def __init__(
-        self, given: BatchDim = None, signature: inspect.Signature | None = None, more: Iterable[str] = ()
+        self,
+        given: BatchDim = None,
+        signature: inspect.Signature | None = None,
+        more: Iterable[str] = (),
+        model: nn.Module | None = None,
     ) -> None:
+        self._model, self._asked = model, set[str]()
         parameters = list(signature.parameters.values()) if signature is not None else []
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._positional = [p.name for p in parameters if p.kind in kinds]
@@ -79,7 +87,18 @@ class BatchDims:
         other = copy.copy(self)
         other._rules = {**self._rules, name: rule}
         other._seen, other._warned = dict(self._seen), set(self._warned)
+        other._model = None
         return other
+
+    def learn(self, name: str, rule: Rule) -> None:
+        """Note what one is, as if the user had said it."""
+        self._rules[name] = rule
+
+    def model_for(self, name: str) -> nn.Module | None:
+        """Return the model if it was not asked before whether it takes all of an argument."""
+        model = None if name in self._asked else self._model
+        self._asked.add(name)
+        return model
 
     def listed(self, rule: Rule) -> set[str]:
         """Return the names with this rule."""

@@ -22,7 +22,7 @@ from pipesight._nested import tensors_in
 from pipesight.pipeline.batch_dims import BatchDim, BatchDims, Rule
 from pipesight.pipeline.checkpoint import versions_of
 from pipesight.pipeline.flattening import Flat, equal, flatten, items_of
-from pipesight.pipeline.guesses import Share, doubt, handed_out
+from pipesight.pipeline.guesses import Share, doubt, handed_out, is_unclear, ways_taken
 from pipesight.schedule.packing import chunk_sizes
 
 __all__ = ["SplitCall", "is_batch_size", "split_call"]
@@ -94,6 +94,8 @@ class SplitCall:
         try:
             yield
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            if self.sizes == [0]:
+                error.add_note(f"the batch has no samples, as {self._source!r} has none")
             told = handed_out(self._shares, self._source, self.sizes) if len(self.sizes) > 1 else ""
             if told and not isinstance(error, torch.OutOfMemoryError) and _is_of_the_model(error):
                 error.add_note(told)
@@ -175,7 +177,18 @@ def split_call(
     if len(sizes) > 1 and size is not None:
         first = next((share for share in shares if share.name == source and isinstance(share.value, Tensor)), None)
         for share in shares:
-            if why := doubt(share, first, size):
+            why = doubt(share, first, size)
+            unclear = not why and first is not None and is_unclear(share, first)
+            taken = _ways_taken(args, kwargs, chunks, share, size, dims) if unclear else (True, False)
+            if taken == (False, True):
+                dims.learn(share.name, None)
+                return split_call(args, kwargs, chunks, dims)
+            if taken == (True, True):
+                why = (
+                    f"has as many rows as the batch has samples, {size} (shape: {list(share.value.shape)}), and was "
+                    "cut into micro-batches, but the model takes all of it for a micro-batch as well"
+                )
+            if why:
                 dims.warn_of_doubt(share.name, why, "'items'" if share.dim is None else share.dim)
     originals: dict[int, tuple[Any, Any]] = {}  # by id; what was handed out is kept, so that ids stay its own
     arguments = []
@@ -208,6 +221,17 @@ def split_call(
             if cut is None and not held and len(sizes) > 1
         },
     )
+
+
+def _ways_taken(
+    args: Sequence[Any], kwargs: Mapping[str, Any], chunks: int, share: Share, size: int, dims: BatchDims
+) -> tuple[bool, bool]:
+    """Return whether the model takes an argument cut, and whether all of it, with the samples of a micro-batch."""
+    if size < 4 or (model := dims.model_for(share.name)) is None:  # one sample is broadcast, which proves nothing
+        return True, False
+    rules = (dims.with_rule(share.name, share.dim), dims.with_rule(share.name, None))
+    cut, whole = (split_call(args, kwargs, min(chunks, size // 2), rule) for rule in rules)
+    return ways_taken(model, share.name, cut.positional, cut.arguments[0], whole.arguments[0])
 
 
 def _rows(tensor: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:

@@ -19,13 +19,14 @@ import functools
 import inspect
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 from pipesight.pipeline.flattening import is_plain_object, items_of
 
-__all__ = ["CONTAINERS", "Copies", "fillable", "kept"]
+__all__ = ["CONTAINERS", "Copies", "fillable", "kept", "may_fill"]
 
 CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque)
 
@@ -115,6 +116,21 @@ def kept(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
                 yield module, name
 
 
+def may_fill(hook: Any) -> bool:
+    """Tell whether a hook is a closure or a method that reaches something that may be filled; an observer's is not."""
+    if str(getattr(hook, "__module__", "")).partition(".")[0] in ("pipesight", "torch"):
+        return False
+    return any(_is_fillable(value, set()) for value in _reached(hook))
+
+
+def _reached(function: Any) -> list[Any]:
+    if isinstance(function, MethodType):
+        return [function.__self__]
+    if isinstance(function, FunctionType):
+        return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return []
+
+
 class Copies:
     """Copies of containers, and of those in them; what is met twice is one thing in the copies, too.
 
@@ -144,6 +160,20 @@ class Copies:
             _put(new, {key: self.of(item) for key, item in _items(value).items()})
         self._made[id(value)] = (value, new, {*new} if isinstance(new, set) else _items(new))
         return new
+
+    def function_of(self, function: Any) -> Any:
+        """Return a closure or method that reaches copies; itself if it reaches nothing that may be filled."""
+        old = _reached(function)
+        new = [self.of(value) if _is_walked(value) else value for value in old]
+        if _same(dict(enumerate(old)), dict(enumerate(new))):
+            return function
+        if isinstance(function, MethodType):
+            return MethodType(function.__func__, new[0])
+        made = FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(map(CellType, new))
+        )
+        made.__kwdefaults__ = function.__kwdefaults__
+        return made
 
     def copied(self, change: Callable[[Tensor], Tensor]) -> Copies:
         """Return copies of the copies as they are now."""

@@ -6,15 +6,22 @@ one of positions, and a list of that length may be one of samples. A first call 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from pipesight._nested import tensors_in
 from pipesight.pipeline.batch_dims import Rule
+from pipesight.pipeline.flattening import Flat, flatten
 
-__all__ = ["Share", "doubt", "handed_out"]
+__all__ = ["Share", "doubt", "handed_out", "is_unclear", "ways_taken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,68 @@ def doubt(share: Share, source: Share | None, size: int) -> str:
         f"has {size} rows (shape: {list(value.shape)}), and so many are both the samples and the steps of each in "
         f"{source.name!r} (shape: {source.looks}): it was taken for samples, and cut into micro-batches"
     )
+
+
+def is_unclear(share: Share, source: Share) -> bool:
+    """Tell whether a tensor was cut for no other reason than the number of its rows, and may as well be a table."""
+    value = share.value
+    if not share.guessed or share.dim is None or share.name == source.name or not isinstance(value, Tensor):
+        return False
+    return value.is_floating_point() or (value.dim() > 1 and not _has_steps_of(value, source.value, share.dim))
+
+
+def ways_taken(
+    model: nn.Module, name: str, positional: int, cut: Mapping[str, Any], whole: Mapping[str, Any]
+) -> tuple[bool, bool]:
+    """Return whether a model takes an argument cut with the samples, and whether all of it with some of the samples.
+
+    With both, what it returns must have the same shapes. An argument that it does not use is taken cut. Only shapes are
+    computed, with a copy of the model that has no values; neither is true where that fails.
+
+    Args:
+        model: The model.
+        name: The argument.
+        positional: How many arguments are positional.
+        cut: The arguments of a micro-batch.
+        whole: The same, with all rows of the one.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        empty = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    shapes: list[list[torch.Size] | None] = []
+    for arguments in (cut, whole):
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outline = copy.deepcopy(model, dict(memo))
+                shapes.append(_shapes(outline, flatten(arguments), positional, name))
+        except Exception:
+            shapes.append(None)
+    return shapes[0] is not None, bool(shapes[1]) and shapes[0] in (None, shapes[1])
+
+
+def _shapes(outline: nn.Module, arguments: Flat, positional: int, name: str) -> list[torch.Size]:
+    """Return the shapes of what a model returns; none if it does not use the argument."""
+    tensors = [tensor.to("meta") for tensor in arguments.tensors]
+    (place,) = [k for k, names in enumerate(arguments.names) if name in names]
+    items = list(arguments.rebuild(tensors).items())
+    with _Using(tensors[place]) as mode:
+        output = flatten(outline(*(value for _, value in items[:positional]), **dict(items[positional:])))
+    return [tensor.shape for tensor in output.tensors] if mode.used else []
+
+
+class _Using(TorchFunctionMode):
+    """Notes whether a tensor is used."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._tensor, self.used = tensor, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") not in ("__get__", "size", "dim"):
+            self.used = self.used or any(tensor is self._tensor for tensor in tensors_in((args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
 
 
 def _is_like(value: Tensor, source: Share, dim: int, size: int) -> bool:

@@ -41,10 +41,17 @@ def is_repeated(unit: nn.Module) -> bool:
     return next(unit.children(), None) is not None
 
 
-def check_cuts(model: nn.Module, cuts: Sequence[str]) -> list[str]:
+def check_cuts(model: nn.Module, cuts: Sequence[str] | None) -> list[str]:
     """Return the names of the modules that begin partitions 1, 2 and so on; raise if a model cannot be cut there."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be an nn.Module, but got {type(model).__name__}")
+    if cuts is None:
+        units = list(find_units(model))
+        example = f"cuts=[{units[len(units) // 2]!r}]" if len(units) > 1 else "cuts=['name.of.a.module']"
+        raise TypeError(
+            f"say where the model is cut: {example}, the modules that begin partitions 1, 2 and so on, or "
+            "partitions=2, sample=(args, kwargs) to choose them by a call; cuts=[] makes one partition"
+        )
     if isinstance(cuts, str):
         raise TypeError(f"cuts must be a list of names of modules, but got the string {cuts!r}: cuts=[{cuts!r}]")
     modules = dict(model.named_modules())
