@@ -417,7 +417,7 @@ def test_a_tensor_kept_in_a_dict_is_told() -> None:
     for model in (plain, pipe):
         model(torch.ones(2, 4)).sum().backward()
     assert_same_gradients(pipe, plain)
-    with pytest.raises(RuntimeError, match=r"in a list, dict or object of a module.*detach\(\) of it"):
+    with pytest.raises(RuntimeError, match=r"detach\(\) (of it there|what it keeps)"):
         pipe(torch.ones(2, 4)).sum().backward()
 
 
