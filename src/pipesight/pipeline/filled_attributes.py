@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import copy
 import dis
+import enum
 import functools
 import inspect
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -66,7 +67,9 @@ def _is_fillable(value: Any, seen: set[int]) -> bool:
 def _is_walked(value: Any) -> bool:
     if type(value) in CONTAINERS:
         return True
-    if items_of(value) is None or not is_plain_object(value) or _is_no_state(type(value).__name__):
+    if isinstance(value, (Collection, str, enum.Enum)) or not is_plain_object(value):  # others may not be filled
+        return False
+    if _is_no_state(type(value).__name__):
         return False
     settings = getattr(type(value), "__dataclass_params__", None)
     return settings is None or not settings.frozen
@@ -153,7 +156,10 @@ class Copies:
             return value
         if id(value) in self._made:
             return self._made[id(value)][1]
-        new = copy.copy(value)
+        try:
+            new = copy.copy(value)
+        except Exception:  # an object that does not want to
+            return value
         self._made[id(value)] = (value, new, ())
         self._originals[id(new)] = value
         if not isinstance(value, set):
