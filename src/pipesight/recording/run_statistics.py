@@ -106,8 +106,7 @@ class RunStatistics:
     def begin_step(self, number: int, *, observing: bool) -> None:
         """Begin a step."""
         self.observing, self.trained = observing, False
-        self._session.step_count = number
-        self._session.prepare_anew()
+        self._session.count_from(number)
         for watch in self._watches:
             watch.begin_step()
 

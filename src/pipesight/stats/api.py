@@ -259,7 +259,7 @@ def step() -> None:
 
 def initialize_training_step(train_step: int) -> None:
     """Set the step counter, for example after loading a checkpoint."""
-    running().step_count = operator.index(train_step)
+    running().count_from(operator.index(train_step))
 
 
 def set_tensor_reduction_group(group: dist.ProcessGroup | None, layer_name: str | None = None) -> None:

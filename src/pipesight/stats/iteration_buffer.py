@@ -48,7 +48,7 @@ class IterationBuffer:
         layers: The layers of the watched models.
         numbers: Count the tensors.
         devices: Where tensors of each GPU are measured.
-        fast: The tensors that wait to be measured with others, in iterations that log them.
+        fast: The tensors of which nothing remains to be looked up, in iterations that log them.
         at_once: Layers and tensors that change in place, so that they cannot wait to be measured with others.
     """
 
@@ -215,7 +215,7 @@ class IterationBuffer:
         """Look up what an iteration does with the tensors that wait: for all at once, before the first comes."""
         with self._lock:
             for tap in self.fast:
-                if tap.is_fast or tap.actions is None or tap.action is None:
+                if tap.is_fast or not tap.waits or tap.actions is None or tap.action is None:
                     continue
                 if tap.actions.at(iteration) is tap.action:
                     tap.step, tap.entries, tap.is_fast = iteration, self.entries, True

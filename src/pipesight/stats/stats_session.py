@@ -179,13 +179,13 @@ class StatsSession:
         """Measure a tensor as `log_tensor_stats` does, if that takes a kernel or a copy alone; else return False."""
         if not tap.is_fast and not self._prepare_quickly(tap):
             return False
+        where = context.current()
         if not on_gpu(tensor):
-            return self._copy_small(tap, tensor)
+            return where is not None and not self.is_captured() and self._copy_small(tap, tensor, where)
         if tensor.dtype not in QUICK or type(tensor) not in ORDINARY or is_transformed(tensor) or not has_kernels(CUDA):
             return False
         if is_capturing_stream():
             return self.is_captured()
-        where = context.current()
         if tap.waits:
             return self.put_aside(tap, tensor, where)
         if not is_quick(tensor):
@@ -201,26 +201,27 @@ class StatsSession:
             rows.measure_later(tensor, tap.powers, tap.trial, spot)
         return True
 
-    def _copy_small(self, tap: Tap, tensor: Tensor) -> bool:
-        """Copy a tensor, to be measured with others, if it is small and others compute meanwhile; else return False."""
-        where = context.current()
-        if where is None or self.is_captured():
-            return False
+    def _copy_small(self, tap: Tap, tensor: Tensor, where: context.Where) -> bool:
+        """Copy a tensor, to be measured with others, if it is small; else return False."""
         assert tap.action is not None
         assert tap.entry is not None
         row = self._pending.small(tensor, tap.action.sources[0])
         if row is None:
             return False
-        spot = (next(self._numbers), where.partition, where.microbatch, where.phase)
-        tap.entry.calls.append(((row,), spot))
+        tap.entry.calls.append(((row,), (next(self._numbers), where.partition, where.microbatch, where.phase)))
+        if not tap.is_fast:
+            tap.is_fast = True
+            self._pending.fast[tap] = None
         return True
 
     def put_aside(self, tap: Tap, tensor: Tensor, where: context.Where | None) -> bool:
-        """Have a tensor measured with others, if its tap is fast and the kernels still take it; else return False.
+        """Have a tensor measured with others, if its tap is fast and they still take it; else return False.
 
         Called for each tensor of each layer, so what can be checked for many at once is not checked here.
         """
-        if not on_gpu(tensor) or tensor.dtype not in QUICK or is_transformed(tensor):
+        if not on_gpu(tensor):
+            return where is not None and self._copy_small(tap, tensor, where)
+        if not tap.waits or tensor.dtype not in QUICK or is_transformed(tensor):
             return False
         device = tensor.get_device()
         rows, number = self._devices.get(device) or self._pending.rows(device), next(self._numbers)
@@ -240,6 +241,11 @@ class StatsSession:
                 tap.is_fast = True
                 self._pending.fast[tap] = None
         return True
+
+    def count_from(self, step: int) -> None:
+        """Give the step under way another number."""
+        self.step_count = step
+        self.prepare_anew()
 
     def prepare_anew(self) -> None:
         """Look up again what there is to do with each tensor: the step is another one, or a watch has ended."""

@@ -50,7 +50,7 @@ class Tap:
     Attributes:
         actions: What to do with it in each step.
         action: What to do with it in that step.
-        is_fast: Whether it waits in this step, and nothing remains to be looked up.
+        is_fast: Whether nothing remains to be looked up in this step: it waits on a GPU, or is copied elsewhere.
         quick: Whether one kernel is all that it takes on a GPU, or a copy elsewhere.
         entry: Where its calls are kept.
         powers: Whether its third and fourth moments are wanted.

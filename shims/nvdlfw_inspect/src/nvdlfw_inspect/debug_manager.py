@@ -65,7 +65,7 @@ class DebugManager:
 
     @_trainer_iteration_count.setter
     def _trainer_iteration_count(self, step: int) -> None:
-        self._session.step_count = step
+        self._session.count_from(step)
 
     @property
     def _tensor_reduction_group(self) -> Any:

@@ -67,34 +67,46 @@ class SmallRows:
         self._lock = threading.Lock()
         self._buffer: Tensor | None = None
         self._array: NDArray[np.float32]  # the same memory
+        self._memory: memoryview
         self._used = 0
         self._waiting: list[tuple[SmallRow, int, bool, bool]] = []
 
     def add(self, tensor: Tensor, *, powers: bool, smallest: bool) -> SmallRow | None:
-        """Copy a tensor that is small; return its moments to be."""
+        """Copy a tensor that is small; return its moments to be.
+
+        Most operations of torch give the interpreter away, and get it back when another thread is through with it. So
+        none of them is called for a tensor of an ordinary kind: neither ``detach``, ``view`` nor ``is_neg``.
+        """
         size = tensor.numel()
-        if not 0 < size <= MOST or tensor.dtype not in FLOAT32 or not is_ordinary(tensor) or tensor.is_neg():
-            return None  # torch may copy a negated view to another dtype as it is not negated
+        if not 0 < size <= MOST or tensor.dtype not in FLOAT32 or not is_ordinary(tensor):
+            return None
+        array: NDArray[np.float32] | None = None
+        if tensor.dtype is torch.float32:
+            try:
+                array = tensor.data.numpy()
+            except RuntimeError:  # a negated view
+                return None
+        elif tensor.is_neg():
+            return None  # torch may copy it to another dtype as it is not negated
         row = SmallRow(self)
         with self._lock:
             if self._buffer is None:
                 with torch.inference_mode(False):
                     self._buffer = torch.empty(ROOM, dtype=torch.float32, device="cpu")
                     self._array = self._buffer.numpy()
+                    self._memory = self._array.data
             if self._used + size > ROOM:
                 self._measure_all()
-            self._copy(tensor.detach() if tensor.requires_grad else tensor, size)
-            self._used += size
+            start, end = self._used, self._used + size
+            if array is None:
+                self._buffer[start:end].view(tensor.shape).copy_(tensor.detach())
+            elif array.flags.c_contiguous:
+                self._memory[start:end] = array.reshape(-1).data
+            else:
+                np.copyto(self._array[start:end].reshape(array.shape), array)
+            self._used = end
             self._waiting.append((row, size, powers, smallest))
         return row
-
-    def _copy(self, tensor: Tensor, size: int) -> None:
-        assert self._buffer is not None
-        if tensor.dtype is torch.float32:  # numpy asks for the interpreter less often
-            room = self._array[self._used : self._used + size]
-            np.copyto(room.reshape(tensor.shape), tensor.numpy())
-        else:
-            self._buffer[self._used : self._used + size].view(tensor.shape).copy_(tensor)
 
     def measure_all(self) -> None:
         """Measure all that are waiting."""
