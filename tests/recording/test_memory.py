@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,3 +281,20 @@ def test_an_old_torch_is_named(tmp_path, monkeypatch, capsys):
         assert main(["report", str(tmp_path / name)]) == 0
         text = " ".join(capsys.readouterr().out.split())
         assert f"PyTorch {torch.__version__} does not tell what autograd keeps" in text
+
+
+def test_counting_stays_within_its_share(monkeypatch):
+    """Two steps are counted in any case; then so few that all of them together cost less than 1% of the time."""
+    now, spent, counted = 0.0, 0.0, []
+    monkeypatch.setattr(memory_recorder, "time", SimpleNamespace(perf_counter=lambda: now))
+    recorder = memory_recorder.MemoryRecorder(SimpleNamespace(marks=None))
+    for step in range(2000):
+        recorder.switch(step, recorded=True)
+        if recorder.wanted():
+            recorder._spent += 0.02
+            spent += 0.02
+            counted.append(step)
+            assert step < 2 or spent <= 0.01 * now
+        now += 0.1
+    assert counted[:2] == [0, 1]
+    assert 8 <= len(counted) <= 100

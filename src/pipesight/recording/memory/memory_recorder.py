@@ -1,9 +1,9 @@
 """Record what is in memory at the ends of tasks, in some steps.
 
-A step is measured if so many have passed since the last that this costs less than 1% of their time::
+A step is measured if that costs less than 1% of the time since the beginning, with what it has cost so far::
 
-    step    0  1  2  3  4  5  6  7  8       0 and 1 always: the optimizer makes its state at the end of step 0
-            m  m  .  .  m  .  .  .  m       then those whose number is a multiple of a power of two
+    step    0  1  2 ..  64 .. 128 ..        0 and 1 always: the optimizer makes its state at the end of step 0
+            m  m  .      m      m           then those whose number is a multiple of a power of two
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class MemoryRecorder(Observer):
         self._counted: set[int | None] = set()  # partitions whose weights were counted in this step
         self._steps, self._interval = 0, 1
         self._step, self._begun, self._spent = 0, 0.0, 0.0
+        self._since, self._spent_in_all, self._last_spent = 0.0, 0.0, 0.0
 
     def attach(self) -> None:
         """Start to measure."""
@@ -94,15 +95,19 @@ class MemoryRecorder(Observer):
     def switch(self, step: int, *, recorded: bool) -> None:
         """Turn to another step; ``recorded`` says whether it is one of those to record."""
         now = time.perf_counter()
+        self._since = self._since or now
         if self._measuring:
             self._note_peaks()
-            share = self._spent / max(now - self._begun, 1e-9)
+            self._spent_in_all += self._spent
+            self._last_spent, share = self._spent, self._spent / max(now - self._begun, 1e-9)
             self._interval = 1
             while share / self._interval > COST:
                 self._interval *= 2
             self._ledgers.clear()
             self._inside.clear()
-        self._measuring = CAN_BE_SEEN and recorded and (self._steps < ALWAYS or step % self._interval == 0)
+        affordable = self._spent_in_all + self._last_spent <= COST * (now - self._since)
+        due = self._steps < ALWAYS or (step % self._interval == 0 and affordable)
+        self._measuring = CAN_BE_SEEN and recorded and due
         self._steps += self._measuring
         self._modules.marks = [] if self._measuring else None
         self._step, self._begun, self._spent = step, now, 0.0
