@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import pipesight.stats as debug_api
 from pipesight import GPipe
 from pipesight.stats import watch
 from support.logged import assert_six, config, values
@@ -114,6 +115,23 @@ def test_parts_called_without_the_model(stand_in_gpu, tmp_path):  # noqa: F811
             model[1](x).square().mean().backward()
             optimizer.step()
     assert {key[0] for key in values(tmp_path)} == {0, 3, 6}
+
+
+def test_steps_that_are_numbered_anew(stand_in_gpu, tmp_path):  # noqa: F811
+    """What was prepared for the next step is logged under the number that the step is given then."""
+    model, x = build(), torch.randn(4, 8)
+    truth = reference(build(), [x])
+    debug_api.initialize(config(TENSORS), log_dir=tmp_path)
+    try:
+        with watch(model, auto_step=False):
+            for number in (0, 1, 2, 3, 100, 101):
+                if number == 100:
+                    debug_api.initialize_training_step(number)
+                train(model, [x], 1)
+                debug_api.step()
+    finally:
+        debug_api.end_debug()
+    check(tmp_path, truth, [0, 1, 2, 3, 100, 101])
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

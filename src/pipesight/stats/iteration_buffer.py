@@ -202,9 +202,14 @@ class IterationBuffer:
                 self._reporter.end(next(iter(entries.values())).iteration, found)
 
     def prepare_anew(self) -> None:
-        """Have everything looked up again for each tensor."""
-        self._forget_entries()
-        self.fast.clear()
+        """Have everything looked up again for each tensor, its iteration too."""
+        with self._lock:
+            self._forget_entries()
+            self.fast.clear()
+            for rows in self.devices.values():
+                rows.hand_out()
+            for key in [key for key, entry in self.entries.items() if not entry.calls]:
+                del self.entries[key]  # `begin` made it
 
     def _forget_entries(self) -> None:
         for tap in self.fast:
