@@ -1,4 +1,4 @@
-"""What would make a program without a pipeline faster, and the most that it could gain: the time that is lost there."""
+"""What would make a program without a pipeline faster, and what it could gain: mostly at most the time lost there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from pipesight._formatting import percent, time
 from pipesight._plurals import count_of
-from pipesight.analysis.planned_changes import AT_MOST, Change
+from pipesight.analysis.planned_changes import AT_LEAST, AT_MOST, Change
 from pipesight.analysis.program_report import ProgramReport
 from pipesight.analysis.program_steps import WHOLE_PASSES
 from pipesight.analysis.program_time import OWN, REST
@@ -105,8 +105,11 @@ def _changes(shares: Mapping[str, float], program: ProgramReport, description: M
             yield Change("a fused optimizer: fused=True", why, stepping, AT_MOST)
     yield from _about_launching(shares, program, description)
     if (again := shares.get("recompute", 0.0)) > WORTH:
-        why = "activations that checkpointing does not keep are computed again; it needs their memory"
-        yield Change("checkpoint fewer modules, if they fit into memory", why, again, AT_MOST)
+        why = (
+            "activations that checkpointing does not keep are computed again, and checkpointing itself takes time; "
+            "keeping them needs their memory"
+        )
+        yield Change("checkpoint fewer modules, if they fit into memory", why, again, AT_LEAST)
     if (saving := shares.get("checkpoints", 0.0)) > WORTH:
         what = "save checkpoints in the background (torch.distributed.checkpoint.async_save), or less often"
         yield Change(what, "training waits for the disk", saving, AT_MOST)
