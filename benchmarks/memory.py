@@ -285,6 +285,8 @@ class Training:
 def training(case: Case, scale: Scale) -> Iterator[Training]:
     """Make a model, and what trains it."""
     torch.manual_seed(0)
+    if torch.cuda.is_available():  # those of threads that have ended would count
+        torch._C._cuda_clearCublasWorkspaces()
     devices = gauge.places(len(case.balance))
     with torch.device(devices[0]):
         model: nn.Module = gpt2(scale) if case.engine == "GPT-2" else model_of(scale)

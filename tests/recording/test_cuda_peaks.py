@@ -45,6 +45,16 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     def reset_peak_memory_stats(device=None):
         found.forget(0)
 
+    def memory_stats(device_index=None, /):
+        numbers = found.numbers(0)["allocated_bytes"]["all"]
+        return {f"allocated_bytes.all.{name}": value for name, value in numbers.items()}
+
+    def reset_accelerator(device_index=None, /):
+        found.forget(0)
+
+    if hasattr(torch, "accelerator"):
+        monkeypatch.setattr(torch.accelerator.memory, "memory_stats", memory_stats)
+        monkeypatch.setattr(torch.accelerator.memory, "reset_peak_memory_stats", reset_accelerator)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", memory_stats_as_nested_dict)
     monkeypatch.setattr(torch.cuda.memory, "reset_peak_memory_stats", reset_peak_memory_stats)
@@ -90,5 +100,8 @@ def test_a_program_is_told_its_own_peak(allocator):
     allocator.add(-750)
     meter.most_since(GPU)
     assert peak() == 800
+    if hasattr(torch, "accelerator"):
+        found = torch.accelerator.memory.memory_stats(0)
+        assert found == {"allocated_bytes.all.current": 50, "allocated_bytes.all.peak": 800}
     torch.cuda.memory.reset_peak_memory_stats()
     assert peak() == 50

@@ -38,6 +38,9 @@ class PeakMeter:
         if not self._forgotten:  # from now on for good: the program may ask when nothing is recorded anymore
             self._patches.wrap(torch.cuda.memory, "memory_stats_as_nested_dict", self._answer)
             self._patches.wrap(torch.cuda.memory, "reset_peak_memory_stats", self._forget)
+            if (newer := getattr(torch, "accelerator", None)) is not None and hasattr(newer, "memory"):
+                self._patches.wrap(newer.memory, "memory_stats", self._answer_flat)
+                self._patches.wrap(newer.memory, "reset_peak_memory_stats", self._forget)
         numbers = allocator_numbers(gpu)
         found = numbers["allocated_bytes"]["all"]
         now, most = int(found["current"]), int(found["peak"])
@@ -49,6 +52,17 @@ class PeakMeter:
         numbers = original(device)
         if (gpu := _number(device)) in self._forgotten:
             _keep_higher(numbers, self._forgotten[gpu])
+        return numbers
+
+    def _answer_flat(self, original: Any, device: Any = None) -> Any:
+        numbers = original(device)
+        for name in numbers if (gpu := _number(device)) in self._forgotten else ():
+            *path, kind = name.split(".")
+            known: Any = self._forgotten[gpu]
+            for part in path if kind == "peak" else ():
+                known = known.get(part, {})
+            if kind == "peak":
+                numbers[name] = max(numbers[name], known.get("peak", 0))
         return numbers
 
     def _forget(self, original: Any, device: Any = None) -> Any:
