@@ -161,6 +161,11 @@ class ModelOutline:
                     walk.end(output)
         except Exception as error:
             error.add_note(f"in partition {walk.j}, while its shapes were found out with tensors that have no values")
+            if hooked := [name for name in self.doors.units if self.has_hooks(name)]:
+                error.add_note(
+                    f"there are hooks, on {hooked[0]!r} for one: what they put into the model, not all ranks see; let "
+                    "its forward return that instead"
+                )
             raise
         finally:
             self.doors.walk = None
