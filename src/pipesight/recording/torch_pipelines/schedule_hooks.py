@@ -292,8 +292,9 @@ def _kept(stage: Any, i: int, output: Any) -> Kept:
 
 def _with_loss(kept: Callable[[], Kept], schedule: Any, targets: Any) -> Kept:
     """Return the same with the loss of a micro-batch, the last that was computed, and what it was computed from."""
-    found, loss = kept(), list(getattr(schedule, "_internal_losses", ())[-1:])
-    return found._replace(inputs=[*found.inputs, *tensors_in(targets)], ends=[*found.ends, *tensors_in(loss)])
+    found = kept()
+    ends = [*found.ends, *tensors_in([last_loss(schedule)])]
+    return Kept([*found.inputs, *tensors_in(targets)], ends, outputs=found.outputs)
 
 
 def _waiting(stage: Any) -> list[Tensor]:
