@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from pipesight._formatting import size, time
 from pipesight._plurals import count_of
 from pipesight.analysis.measured_costs import Measured
+from pipesight.analysis.plan_outcome import make_plans
 from pipesight.plan.balance_search import find_balance
 from pipesight.plan.plans import (
     WORTH,
     Plan,
-    best_plans,
-    distributed_call,
     division,
     fastest_first,
     predict,
@@ -252,27 +251,19 @@ def _schedule(measured: Measured) -> Change | None:
 
 def _together(measured: Measured) -> Change | None:
     """Take the plan that `pipesight plan` would, if one change alone gains too little."""
-    over_ranks, own = measured.facts.ranks is not None, "gpipe"
-    if measured.facts.workers is not None:  # a pipeline in one process whose steps have a schedule
-        if measured.setting is None:
-            return None
-        own = measured.setting.schedule
-    possible = settings(
-        measured.costs,
-        partitions=measured.devices,
-        schedules=SCHEDULES if over_ranks else (own,),
-        recorded=measured.schedule.chunks,
-        rounds=measured.rounds,
-    )
-    plans = best_plans(measured.costs, possible, parameter_scale=measured.parameter_scale or 2.0)
-    plans = [plan for plan in plans if _fits(plan, measured)]
-    if over_ranks:
-        plans = [plan for plan in plans if distributed_call(plan, measured.costs.units) is not None]
-    if not plans or (gain := gain_of(plans[0], measured)) <= WORTH:
+    if measured.facts.workers is not None and measured.setting is None:  # of steps in an order without a name
         return None
-    best = plans[0].setting
-    what = f'{division(plans[0].balance, measured.costs.units)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
-    what += f', schedule="{best.engine_name}"' if over_ranks else ""
+    named = measured.facts.ranks is not None or measured.facts.workers is not None  # the engine has schedules
+    schedules = SCHEDULES if named else ("gpipe",)
+    scale = measured.parameter_scale or 2.0
+    outcome = make_plans(measured.costs, measured, schedules=schedules, parameter_scale=scale)
+    plan = outcome.fastest_to_run()
+    if plan is None or outcome.keep() is not None or (gain := gain_of(plan, measured)) <= WORTH:
+        return None
+    best, units = plan.setting, measured.costs.units
+    what = f'{division(plan.balance, units)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
+    if named:
+        what += f', schedule="{best.engine_name}"'
     why = "all of these together; each alone saves less"
     if best.chunks == 1 and best.partitions > 1:
         why = f"{why}; with one micro-batch, partitions take turns"
