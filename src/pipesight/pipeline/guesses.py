@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipesight._nested import tensors_in
+from pipesight._torch.module_internals import HOOK_TABLES
 from pipesight.pipeline.batch_dims import Rule
 from pipesight.pipeline.flattening import Flat, flatten
 
@@ -103,6 +105,9 @@ def ways_taken(
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         empty = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    for table in (vars(module).get(name) for module in model.modules() for name in HOOK_TABLES):
+        if table:
+            memo[id(table)] = OrderedDict()  # hooks must not see this
     shapes: list[list[torch.Size] | None] = []
     for arguments in (cut, whole):
         try:
