@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -10,7 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-__all__ = ["Around", "AroundAllReduces", "when_backward_ends"]
+__all__ = ["CAN_BE_SEEN", "Around", "AroundAllReduces", "when_backward_ends"]
+
+CAN_BE_SEEN = (
+    dist.is_available()
+    and hasattr(torch._C, "_after_autograd_keyset")
+    and all(hasattr(owner, "unbox") for owner in (dist.Work, dist.ProcessGroup))
+    and "with_keyset" in inspect.signature(torch.library.Library.impl).parameters
+)
+"""Whether this torch has what `AroundAllReduces` needs."""
 
 Around: TypeAlias = Callable[[Callable[[], Any], Sequence[Tensor], Callable[[], Any]], Any]
 """Called as ``around(original, tensors, group)``; returns what ``original()``, a `torch.distributed.Work`, does.

@@ -14,13 +14,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from pipesight import context
 from pipesight._patches import Patches, harmless
 from pipesight._torch.autograd import current_backward, in_backward
-from pipesight._torch.c10d import AroundAllReduces, when_backward_ends
+from pipesight._torch.c10d import CAN_BE_SEEN, AroundAllReduces, when_backward_ends
 from pipesight.trace import _span_events
 from pipesight.trace._span_events import now, past
 from pipesight.trace.ai import ai
@@ -56,7 +55,7 @@ _here = _PerThread()
 
 def instrument_reductions(patches: Patches) -> None:
     """Record ``comm.all_reduce`` and ``comm.all_reduce.wait`` of DDP."""
-    if dist.is_available():
+    if CAN_BE_SEEN:
         patches.keep(AroundAllReduces(_around))
 
 
