@@ -205,7 +205,8 @@ def run(options: Options) -> bool:
                 continue
             peaks, details = measured_of(case, scale)
             for source, costs in sources.items():
-                guesses = predicted(case, costs, known.measured.parameter_scale or 2.0)
+                scale_of = 4.0 if source else known.measured.parameter_scale or 2.0
+                guesses = predicted(case, costs, scale_of)
                 apart = [guess / peak - 1 for guess, peak in zip(guesses, peaks, strict=True)]
                 worst = max(apart, key=abs)
                 errors += apart
@@ -347,7 +348,7 @@ def recording(case: Case, scale: Scale) -> Known:
     assert memory is not None
     details = {
         "devices": [
-            [entry.device, entry.peak, dict(entry.parts), entry.allocated, entry.allocator_peak, entry.unknown]
+            [entry.device, entry.peak, dict(entry.parts), entry.allocated, entry.allocator_peak, entry.outside]
             for entry in memory.devices
         ],
         "partitions": [[entry.peak, dict(entry.parts)] for entry in memory.partitions],

@@ -1,6 +1,7 @@
 """Memory on a GPU, beside what PyTorch's allocator says. It needs one, and is skipped without."""
 
 import contextlib
+import gc
 
 import numpy as np
 import pytest
@@ -49,6 +50,7 @@ def test_parts_add_up_to_what_is_allocated(tmp_path, checkpoint):
 
 def trained(run, schedule, balance, chunks, checkpoint):
     """Train some steps on one GPU; return what its allocator says is the most of the last."""
+    gc.collect()
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(6)]
     pipe = Pipeline(

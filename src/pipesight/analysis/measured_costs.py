@@ -187,7 +187,9 @@ def measure_steps(
         loss_bytes=sum(layer.kept for layer in memory.layers if layer.name == LOSS) * m if memory is not None else 0.0,
         loss_peak=found.loss_peak,
         outside_peak=_outside_peak(memory, found.layers[-1]),
-        other_bytes=float(min((entry.unknown for entry in devices if entry.unknown is not None), default=0)),
+        other_bytes=max(
+            min((e.outside for e in devices if e.outside is not None), default=0) - _input_bytes(memory), 0.0
+        ),
         optimizer_scale=(memory.optimizer or 0.0) if memory is not None else 0.0,
         minibatches=per_step,
         weight_share=found.weight_share,

@@ -74,8 +74,8 @@ class DeviceMemory:
     """The most that was ever allocated on a GPU, in the middle of tasks too."""
     capacity: int | None
     """The memory of a GPU."""
-    unknown: int | None
-    """The least that was allocated beside the parts: tensors outside of the model, and buffers of libraries."""
+    outside: int | None
+    """The least that was allocated beside the model: the batch, tensors of the program, and buffers of libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,8 @@ def _device(name: str, rank: int, rows: list[_Row], most: Mapping[tuple[int, str
     top, device = max(rows, key=_total), name.removeprefix(_DEVICE)
     allocated = [_total(row) + row[4]["other"] for row in rows if isinstance(row[4].get("other"), int)]
     peak, first = most.get((rank, device)), min(row[2] for row in rows)
-    besides = [row[4]["other"] for row in rows if isinstance(row[4].get("other"), int) and row[2] > first]
+    known = [row[4] for row in rows if isinstance(row[4].get("other"), int) and row[2] > first]
+    besides = [values["other"] + values["inputs"] for values in known]
     return DeviceMemory(
         rank,
         device,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipesight._nested import tensors_in
@@ -68,7 +69,12 @@ def profile_call(
                 times.append(_times(one, timeout / 2))
         with whole.hooked():
             kept, outputs = whole.kept_bytes(), whole.output_bytes()
-            peaks = whole.peaks() if device_of(model).type == "cuda" else {}
+            peaks, other = {}, 0.0
+            if (device := device_of(model)).type == "cuda":
+                peaks = whole.peaks()
+                gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                known = storages([*model.parameters(), *model.buffers(), *gradients, *tensors_in((list(args), named))])
+                other = float(max(torch.cuda.memory_allocated(device) - sum(known.values()), 0))
     groups = _groups(whole.calls)
     counted: set[int] = set()
     layers: list[Layer] = []
@@ -98,7 +104,7 @@ def profile_call(
     inputs = float(sum(storages(tensors_in((list(args), named))).values()))
     loss = kept.get(LOSS, KeptBytes()).first
     found = Costs(tuple(layers), samples=samples, input_bytes=inputs, link=link or Link(), by_cuts=True)
-    return replace(found, loss_bytes=loss, loss_peak=peaks.get(LOSS, Peak()))
+    return replace(found, loss_bytes=loss, loss_peak=peaks.get(LOSS, Peak()), other_bytes=other)
 
 
 def _peak(units: Sequence[Peak]) -> Peak:
