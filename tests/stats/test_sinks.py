@@ -31,7 +31,7 @@ from pipesight.stats.sinks import (
     TensorBoardSink,
     WandbSink,
 )
-from pipesight.stats.sinks.file import format_value
+from pipesight.stats.sinks.file import format_values
 from support.processes import STRICT_PYTHON
 from support.schemas import validated
 
@@ -124,13 +124,13 @@ def test_excluded(nans, infs, excluded, tmp_path):
 )
 def test_digits(value, text):
     """Ordinary values look as in nvdlfw_inspect, others have the digits that they need."""
-    assert format_value(value) == text
+    assert format_values([value]) == [text]
 
 
 @given(st.floats())
 def test_nine_digits(value):
     """A value can be read back with float, to nine significant digits; fixed ones have four decimals or more."""
-    text = format_value(value)
+    (text,) = format_values([value])
     read = float(text)
     assert math.isclose(read, value, rel_tol=5.1e-9) or (math.isnan(read) and math.isnan(value))
     if "e" not in text and math.isfinite(value):
@@ -140,7 +140,7 @@ def test_nine_digits(value):
 @given(st.floats(width=32, allow_nan=False))
 def test_float32_is_read_back(value):
     """A float32 is read back from the log file as it was."""
-    assert struct.pack("f", float(format_value(value))) == struct.pack("f", value)
+    assert struct.pack("f", float(format_values([value])[0])) == struct.pack("f", value)
 
 
 @given(st.text() | st.text(st.characters(categories=["Cs", "Cc", "Zl", "Zp"])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 from pipesight.stats.config import Config, TensorRule
@@ -34,6 +34,11 @@ class Action:
     quantities: tuple[Quantity, ...]
     on_nonfinite: frozenset[str]
     custom: tuple[tuple[Serve, TensorRule], ...]
+    labels: tuple[str, ...] = field(init=False)
+    """What the quantities are logged as."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", tuple(quantity.label for quantity in self.quantities))
 
 
 class TensorActions:

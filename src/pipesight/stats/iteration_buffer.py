@@ -29,7 +29,7 @@ from pipesight.stats.moments.small_tensor_buffer import SmallRows
 from pipesight.stats.nonfinite import EARLY, Bad, Layers, Spot, in_order
 from pipesight.stats.nonfinite_reporter import NonfiniteReporter
 from pipesight.stats.rank_merging import RankMerging
-from pipesight.stats.sinks import Record, Sinks
+from pipesight.stats.sinks import Records, Sinks
 from pipesight.stats.watched_tensor import Tap
 
 __all__ = ["IterationBuffer"]
@@ -272,8 +272,11 @@ class IterationBuffer:
         return found
 
     def _log(self, entries: Iterable[TensorMeasurements], merged: Iterable[dict[str, Any]]) -> None:
-        records: list[Record] = []
+        records: Records | None = None
         for entry, of_it in zip(entries, merged, strict=True):
             if MOMENTS in of_it:
-                records += entry.records(of_it)
-        self._sinks.write(records)
+                if records is None:
+                    records = Records(entry.iteration)
+                entry.add_to(records, of_it)
+        if records is not None:
+            self._sinks.write(records)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from pipesight.stats.moments.cuda_moments import Calls, DeviceRow, SentRows, mer
 from pipesight.stats.moments.moments import LaterMoments, Moments
 from pipesight.stats.moments.quantity import MOMENTS
 from pipesight.stats.nonfinite import Bad, Layers, Place, whole_spot
-from pipesight.stats.sinks import Record
+from pipesight.stats.sinks.record import Name, Records
 
 __all__ = ["Statistics", "TensorMeasurements", "merge_all"]
 
@@ -57,21 +57,28 @@ class TensorMeasurements:
                 found = layers.bad(self.layer, self.tensor, self.iteration, spot, moments)
         return found
 
-    def records(self, merged: Mapping[str, Any]) -> list[Record]:
-        """Return what is to be logged."""
+    def add_to(self, records: Records, merged: Mapping[str, Any]) -> None:
+        """Add what is to be logged."""
         moments = merged[MOMENTS]
-        nans, infs, ranks = int(moments.nans), int(moments.infs), tuple(self.bad_ranks)
-        where: tuple[Any, ...] = ()
-        if self.first is not None:
-            order, place = self.first
-            where = (order, place.partition, place.microbatch, place.phase)
-        values = [(quantity.label, quantity.formula(merged[quantity.source])) for quantity in self.action.quantities]
+        nans, infs = int(moments.nans), int(moments.infs)
+        labels = self.action.labels
+        values = [float(quantity.formula(merged[quantity.source])) for quantity in self.action.quantities]
         if not values:  # only NaN and Inf are looked for
-            values = [(label, count) for label, count in (("nans", nans), ("infs", infs)) if count]
-        layer, tensor, iteration = self.layer, self.tensor, self.iteration
-        return [
-            Record(layer, tensor, label, iteration, float(value), nans, infs, ranks, *where) for label, value in values
-        ]
+            found = [(label, count) for label, count in (("nans", nans), ("infs", infs)) if count]
+            labels, values = tuple(label for label, _ in found), [float(count) for _, count in found]
+        extra: tuple[Any, ...] | None = None
+        if nans or infs or self.bad_ranks or self.first is not None:
+            extra = nans, infs, tuple(self.bad_ranks)
+            if self.first is not None:
+                order, place = self.first
+                extra += order, place.partition, place.microbatch, place.phase
+        records.add(_names(self.layer, self.tensor, labels), values, extra)
+
+
+@lru_cache(maxsize=1 << 16)
+def _names(layer: str, tensor: str, labels: tuple[str, ...]) -> tuple[Name, ...]:
+    """Return the names of the values of a tensor; the same ones again, which are quick to compare."""
+    return tuple((layer, tensor, label) for label in labels)
 
 
 def merge_all(entries: Sequence[TensorMeasurements], sent: Iterable[SentRows] = ()) -> list[dict[str, Any]]:

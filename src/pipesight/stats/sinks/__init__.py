@@ -5,7 +5,7 @@ from pipesight.stats.sinks.file import FileSink
 from pipesight.stats.sinks.jsonl import JsonlSink
 from pipesight.stats.sinks.logger import BaseLogger, LoggerSink
 from pipesight.stats.sinks.mlflow import MlflowSink
-from pipesight.stats.sinks.record import Record, Sink
+from pipesight.stats.sinks.record import Record, Records, Sink
 from pipesight.stats.sinks.tensorboard import ScalarWriter, TensorBoardSink
 from pipesight.stats.sinks.wandb import WandbSink
 
@@ -16,6 +16,7 @@ __all__ = [
     "LoggerSink",
     "MlflowSink",
     "Record",
+    "Records",
     "ScalarWriter",
     "Sink",
     "Sinks",

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from pipesight.stats.log_settings import LogSettings, log_file, process_rank
-from pipesight.stats.sinks.line_file import MOST_NAMES, Clock, LineFile
-from pipesight.stats.sinks.record import Record
+from pipesight.stats.sinks.line_file import Clock, LineFile, Lines
+from pipesight.stats.sinks.record import Name, Record, Records, joined
 
-__all__ = ["FileSink", "format_value"]
+__all__ = ["FileSink", "format_values"]
 
 _GAP = " \t\t\t\t "
 
@@ -44,36 +47,36 @@ class FileSink:
         rank = process_rank() if rank is None else rank
         path = log_file(log_dir, "nvdlfw_inspect_statistics_logs", rank=rank, settings=settings)
         self.path = path
-        self._lines = LineFile(path, overwrite=settings.overwrite)
+        self._file = LineFile(path, overwrite=settings.overwrite)
         self._clock, self._prefix = Clock(), prefix
-        self._names: dict[tuple[str, str, str], str] = {}  # as a line has them
+        self._lines = Lines(self._line)
 
     def open(self) -> None:
         """Make the file now, not with the first value."""
-        self._lines.open()
+        self._file.open()
 
     def write(self, records: Sequence[Record]) -> None:
         """Add a line for each record."""
-        if len(self._names) > MOST_NAMES:
-            self._names.clear()
-        start = f"{self._clock.now()} - INFO - "
-        self._lines.write("".join([f"{start}{self._line(record)}\n" for record in records]).encode())
+        start, text = f"{self._clock.now()} - INFO - ", ""
+        for batch in Records.of(records):
+            values = format_values(batch.values)
+            for place, extra in batch.extras.items():
+                values[place] += _excluded(extra)
+            text += self._lines.filled(batch.names, values, start, f"{batch.iteration:06d}")
+        self._file.write(text.encode())
 
-    def _line(self, record: Record) -> str:
-        name = self._names.get(key := record[:3])
-        if name is None:
-            name = self._names[key] = _on_one_line(f"{self._prefix}{record.name}")
-        line = f"{name}{_GAP}iteration={record.iteration:06d}{_GAP}value={format_value(record.value)}"
-        return line if not (record.nans or record.infs) else f"{line}{_GAP}excluded={_excluded(record)}"
+    def _line(self, name: Name) -> str:
+        shown = _on_one_line(f"{self._prefix}{joined(name, '_')}").replace("%", "%%")
+        return f"\0{shown}{_GAP}iteration=\1{_GAP}value=%s\n"
 
     def close(self) -> None:
         """Close the file."""
-        self._lines.close()
+        self._file.close()
 
 
-def _excluded(record: Record) -> str:
-    counts = ((record.nans, "nan"), (record.infs, "inf"))
-    return ", ".join(f"{int(count)} {kind}" for count, kind in counts if count)
+def _excluded(extra: tuple[Any, ...]) -> str:
+    counts = [f"{int(count)} {kind}" for count, kind in zip(extra, ("nan", "inf"), strict=False) if count]
+    return f"{_GAP}excluded={', '.join(counts)}" if counts else ""
 
 
 def _on_one_line(name: str) -> str:
@@ -82,19 +85,18 @@ def _on_one_line(name: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
-def format_value(value: float) -> str:
-    """Return a value as in the log file.
+def format_values(values: Sequence[float]) -> list[str]:
+    """Return values as in the log file.
 
     Example::
 
-        >>> [format_value(x) for x in (7.0, 1 / 3, 1e-5, 3e9, 1e25)]
+        >>> format_values([7.0, 1 / 3, 1e-5, 3e9, 1e25])
         ['7.0000', '0.333333333', '1e-05', '3000000000.0000', '1e+25']
     """
-    size = abs(value)
-    if size < 1e16:
-        fixed = f"{value:.4f}"
-        if size >= 1e4 or float(fixed) == value:
-            return fixed
-        if size >= 1e-4:
-            return f"{value:#.9g}"
-    return f"{value:.9g}"
+    array = np.array(values, dtype=np.float64)
+    size = np.abs(array)
+    with np.errstate(over="ignore", invalid="ignore"):
+        fixed = (size >= 1e4) | (np.rint(array * 1e4) / 1e4 == array)  # as many decimals as say all
+    kinds = np.select([(size < 1e16) & fixed, (size < 1e16) & (size >= 1e-4)], [0, 1], 2)
+    formats = ("%.4f", "%#.9g", "%.9g")
+    return ("\n".join([formats[kind] for kind in kinds.tolist()]) % tuple(values)).split("\n") if values else []

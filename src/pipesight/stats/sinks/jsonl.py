@@ -18,8 +18,8 @@ from math import isfinite
 from pathlib import Path
 
 from pipesight.stats.log_settings import process_rank
-from pipesight.stats.sinks.line_file import MOST_NAMES, LineFile
-from pipesight.stats.sinks.record import Record
+from pipesight.stats.sinks.line_file import LineFile, Lines
+from pipesight.stats.sinks.record import Name, Record, Records
 
 __all__ = ["JsonlSink"]
 
@@ -41,34 +41,33 @@ class JsonlSink:
     ) -> None:
         rank = process_rank() if rank is None else rank
         self.path = Path(run).absolute() / "stats" / f"rank-{rank:05d}.jsonl"
-        self._lines, self._prefix = LineFile(self.path, overwrite=overwrite), prefix
-        self._names: dict[tuple[str, str, str], str] = {}  # as a line has them
+        self._file, self._prefix = LineFile(self.path, overwrite=overwrite), prefix
+        self._lines = Lines(self._line)
 
     def open(self) -> None:
         """Make the file now, not with the first value."""
-        self._lines.open()
+        self._file.open()
 
     def write(self, records: Sequence[Record]) -> None:
         """Add a line for each record."""
-        if len(self._names) > MOST_NAMES:
-            self._names.clear()
-        self._lines.write("".join([self._line(record) for record in records]).encode())
+        text = ""
+        for batch in Records.of(records):
+            values: list[float | str] = [
+                value if isfinite(value) else f'null, "nonfinite": "{value}"' for value in batch.values
+            ]
+            for place, extra in batch.extras.items():
+                values[place] = f"{values[place]}{_excluded(Record('', '', '', 0, 0.0, *extra))}"
+            text += self._lines.filled(batch.names, values, str(batch.iteration))
+        self._file.write(text.encode())
 
-    def _line(self, record: Record) -> str:
-        name = self._names.get(key := record[:3])
-        if name is None:
-            layer, tensor, statistic = quote(f"{self._prefix}{key[0]}"), *map(quote, key[1:])
-            name = f'"layer": {layer}, "tensor": {tensor}, "statistic": {statistic}, "value": '
-            self._names[key] = name
-        value = float(record.value)  # NumPy's floats have another repr
-        end = f"{value!r}" if isfinite(value) else f'null, "nonfinite": "{value}"'
-        if record.nans or record.infs or record.ranks or record.order is not None:
-            end += _excluded(record)
-        return f'{{"iteration": {record.iteration}, {name}{end}}}\n'
+    def _line(self, name: Name) -> str:
+        layer, tensor, statistic = quote(f"{self._prefix}{name[0]}"), *map(quote, name[1:])
+        shown = f'"layer": {layer}, "tensor": {tensor}, "statistic": {statistic}'.replace("%", "%%")
+        return f'{{"iteration": \0, {shown}, "value": %s}}\n'
 
     def close(self) -> None:
         """Close the file. One without a line goes, such as that of a rank whose values another one writes."""
-        self._lines.close()
+        self._file.close()
         with contextlib.suppress(OSError):
             if self.path.is_file() and not self.path.stat().st_size:
                 self.path.unlink()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["MOST_NAMES", "Clock", "LineFile"]
+from pipesight.stats.sinks.record import Name
+
+__all__ = ["Clock", "LineFile", "Lines"]
 
 MOST_NAMES = 100_000  # of lines, that are kept ready: some programs make up new ones in each step
 _STEP = 1 << 16
@@ -88,6 +91,33 @@ def _cut_half_line(file: int) -> None:
         end = start
     if end < size:
         os.ftruncate(file, end)
+
+
+class Lines:
+    r"""The lines of many names, into which the values of an iteration are put all at once.
+
+    Args:
+        line: Returns the line of a name, without its value: ``%s`` stands there. ``\\0`` and ``\\1`` stand for what all
+            lines have.
+    """
+
+    def __init__(self, line: Callable[[Name], str]) -> None:
+        self._line = line
+        self._ready: dict[tuple[Name, ...], str] = {}
+        self._count = 0
+
+    def filled(self, names: Sequence[Name], values: Sequence[object], *everywhere: str) -> str:
+        """Return the lines of names, with their values, and with what all of them have."""
+        text = self._ready.get(key := tuple(names))
+        if text is None:
+            if self._count > MOST_NAMES:
+                self._ready.clear()
+                self._count = 0
+            self._count += len(key)
+            text = self._ready[key] = "".join(map(self._line, key))
+        for mark, what in zip("\0\1", everywhere, strict=False):
+            text = text.replace(mark, what)
+        return text % tuple(values)
 
 
 class Clock:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+import itertools
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 
-__all__ = ["Record", "Sink"]
+__all__ = ["Name", "Record", "Records", "Sink", "joined"]
+
+Name: TypeAlias = tuple[str, str, str]
+"""Layer, tensor and statistic."""
 
 
 class Record(NamedTuple):
@@ -52,7 +57,72 @@ class Record(NamedTuple):
         >>> Record("fc1", "activation", "mean", 0, 1.0).joined("/")
         'fc1/activation/mean'
         """
-        return separator.join(self[:3]) if self.statistic else self.layer
+        return joined(self[:3], separator)
+
+
+def joined(name: Name, separator: str) -> str:
+    """Return a name as one string."""
+    return separator.join(name) if name[2] else name[0]
+
+
+class Records(Sequence[Record]):
+    """The records of one iteration, thousands of them: kept as columns, and made when they are looked at.
+
+    Args:
+        iteration: The training step.
+
+    Attributes:
+        names: Of the values.
+        values: The values.
+        extras: By place, what else the records of tensors with NaN or Inf have: all that follows the value.
+    """
+
+    __slots__ = ("extras", "iteration", "names", "values")
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+        self.names: list[Name] = []
+        self.values: list[float] = []
+        self.extras: dict[int, tuple[Any, ...]] = {}
+
+    @staticmethod
+    def of(records: Sequence[Record]) -> list[Records]:
+        """Return any records as such, in their order."""
+        if isinstance(records, Records):
+            return [records]
+        found = []
+        for iteration, some in itertools.groupby(records, attrgetter("iteration")):
+            found.append(columns := Records(iteration))
+            for record in some:
+                extra = None if record[5:] == _NO_EXTRA else record[5:]
+                columns.add([record[:3]], [float(record.value)], extra)
+        return found
+
+    def add(self, names: Sequence[Name], values: Sequence[float], extra: tuple[Any, ...] | None = None) -> None:
+        """Add the values of one tensor."""
+        if extra is not None:
+            self.extras.update(dict.fromkeys(range(len(self.values), len(self.values) + len(values)), extra))
+        self.names += names
+        self.values += values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]
+        return Record(*self.names[index], self.iteration, self.values[index], *self.extras.get(index, ()))
+
+    def __iter__(self) -> Iterator[Record]:
+        return map(self.__getitem__, range(len(self)))
+
+
+_NO_EXTRA = tuple(Record._field_defaults.values())
 
 
 class Sink(Protocol):
