@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, or_
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ from pipesight.stats.moments.moments import FIELDS, LaterMoments, Moments, merge
 __all__ = ["Calls", "DeviceRow", "DeviceRows", "SentRows", "is_capturing", "is_quick", "merge_calls"]
 
 ROWS = 512  # a block
-TOGETHER = 64  # tensors, at most, that one kernel measures
+TOGETHER = 128  # tensors, at most, that one kernel measures
 MEMORY_SHIFT = 7  # a 128th of the device's memory, at most, waits to be measured
 ROW_BYTES = len(FIELDS) * 8
 SLOW = frozenset({torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
@@ -190,23 +191,22 @@ class SentRows:
 
     def merged(self) -> Iterator[tuple[RowOwner, Moments]]:
         """Yield the owners whose rows were not handed out, and the moments of all their calls; waits for the device."""
-        owners: dict[int, RowOwner] = {}
-        numbers: dict[int, int] = {}
-        codes = [numbers.setdefault(id(owner), len(numbers)) for batch in self._batches for owner in batch.owners]
-        if not codes:
+        each = [owner for batch in self._batches for owner in batch.owners]
+        if not each:
             return
-        for batch in self._batches:
-            owners.update(zip(map(id, batch.owners), batch.owners, strict=True))
+        ids = list(map(id, each))
+        owners = dict(zip(ids, each, strict=True))
+        numbers = dict(zip(owners, range(len(owners)), strict=True))
+        codes = np.array([numbers[key] for key in ids])
         rows = self._readback.rows[np.concatenate([np.array(batch.rows) + batch.start for batch in self._batches])]
         counts = np.bincount(codes)
         rows, ends = rows[np.argsort(codes, kind="stable")], np.cumsum(counts)
-        found: dict[int, list[float]] = {}
+        members = list(owners.values())
         for count in np.unique(counts):  # those with as many calls, at once
-            members = np.flatnonzero(counts == count)
-            places = (ends[members] - count)[None, :] + np.arange(count)[:, None]
-            found.update(zip(members.tolist(), merge_rows(torch.from_numpy(rows[places])).tolist(), strict=True))
-        for key, number in numbers.items():
-            yield owners[key], Moments(*found[number])
+            alike = np.flatnonzero(counts == count)
+            places = (ends[alike] - count)[None, :] + np.arange(count)[:, None]
+            merged = merge_rows(torch.from_numpy(rows[places])).tolist()
+            yield from ((members[k], Moments(*row)) for k, row in zip(alike.tolist(), merged, strict=True))
 
 
 class _Lane:
@@ -386,16 +386,18 @@ class DeviceRows:
         """Measure tensors by one kernel, if it takes them all; one that several layers returned is measured once."""
         tensors, versions, powers, owners, spots = zip(*waiting, strict=True)
         ids = list(map(id, tensors))
-        places: dict[int, int] = {}
-        rows = [places.setdefault(key, len(places)) for key in ids]
-        distinct = list(dict(zip(ids, tensors, strict=True)).values())
+        known = dict(zip(ids, tensors, strict=True))
+        distinct, rows = list(known.values()), list(range(len(tensors)))
+        if len(distinct) < len(tensors):
+            places = dict(zip(known, rows, strict=False))
+            rows = [places[key] for key in ids]
         addresses = list(map(Tensor.data_ptr, distinct))
         if (
             tuple(map(_version, tensors)) != versions
             or len({*map(_dtype, distinct)}) > 1
             or len({*powers}) > 1
             or not all(addresses)
-            or any(address & 15 for address in addresses)
+            or reduce(or_, addresses) & 15
             or not all(map(Tensor.is_contiguous, distinct))
             or any(map(Tensor.is_neg, distinct))
             or any(map(_one_by_one, owners))

@@ -185,7 +185,7 @@ def _least(a: float, b: float) -> float:
 
 
 def merge_rows(rows: Tensor) -> Tensor:
-    """Merge ``[ranks, n, K]`` rows of moments, in order of rank, to ``[n, K]``.
+    """Merge ``[ranks, n, K]`` rows of moments to ``[n, K]``: neighbours, then those, whatever the rank that does it.
 
     Example::
 
@@ -200,10 +200,12 @@ def merge_rows(rows: Tensor) -> Tensor:
         )
     if not rows.size(0):
         return torch.tensor([Moments.EMPTY.row()], dtype=torch.float64, device=rows.device).repeat(rows.size(1), 1)
-    total = rows[0]
-    for row in rows[1:]:
-        total = _merge_two(total, row)
-    return total
+    while len(rows) > 1:  # neighbours first: few operations, on many rows each
+        last = rows[len(rows) & ~1 :]
+        pairs = rows[: len(rows) & ~1].unflatten(0, (-1, 2))
+        merged = _merge_two(pairs[:, 0].flatten(0, 1), pairs[:, 1].flatten(0, 1)).unflatten(0, (len(pairs), -1))
+        rows = torch.cat((merged, last)) if len(last) else merged
+    return rows[0]
 
 
 def _merge_two(a: Tensor, b: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class Records(Sequence[Record]):
         return map(self.__getitem__, range(len(self)))
 
 
-_NO_EXTRA = tuple(Record._field_defaults.values())
+_NO_EXTRA = Record("", "", "", 0, 0.0)[5:]
 
 
 class Sink(Protocol):
