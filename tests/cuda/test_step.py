@@ -90,6 +90,7 @@ def test_many_steps_agree() -> None:
     torch.testing.assert_close(torch.stack(losses[1]), torch.stack(losses[0]), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_waits_for_nothing() -> None:
     pipe = Pipeline(Model(0.5), CUTS, devices=["cuda:0"] * 4, chunks=2, schedule="1f1b")
     optimizer = torch.optim.AdamW(pipe.parameters(), fused=True)
