@@ -23,7 +23,7 @@ from pipesight.stats.moments.moments import FIELDS, LaterMoments, Moments, merge
 __all__ = ["Calls", "DeviceRow", "DeviceRows", "SentRows", "is_capturing", "is_quick", "merge_calls"]
 
 ROWS = 512  # a block
-TOGETHER = 128  # tensors, at most, that one kernel measures
+TOGETHER = 64  # tensors, at most, that one kernel measures
 MEMORY_SHIFT = 7  # a 128th of the device's memory, at most, waits to be measured
 ROW_BYTES = len(FIELDS) * 8
 SLOW = frozenset({torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
