@@ -309,6 +309,21 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_model_goes_with_its_pipeline(stepped: bool) -> None:
+    """Without the garbage collector: the next model may not fit beside it."""
+    with uncollected():
+        pipe = Pipeline(Model(), CUTS, chunks=2, schedule="1f1b")
+        for _ in range(2):
+            if stepped:
+                pipe.step(**batch())
+            else:
+                pipe(**batch())["loss"].backward()
+        weight = weakref.ref(next(pipe.parameters()))
+        del pipe
+        assert weight() is None
+
+
 @pytest.mark.parametrize(
     ("schedule", "most"),
     [

@@ -69,11 +69,8 @@ class StepPass(TripBackward):
         )
         self._trips = _StepTrips(self, tape, placement, losses)
         self._split: dict[tuple[int, int], SplitBackward] = {}
-
-    @property
-    def called(self) -> set[int]:
+        self.called: set[int] = self._trips.called
         """The partitions whose first module was called."""
-        return self._trips.called
 
     def run_step(self) -> GradientSum:
         """Run all tasks; return the gradients of parameters and of the caller's tensors."""
@@ -88,6 +85,7 @@ class StepPass(TripBackward):
             raise
         finally:
             self._trips.attributes.end()
+            del self._trips  # it has this step, and what it holds would wait for the garbage collector
         for partition in self.partitions:
             partition.new = False
         return self.total()

@@ -21,18 +21,17 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     total = _size(model)
     units: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
-
-    def visit(name: str, module: nn.Module) -> None:
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
         if module in seen:  # under another name
-            return
+            continue
         seen.add(module)
         if name and not _is_opened(name, module, cut_names, total):
             units[name] = module
-            return
-        for key, child in module.named_children():
-            visit(f"{name}.{key}" if name else key, child)
-
-    visit("", model)
+        else:
+            children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+            waiting += reversed(children)
     return units
 
 
