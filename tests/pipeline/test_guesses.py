@@ -95,6 +95,7 @@ def test_the_model_is_asked_whether_it_takes_all_of_a_table(way, x, warns):
         (rand(8, 3), {"table": nn.Parameter(rand(8, 5))}, ["'table' is a parameter with as many rows"]),
         (rand(8, 3), {"names": list("abcdefgh")}, ["'names'", "as many items", "batch_dim={'names': 'items'}"]),
         (rand(8, 3), {"names": numpy.zeros(8)}, ["'names'", "each micro-batch gets all of it"]),
+        (rand(8, 3), {"table": torch.arange(4)}, ["'table'", "a micro-batch has samples, 4", "batch has 8"]),
     ],
 )
 def test_doubtful_guesses_are_told_once(source, kwargs, words):
@@ -114,6 +115,7 @@ def test_doubtful_guesses_are_told_once(source, kwargs, words):
         (torch.zeros(8, 8).long(), {"mask": torch.zeros(8, 1, 8, 8), "table": rand(1, 8)}),
         (rand(8, 3, 8, 8), {"table": torch.arange(8), "mask": rand(8, 8)}),  # pictures as large as the batch
         (rand(8, 5, 4), {"table": rand(8, 3), "names": ["a"], "mask": rand(5, 5)}),
+        (torch.zeros(8, 4).long(), {"mask": torch.ones(4, 4), "table": rand(4, 7)}),  # of as many steps
         (rand(8, 5), {"names": [rand(8, 2) for _ in range(8)]}),  # of tensors with samples themselves
     ],
 )

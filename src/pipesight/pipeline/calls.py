@@ -177,7 +177,7 @@ def split_call(
     if len(sizes) > 1 and size is not None:
         first = next((share for share in shares if share.name == source and isinstance(share.value, Tensor)), None)
         for share in shares:
-            why = doubt(share, first, size)
+            why = doubt(share, first, size, sizes[0])
             unclear = not why and first is not None and is_unclear(share, first)
             taken = _ways_taken(args, kwargs, chunks, share, size, dims) if unclear else (True, False)
             if taken == (False, True):
@@ -189,7 +189,7 @@ def split_call(
                     "cut into micro-batches, but the model takes all of it for a micro-batch as well"
                 )
             if why:
-                dims.warn_of_doubt(share.name, why, "'items'" if share.dim is None else share.dim)
+                dims.warn_of_doubt(share.name, why, share.dim or 0 if isinstance(share.value, Tensor) else "'items'")
     originals: dict[int, tuple[Any, Any]] = {}  # by id; what was handed out is kept, so that ids stay its own
     arguments = []
     containers: dict[str, Any] = {}

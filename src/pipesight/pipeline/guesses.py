@@ -53,13 +53,14 @@ class Share:
         return [*rows, *([0] if several else [])]  # such as the patches of pictures
 
 
-def doubt(share: Share, source: Share | None, size: int) -> str:
+def doubt(share: Share, source: Share | None, size: int, part: int) -> str:
     """Return why a guess may be wrong; nothing if there is no sign of it.
 
     Args:
         share: What micro-batches get of an argument.
         source: Of the one from which the size of the batch is known, if that is a tensor.
         size: That of the batch.
+        part: That of a micro-batch.
     """
     value, dim = share.value, share.dim
     if not share.guessed or (source is not None and share.name == source.name):
@@ -67,7 +68,12 @@ def doubt(share: Share, source: Share | None, size: int) -> str:
     if not isinstance(value, Tensor):
         return f"has as many items as the batch has samples, {size}, and each micro-batch gets all of it"
     if dim is None:
-        return ""
+        if source is None or not value.dim() or not 1 < value.size(0) == part or part in source.value.shape:
+            return ""
+        return (
+            f"has as many rows as a micro-batch has samples, {part} (shape: {list(value.shape)}), and each micro-batch "
+            f"got all of it, though the batch has {size} samples, as {source.name!r} has"
+        )
     if isinstance(value, nn.Parameter):
         return f"is a parameter with as many rows as the batch has samples, {size}, and it was cut into micro-batches"
     if source is None or _is_like(value, source, dim, size):
