@@ -5,12 +5,18 @@ import random
 import re
 import signal
 import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from pipesight import context
+from pipesight.distributed.failures import RankMonitor
+from pipesight.distributed.rank_notes import RankNotes
 from pipesight.distributed.symptoms import collective_of, is_symptom
 from support import faults
 from support.torchrun import RANK, batches, ended, start, tanhs, torchrun, train_plainly
@@ -352,3 +358,26 @@ def test_slow_store_at_exit(tmp_path):
         """,
         tmp_path,
     )
+
+
+def test_the_thread_that_answers_holds_no_process_group(tmp_path, monkeypatch):
+    """A monitor goes when its owner lets it go; freed by its thread while Python ends, it would abort the process."""
+    asking, before = threading.Event(), RankNotes.asked
+
+    def asked(notes):
+        asking.set()
+        time.sleep(0.2)
+        return before(notes)
+
+    monkeypatch.setattr(RankNotes, "asked", asked)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        monitor = RankMonitor([dist.group.WORLD], context.current(), timeout=None)
+        asking.clear()
+        assert asking.wait(10)
+        reference = weakref.ref(monitor)
+        del monitor
+        assert reference() is None
+    finally:
+        dist.destroy_process_group()

@@ -16,7 +16,9 @@ from support.torchrun import END, RANK, batches, tanhs, train_plainly
 STEPS, LAYERS = 4, 4
 
 TRAIN = f"""
-import socket
+import os, socket
+def say(*words):  # a line at once: the other rank of the host writes there, too
+    os.write(1, " ".join(map(str, [*words, "\\n"])).encode())
 width, samples, steps = map(int, sys.argv[1:])
 pipeline = DistributedPipeline(tanhs({LAYERS}, width), [1] * size, chunks=4, loss_fn=nn.functional.mse_loss)
 optimizer = torch.optim.Adam(pipeline.parameters(), 1e-2)
@@ -25,8 +27,8 @@ for x, y in batches([samples] * steps, width):
     loss = pipeline.step(x if pipeline.is_first else None, y if pipeline.is_last else None)
     optimizer.step()
     if pipeline.is_last:
-        print(loss.item())
-print("host", socket.gethostname(), "rank", rank, flush=True)
+        say(loss.item())
+say("host", socket.gethostname(), "rank", rank)
 """
 
 
@@ -55,7 +57,7 @@ def plain_losses():
 def test_losses_over_a_bad_link(hosts, tmp_path):
     """Two hosts train as the plain model does, though packets between them are late, few at a time, or lost."""
     outputs = run_job(hosts, tmp_path)
-    lines = [line for output in outputs for line in output.splitlines() if not line.startswith("[Gloo]")]
+    lines = [line.strip() for output in outputs for line in output.splitlines() if not line.startswith("[Gloo]")]
     places = sorted(line for line in lines if line.startswith("host"))
     # Which host becomes the first is for torchrun to say, but ranks of one host are neighbours.
     halves = [{f"host {name} rank {rank}" for rank in ranks} for name in ("near", "far") for ranks in ((0, 1), (2, 3))]
@@ -95,7 +97,7 @@ def test_the_bad_link_is_named(recorded):
     # What follows the last step is not known, so that step counts here and not for the advice.
     collectives = report.overall.parts["communication"] / report.overall.time.mean
     shares = sum(link.share for link in bad)
-    assert shares < report.verdict.changes[0].gain <= 1
+    assert min(shares, 1.0) <= report.verdict.changes[0].gain <= 1.0  # both ways at once, over all ranks: more than all
     assert report.verdict.changes[0].gain == pytest.approx(min(shares + collectives, 1.0), abs=0.1)
     assert max(link.share for link in bad) > 0.2
 

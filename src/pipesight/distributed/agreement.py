@@ -79,12 +79,12 @@ class Agreement:
 
     def _gather(self, content: bytes, size: int) -> list[bytes]:
         sent = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self._monitor.waits_for = _EVERYONE
+        self._monitor.presence.waits_for = _EVERYONE
         try:
             rows = self._all_gather(sent, size)
         except RuntimeError as error:
             raise self._monitor.explain(error, _EVERYONE) from None
-        self._monitor.waits_for = None
+        self._monitor.presence.waits_for = None
         return [row.numpy().tobytes() for row in rows]
 
 

@@ -80,7 +80,7 @@ class ModelStepRunner(CallRunner):
         scale: float | None = None,
     ) -> tuple[ModelBatch, SplitCall]:
         """Run one call with the model's own arguments; ``scale`` is what the loss is multiplied by."""
-        with self._monitor.calls.running(call, self._calls + 1):
+        with self._monitor.presence.calls.running(call, self._calls + 1):
             return self._run(pipeline, call, given, learns, with_loss, scale)
 
     def _run(

@@ -118,7 +118,7 @@ class StepRunner(CallRunner):
         scale: float | None = None,
     ) -> MiniBatch:
         """Run one call; ``batch`` is input and target, ``scale`` what the loss is multiplied by."""
-        with self._monitor.calls.running(call, self._calls + 1):
+        with self._monitor.presence.calls.running(call, self._calls + 1):
             return self._run(pipeline, call, batch, learns, with_target, scale)
 
     def _run(

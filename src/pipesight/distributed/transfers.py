@@ -267,7 +267,7 @@ class _Waiting:
     def wait(self, *_: Any) -> bool:
         stage = self._stage
         batch = stage.batch
-        batch.monitor.waits_for = f"rank {self._peer}"
+        batch.monitor.presence.waits_for = f"rank {self._peer}"
         _enter(stage, self._i, self._peer)
         observed = batch.observers.members and not self._sends
         if observed:
@@ -281,5 +281,5 @@ class _Waiting:
             batch.where.peer = None
             if observed:
                 batch.observers.transfer_ended(batch.where, *details)
-        batch.monitor.waits_for = None
+        batch.monitor.presence.waits_for = None
         return True
