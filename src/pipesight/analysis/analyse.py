@@ -243,8 +243,13 @@ def _without_tasks(run: Run, steps: range | None) -> Report:
     """Report a program without a pipeline or, of a trace that has no steps either, where its time went."""
     spans = run.program()
     communications = run.communications()
+    calls = match_calls(communications, run.description)
     program = program_report(
-        spans, only=steps, on_device=run.uses_devices(), background=background_calls(communications)
+        spans,
+        only=steps,
+        on_device=run.uses_devices(),
+        background=background_calls(communications),
+        waits=waits_in(calls),
     )
     if program is not None:
         changes = program_changes(program, run.description)
@@ -253,14 +258,13 @@ def _without_tasks(run: Run, steps: range | None) -> Report:
         return Report(
             **_identity(run),
             remarks=(*remarks_on(run), *remarks_on_program(program), *remarks_on_memory(points)),
-            verdict=with_losses(program_verdict(program, changes, run), curves),
+            verdict=with_losses(with_waits(program_verdict(program, changes, run), program.waits.held), curves),
             nonfinite=first_nonfinite(run.statistics(words=NONFINITE_KEYS)),
             left=ExcludedSteps(program.warm_up),
             program=program,
             lead=pipelining_lead(program, run.description),
-            collectives=name_collectives(
-                match_calls(communications, run.description), program.steps.where(program.counted).step
-            ),
+            held=program.waits.held,
+            collectives=name_collectives(calls, program.steps.where(program.counted).step),
             own_spans=own_spans_of(spans),
             curves=curves,
             moments=moments_of(points, program.edges()),

@@ -110,31 +110,29 @@ def match_calls(calls: Communications, description: Mapping[str, Any]) -> list[M
             continue
         mine = (names == name) & (calls.peers == peers)
         own = [
-            (calls.where(mine & (calls.rank == r) & ~is_wait), calls.where(mine & (calls.rank == r) & is_wait))
+            _apart(calls.where(mine & (calls.rank == r) & ~is_wait), calls.where(mine & (calls.rank == r) & is_wait))
             for r in ranks
         ]
-        matched = _matched(own)
-        if matched is not None:
-            error = np.array([[_error(description, a, b) for b in ranks] for a in ranks])
-            meeting = MatchedCalls(name, ranks, *matched, error)
-            found.append(_plausible(meeting))
+        error = np.array([[_error(description, a, b) for b in ranks] for a in ranks])
+        for matched in (
+            _matched([at_once for at_once, _, _ in own]),
+            _matched([started for _, started, _ in own], [waits for _, _, waits in own]),
+        ):
+            if matched is not None:
+                found.append(_plausible(MatchedCalls(name, ranks, *matched, error)))
     return [meeting for meeting in found if len(meeting.step)]
 
 
 def background_calls(calls: Communications) -> BackgroundCalls:
-    """Return what ran in the background, by rank and begin: calls of steps that waited for each that they made."""
+    """Return what ran in the background, by rank and begin: calls that were waited for later."""
     is_wait = np.array([str(name).endswith(_WAIT) for name in calls.name.tolist()], bool)
     names = np.array([str(name).removesuffix(_WAIT) for name in calls.name.tolist()], object)
     found = []
     for name, peers, rank in sorted({*zip(names.tolist(), calls.peers.tolist(), calls.rank.tolist(), strict=True)}):
         mine = (names == name) & (calls.peers == peers) & (calls.rank == rank)
-        launches, waits = calls.where(mine & ~is_wait), calls.where(mine & is_wait)
-        launched, counts = np.unique(launches.step, return_counts=True)
-        waited = dict(zip(*(column.tolist() for column in np.unique(waits.step, return_counts=True)), strict=True))
-        both = [s for s, n in zip(launched.tolist(), counts.tolist(), strict=True) if waited.get(s) == n]
-        if not both:
+        _, launches, waits = _apart(calls.where(mine & ~is_wait), calls.where(mine & is_wait))
+        if not len(launches):
             continue
-        launches, waits = _in_steps(launches, both), _in_steps(waits, both)
         before = np.append(np.iinfo(np.int64).min, np.maximum.accumulate(waits.end)[:-1])
         begin = np.minimum(np.maximum(launches.begin, before), waits.end)
         found.append(BackgroundCalls(launches.rank, np.full(len(begin), name, object), begin, waits.end))
@@ -155,37 +153,50 @@ def _error(description: Mapping[str, Any], one: int, other: int) -> float:
     return np.inf if error is None else error
 
 
+def _apart(launches: Communications, waits: Communications) -> tuple[Communications, Communications, Communications]:
+    """Return a rank's calls that waited at once, those that were waited for later, and these waits, by step and begin.
+
+    A call and its wait are of one size. Where a step waited for some calls of a size, but not for as many as it made,
+    it is not known which: the step is left out.
+    """
+    keys = np.stack([np.append(launches.step, waits.step), np.append(launches.size, waits.size)])
+    (steps, _), which = np.unique(keys, axis=1, return_inverse=True)
+    of_launch, of_wait = np.split(which.ravel(), [len(launches)])
+    made, waited = (np.bincount(rows, minlength=len(steps)) for rows in (of_launch, of_wait))
+    unknown = steps[(waited > 0) & (waited != made)]
+    known, later = ~np.isin(launches.step, unknown), waited[of_launch] > 0
+    return (
+        _in_order(launches.where(known & ~later)),
+        _in_order(launches.where(known & later)),
+        _in_order(waits.where(~np.isin(waits.step, unknown))),
+    )
+
+
 def _matched(
-    own: Sequence[tuple[Communications, Communications]],
+    own: Sequence[Communications], waits: Sequence[Communications] | None = None
 ) -> tuple[Column, Column, Column, Column, Column] | None:
-    """Return step and size, and by rank arrival, begin and end, of calls that all made equally often in a step."""
-    counts = []
-    for launches, waits in own:
-        steps, count = np.unique(launches.step, return_counts=True)
-        waited = dict(zip(*(column.tolist() for column in np.unique(waits.step, return_counts=True)), strict=True))
-        # In a step where some calls are waited for later and some are not, it is not known which.
-        counts.append(
-            {s: (n, s in waited) for s, n in zip(steps.tolist(), count.tolist(), strict=True) if waited.get(s, n) == n}
-        )
-    common = sorted(s for s in counts[0] if all(own_counts.get(s) == counts[0][s] for own_counts in counts))
+    """Return step and size, and by rank arrival, begin and end, of calls that all made equally often in a step.
+
+    Args:
+        own: The calls of each rank.
+        waits: The wait for each of them; by default, the call itself waits.
+    """
+    counts = [
+        dict(zip(*(column.tolist() for column in np.unique(calls.step, return_counts=True)), strict=True))
+        for calls in own
+    ]
+    common = [step for step, count in counts[0].items() if all(other.get(step) == count for other in counts)]
     if not common:
         return None
-    columns: list[list[Column]] = [[], [], []]
-    for launches, waits in own:
-        launches = _in_steps(launches, common)
-        apart = np.isin(launches.step, np.unique(waits.step))
-        waits = _in_steps(waits, common)
-        begin, end = launches.begin.copy(), launches.end.copy()
-        begin[apart], end[apart] = waits.begin, waits.end
-        for column, values in zip(columns, (launches.begin, begin, end), strict=True):
-            column.append(values)
-    arrived, begin, end = (np.stack(column) for column in columns)
-    return launches.step, launches.size, arrived, begin, end
+    made = [calls.where(np.isin(calls.step, common)) for calls in own]
+    waited = made if waits is None else [calls.where(np.isin(calls.step, common)) for calls in waits]
+    arrived = np.stack([calls.begin for calls in made])
+    begin, end = (np.stack([getattr(calls, name) for calls in waited]) for name in ("begin", "end"))
+    return made[0].step, made[0].size, arrived, begin, end
 
 
-def _in_steps(calls: Communications, steps: Sequence[int]) -> Communications:
-    chosen = calls.where(np.isin(calls.step, steps))
-    return chosen.where(np.lexsort((chosen.begin, chosen.step)))
+def _in_order(calls: Communications) -> Communications:
+    return calls.where(np.lexsort((calls.begin, calls.step)))
 
 
 def _plausible(meeting: MatchedCalls) -> MatchedCalls:

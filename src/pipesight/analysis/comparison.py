@@ -10,7 +10,8 @@ from pipesight._formatting import signed_time
 from pipesight.analysis.compared_curves import ComparedCurve, compared_curves
 from pipesight.analysis.compared_layers import LayerChange, layer_changes, same_layers
 from pipesight.analysis.memory import PARTS, MemoryReport
-from pipesight.analysis.program_advice import facts_about, part_title
+from pipesight.analysis.program_advice import facts_about
+from pipesight.analysis.program_time import part_title
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_times import Summary
 from pipesight.analysis.verdict import TITLES

@@ -13,28 +13,13 @@ from pipesight._plurals import count_of
 from pipesight.analysis.planned_changes import AT_LEAST, AT_MOST, Change
 from pipesight.analysis.program_report import ProgramReport
 from pipesight.analysis.program_steps import WHOLE_PASSES
-from pipesight.analysis.program_time import OWN, REST
-from pipesight.analysis.run_remarks import with_ending
+from pipesight.analysis.program_time import OWN, REST, part_title
+from pipesight.analysis.run_remarks import doing_title, with_ending
 from pipesight.analysis.verdict import MUCH, Verdict
 from pipesight.plan.plans import WORTH
 from pipesight.runs.reading.run import Run
 
-__all__ = ["NOT_ANNOTATED", "PART_TITLES", "facts_about", "part_title", "program_changes", "program_verdict"]
-
-PART_TITLES = {
-    "data_loading": "data loading",
-    "forward": "forward",
-    "loss": "loss",
-    "recompute": "recomputation",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "communication": "communication",
-    "checkpoints": "checkpoints",
-    "copies": "copies between devices",
-    "evaluation": "evaluation",
-    REST: "between",
-}
-"""The parts of a step in words, but for spans of the user's own, which have their names."""
+__all__ = ["NOT_ANNOTATED", "facts_about", "program_changes", "program_verdict"]
 
 _FUSED = {"torch.optim.adam", "torch.optim.adamw", "torch.optim.sgd", "torch.optim.adagrad"}
 """Optimizers that have a fused form on every device."""
@@ -49,11 +34,6 @@ NOT_ANNOTATED = (
     "several stages a rank only since torch 2.9; record the program with pipesight run."
 )
 """What is said of a profile of torch's schedules without their tasks."""
-
-
-def part_title(part: str) -> str:
-    """Return what a part is called."""
-    return part.removeprefix(OWN) if part.startswith(OWN) else PART_TITLES[part]
 
 
 def facts_about(description: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
@@ -113,8 +93,7 @@ def _changes(shares: Mapping[str, float], program: ProgramReport, description: M
     if (saving := shares.get("checkpoints", 0.0)) > WORTH:
         what = "save checkpoints in the background (torch.distributed.checkpoint.async_save), or less often"
         yield Change(what, "training waits for the disk", saving, AT_MOST)
-    if (talking := shares.get("communication", 0.0)) > WORTH:
-        yield Change(*_about_communication(shares, program), talking, AT_MOST)
+    yield from _about_communication(program, total=sum(program.parts.values()))
     if (copying := shares.get("copies", 0.0)) > WORTH:
         pinned = any(one.get("pin_memory") for one in facts_about(description, "loaders"))
         first = "" if pinned else "DataLoader(pin_memory=True) and "
@@ -151,21 +130,31 @@ def _about_launching(
         yield Change(what, why, inside, AT_MOST)
 
 
-def _about_communication(shares: Mapping[str, float], program: ProgramReport) -> tuple[str, str]:
-    """Say what to change about communication, and why."""
-    beside = program.background
-    steps = program.steps.where(program.counted)
-    begins, ends = np.sort(steps.begin), np.sort(steps.begin + steps.period)
-    within = np.searchsorted(begins, beside.begin, side="right") > np.searchsorted(ends, beside.begin, side="right")
-    mean = float((beside.end - beside.begin)[within].sum()) / max(len(steps), 1)
-    if not mean:
-        why = "the main thread waits for other ranks, outside of what overlaps with backward"
-        return "overlap communication with computing, or send less", why
-    total = sum(program.parts.values())
-    hidden = max(1 - shares["communication"] * total / mean, 0.0)
-    what = "smaller buckets, which are sent earlier (bucket_cap_mb of DDP), or fewer all-reduces (no_sync())"
-    why = f"collectives take {time(mean)} of a step, of which {percent(hidden)} is hidden behind computing"
-    return what, why
+def _about_communication(program: ProgramReport, *, total: float) -> Iterator[Change]:
+    """Advise on ranks that come late, on what is exposed of collectives in the background, and on the others."""
+    waits, beside = program.waits, program.background
+    late: dict[int, float] = {}
+    for held in waits.held:
+        late[held.rank] = late.get(held.rank, 0.0) + held.wait
+    first, *others = sorted(late, key=lambda rank: -late[rank]) or [-1]
+    # Ranks that come late by turns are no reason to look at one.
+    if late and late[first] - sum(late[rank] for rank in others) > total * MUCH:
+        named = next(held for held in waits.held if held.rank == first)
+        who = "the others wait" if len(named.ranks) > 1 else f"rank {named.ranks[0]} waits"
+        what = f"as little work on rank {first} as on the others: less {doing_title(named.doing)}"
+        yield Change(what, f"{who} for it in collectives, {time(late[first])} of a step", late[first] / total, AT_MOST)
+    if (exposed := waits.exposed / total) > WORTH:
+        steps = program.steps.where(program.counted)
+        begins, ends = np.sort(steps.begin), np.sort(steps.begin + steps.period)
+        within = np.searchsorted(begins, beside.begin, side="right") > np.searchsorted(ends, beside.begin, side="right")
+        mean = float((beside.end - beside.begin)[within].sum()) / max(len(steps), 1)
+        hidden = max(1 - waits.exposed / max(mean, 1e-9), 0.0)
+        what = "smaller buckets, which are sent earlier (bucket_cap_mb of DDP), or fewer all-reduces (no_sync())"
+        why = f"collectives take {time(mean)} of a step, of which {percent(hidden)} is hidden behind computing"
+        yield Change(what, why, exposed, AT_MOST)
+    if (direct := waits.direct / total) > WORTH:
+        why = "the main thread waits for collectives that do not run in the background"
+        yield Change("overlap communication with computing, or send less", why, direct, AT_MOST)
 
 
 def _about_loading(description: Mapping[str, Any], program: ProgramReport) -> tuple[str, str]:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.analysis.collectives import BackgroundCalls
+from pipesight.analysis.collectives import BackgroundCalls, WaitTable
 from pipesight.analysis.curves import StepEdges
 from pipesight.analysis.module_times import ModuleTimes, shows_modules, times_of_modules
 from pipesight.analysis.program_steps import ProgramSteps, find_program_steps, is_backward, is_call, is_whole_pass
 from pipesight.analysis.program_time import Pieces, is_own, nested_pieces, own_name, part_names, parts_of
+from pipesight.analysis.program_waits import ProgramWaits, program_waits
 from pipesight.analysis.step_times import Summary, slow_first, summary
 from pipesight.runs.reading.event_codes import DATA, EVALUATION, OPTIMIZER
 from pipesight.runs.reading.event_tables import Column, ProgramSpans
@@ -111,6 +112,8 @@ class ProgramReport:
     """All steps, also those without training."""
     background: BackgroundCalls = field(repr=False)
     """What ran beside the main threads."""
+    waits: ProgramWaits
+    """What communication consists of, and which ranks come late."""
 
     @property
     def typical(self) -> int:
@@ -146,6 +149,7 @@ def program_report(
     only: range | None = None,
     on_device: bool = False,
     background: BackgroundCalls | None = None,
+    waits: WaitTable | None = None,
 ) -> ProgramReport | None:
     """Say what a program did; ``None`` if it has no complete step, or if nothing of it says what computes.
 
@@ -156,6 +160,7 @@ def program_report(
         only: Report these steps alone.
         on_device: Whether modules ran on a GPU.
         background: What ran beside the main threads, if anything did.
+        waits: Who waited for whom in collectives.
 
     Raises:
         ValueError: None of the wanted steps was recorded.
@@ -185,6 +190,7 @@ def program_report(
     chosen = complete.where(counted)
     numbers, period = chosen.by_step()
     each = [(pieces[rank], _counts(own[rank][1], chosen.where(chosen.rank == rank))) for rank in ranks]
+    edges = {rank: (own.begin, own.begin + own.period) for rank in ranks for own in [chosen.where(chosen.rank == rank)]}
     elapsed = float(max(chosen.period[chosen.rank == rank].sum() for rank in ranks))
     return ProgramReport(
         trains=trained,
@@ -203,6 +209,7 @@ def program_report(
         pieces=pieces,
         all_steps=steps,
         background=BackgroundCalls.empty() if background is None else background,
+        waits=ProgramWaits() if waits is None else program_waits(waits, pieces, edges),
     )
 
 

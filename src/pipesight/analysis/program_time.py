@@ -16,7 +16,8 @@ from pipesight.analysis.program_steps import ProgramSteps, is_backward, is_call
 from pipesight.runs.reading.event_codes import CHECKPOINT, COMMUNICATION, DATA, EVALUATION, OPTIMIZER, PROGRAM
 from pipesight.runs.reading.event_tables import Column, ProgramSpans
 
-__all__ = ["KINDS", "OWN", "REST", "Pieces", "is_own", "nest", "nested_pieces", "own_name", "part_names", "parts_of"]
+__all__ = ["KINDS", "OWN", "PART_TITLES", "REST", "Pieces"]
+__all__ += ["is_own", "nest", "nested_pieces", "own_name", "part_names", "part_title", "parts_of"]
 
 KINDS = (
     "data_loading",
@@ -35,6 +36,21 @@ OWN = "own:"
 """Parts that are spans of the user's own begin with this, before their name."""
 REST = "between"
 """What no span covers."""
+
+PART_TITLES = {
+    "data_loading": "data loading",
+    "forward": "forward",
+    "loss": "loss",
+    "recompute": "recomputation",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "communication": "communication",
+    "checkpoints": "checkpoints",
+    "copies": "copies between devices",
+    "evaluation": "evaluation",
+    REST: "between",
+}
+"""The parts of a step in words, but for spans of the user's own, which have their names."""
 
 _CONVENTIONAL = {"compute", "dataloader", "data", "comm", "device", "checkpoint", "pipeline"}
 _EVALUATING = ("evaluate", "test")
@@ -71,6 +87,11 @@ def _is_own(category: str, name: str) -> bool:
     if (category, name) == _CLOSURE:
         return False
     return "." in name and not name.endswith((".iter", ".block", ".init", ".wait"))
+
+
+def part_title(part: str) -> str:
+    """Return what a part is called."""
+    return part.removeprefix(OWN) if part.startswith(OWN) else PART_TITLES[part]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

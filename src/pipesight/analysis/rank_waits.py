@@ -23,7 +23,7 @@ from pipesight.analysis.step_times import StepTimes
 from pipesight.runs.reading.event_codes import COMMUNICATION
 from pipesight.runs.reading.event_tables import Column, Spans, Table
 
-__all__ = ["LateRank", "RankWaits"]
+__all__ = ["WORTH", "LateRank", "RankWaits", "followed"]
 
 WORTH = 0.01
 """The share of the mean step that a wait must cost to be named."""
@@ -69,7 +69,7 @@ class RankWaits:
             for own in [minibatches.replica == number]
         }
         direct = [self._outside_windows(own) for own in _by(pieces, "rank").values()]
-        self.pieces = _followed(_joined(direct))
+        self.pieces = followed(_joined(direct))
         """Who waited for whom in the end, outside of windows."""
 
     def _outside_windows(self, pieces: WaitTable) -> WaitTable:
@@ -132,8 +132,8 @@ class RankWaits:
         return tuple(sorted(found, key=lambda entry: (-entry.share, entry.rank)))
 
 
-def _followed(pieces: WaitTable) -> WaitTable:
-    """Where the cause waited for another rank, make that one the cause."""
+def followed(pieces: WaitTable) -> WaitTable:
+    """Return waits with another cause where the cause waited, too: the rank that it waited for."""
     waits, found = _by(pieces, "rank"), []
     for _ in range(_CHAIN):
         further = []

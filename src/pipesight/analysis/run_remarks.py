@@ -16,7 +16,7 @@ from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.memory import why_not_counted
 from pipesight.analysis.planned_changes import AT_MOST, Change, too_large
 from pipesight.analysis.program_steps import WHOLE_PASSES
-from pipesight.analysis.program_time import OWN
+from pipesight.analysis.program_time import OWN, REST, part_title
 from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.step_grouping import INCOMPLETE, MiniBatchTable
 from pipesight.analysis.step_times import StepTimes
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Remark",
+    "doing_title",
     "remarks_on",
     "remarks_on_bubble",
     "remarks_on_clocks",
@@ -95,12 +96,23 @@ def with_losses(verdict: Verdict, curves: Sequence[Curve]) -> Verdict:
     return verdict
 
 
+def doing_title(doing: str) -> str:
+    """Say what a rank does that keeps others waiting.
+
+    >>> doing_title("between_steps")
+    'code between steps'
+    """
+    if doing == "between_steps":
+        return "code between steps"
+    return "code that no span covers" if doing == REST else TITLES.get(doing) or part_title(doing)
+
+
 def with_waits(verdict: Verdict, held: Sequence[LateRank]) -> Verdict:
     """Name the rank that costs the others most waiting."""
     if not held or held[0].share < MUCH:
         return verdict
     first = held[0]
-    doing = "its code between steps" if first.doing == "between_steps" else f"its {TITLES[first.doing]}"
+    doing = f"its {doing_title(first.doing)}"
     who = "the others wait" if len(first.ranks) > 1 else f"rank {first.ranks[0]} waits"
     return replace(verdict, text=f"{verdict.text} Look at rank {first.rank}: {who} for {doing}.")
 

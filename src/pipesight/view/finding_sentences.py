@@ -11,9 +11,8 @@ from pipesight.analysis.collectives import Collective
 from pipesight.analysis.rank_links import LinkReport
 from pipesight.analysis.rank_waits import LateRank
 from pipesight.analysis.report import Report
-from pipesight.analysis.run_remarks import Remark
+from pipesight.analysis.run_remarks import Remark, doing_title
 from pipesight.analysis.stragglers import Straggler
-from pipesight.analysis.verdict import TITLES
 
 __all__ = [
     "Finding",
@@ -152,10 +151,9 @@ def _link(link: LinkReport) -> Finding:
 
 
 def _held(held: LateRank) -> Finding:
-    doing = "code between steps" if held.doing == "between_steps" else TITLES[held.doing]
     who = f"{plural(len(held.ranks), 'rank')} {ranks_named(held.ranks)}"
     wait = f"{time(held.wait)}, {percent(held.share)} of the mean step"
-    return Finding(f"rank {held.rank}: {doing} keeps {who} waiting {wait}")
+    return Finding(f"rank {held.rank}: {doing_title(held.doing)} keeps {who} waiting {wait}")
 
 
 def _collective(collective: Collective) -> Finding:

@@ -11,9 +11,8 @@ import numpy as np
 
 from pipesight._formatting import percent, rate, time
 from pipesight.analysis.lane_bubbles import lanes_of
-from pipesight.analysis.program_advice import part_title
 from pipesight.analysis.program_report import ProgramReport
-from pipesight.analysis.program_time import OWN
+from pipesight.analysis.program_time import OWN, part_title
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_grouping import EVALUATION
 from pipesight.analysis.verdict import TITLES

@@ -13,9 +13,8 @@ from pipesight.analysis.layer_times import LayerReport
 from pipesight.analysis.memory import MemoryReport
 from pipesight.analysis.overall import Overall
 from pipesight.analysis.pipeline_report import PipelineReport
-from pipesight.analysis.program_advice import part_title
 from pipesight.analysis.program_report import ProgramReport
-from pipesight.analysis.program_time import OWN
+from pipesight.analysis.program_time import OWN, part_title
 from pipesight.analysis.report import Report
 from pipesight.analysis.step_times import PARTS, StepTimes, Summary
 from pipesight.runs.reading.event_tables import Column

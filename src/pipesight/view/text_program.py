@@ -9,9 +9,8 @@ import numpy as np
 from pipesight._formatting import percent, rate, size, time
 from pipesight._plurals import count_of
 from pipesight.analysis.pipelining_lead import PipeliningLead
-from pipesight.analysis.program_advice import part_title
 from pipesight.analysis.program_report import ProgramReport
-from pipesight.analysis.program_time import OWN
+from pipesight.analysis.program_time import OWN, part_title
 from pipesight.analysis.report import Report
 from pipesight.view.finding_sentences import numbers
 from pipesight.view.text_layout import NAMED, Style, bar, columns, spark

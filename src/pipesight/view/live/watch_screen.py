@@ -27,7 +27,7 @@ from pipesight._formatting import percent, rate, time
 from pipesight._plurals import count_of
 from pipesight.analysis.bubble_losses import LOSSES
 from pipesight.analysis.latest_step import LatestStep, StepNumbers
-from pipesight.analysis.program_advice import part_title
+from pipesight.analysis.program_time import part_title
 from pipesight.analysis.report import Report
 from pipesight.analysis.verdict import TITLES
 from pipesight.runs.reading.event_codes import PHASES

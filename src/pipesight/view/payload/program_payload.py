@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pipesight.analysis.program_advice import part_title
 from pipesight.analysis.program_report import ProgramReport
-from pipesight.analysis.program_time import OWN, REST, Pieces
+from pipesight.analysis.program_time import OWN, REST, Pieces, part_title
 from pipesight.analysis.report import Report
 from pipesight.runs.reading.run import Run
 from pipesight.view.finding_sentences import nonfinite_in

@@ -10,8 +10,7 @@ import numpy as np
 from pipesight.analysis.critical_path import PATH_PARTS, CriticalPath
 from pipesight.analysis.curves import Moment
 from pipesight.analysis.lane_bubbles import lane_bubbles, lanes_of
-from pipesight.analysis.program_advice import part_title
-from pipesight.analysis.program_time import nest, own_name
+from pipesight.analysis.program_time import nest, own_name, part_title
 from pipesight.analysis.step_grouping import EVALUATION, MiniBatchTable, StepTable, find_steps, replicas_of
 from pipesight.runs.reading.event_tables import Column, LayerRuns, ProgramSpans, Spans, Tasks, Transfers
 from pipesight.view.payload.size_limits import Limits
