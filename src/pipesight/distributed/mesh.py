@@ -66,6 +66,8 @@ class PipelineMesh:
         if self.mesh.device_type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.pipeline_group = _group(self.members, timeout)
+        if self.device.type == "cuda":  # NCCL connects a group in the first call, in which all of its ranks must join
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.pipeline_group)
         self.replica_group = _group([pipeline[self.position] for pipeline in self.pipelines], timeout)
         self.control_group = _group(everyone, timeout, backend="gloo")
 

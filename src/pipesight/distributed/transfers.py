@@ -59,7 +59,6 @@ class TransferringStage(PipelineStageBase):
         self.j = j
         self.averaging: Averaging | None = None
         """Of the gradients of its replicas, unless FSDP does it."""
-        self._warm = False
         self._received: dict[int, list[Tensor]] = {}
         self._gradients_received: dict[int, list[Tensor | None]] = {}
         self._sent: dict[int, list[Tensor]] = {}
@@ -92,15 +91,8 @@ class TransferringStage(PipelineStageBase):
         return ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Let NCCL connect to the neighbours once, in an order that cannot deadlock; gloo needs none."""
-        backend = str(dist.get_backend(self.group))
-        if self._warm or "nccl" not in backend:
-            return []
-        self._warm = True
-        neighbours = {self.stage_index_to_group_rank.get(self.j + way) for way in (-1, 1)}
-        if self.group_rank in neighbours or self.group_size == 1:
-            return []
-        return list(super()._get_init_p2p_neighbors_ops())
+        """Send nothing ahead: a mesh connects its ranks, and the order of messages cannot deadlock."""
+        return []
 
     # Where the neighbour is on another rank.
 
