@@ -266,11 +266,13 @@ def check_script(arguments, script, files):
 
 
 def test_the_site_lists_every_page():
-    """The menu of the site leads to every page, and to no other."""
+    """The menu of the site and its first page lead to every page, the menu to no other."""
     listed = set(re.findall(r"^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
     pages = {document.relative_to(ROOT / "docs").as_posix() for document in DOCUMENTS[1:]}
     assert listed - pages == {Path(page).relative_to("docs").as_posix() for page in GENERATED}
     assert pages - listed == set()
+    first_page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert [page for page in listed if f"]({page})" not in first_page] == ["index.md"]
 
 
 def test_pictures_are_drawn():

@@ -57,7 +57,8 @@ def check_cuts(model: nn.Module, cuts: Sequence[str] | None) -> list[str]:
     names: list[str] = []
     for cut in cuts:
         if not isinstance(cut, str):
-            raise TypeError(f"cuts must be names of modules, such as 'transformer.h.4', but got {cut!r}")
+            example = next((name for name, module in modules.items() if module is cut), "transformer.h.4")
+            raise TypeError(f"cuts must be names of modules, such as {example!r}, but got {type(cut).__name__}")
         if cut not in modules:
             near = difflib.get_close_matches(cut, modules, n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "; model.named_modules() lists them"

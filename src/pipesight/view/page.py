@@ -131,6 +131,9 @@ def _write(page: str, path: Path) -> Path:
         with unfinished.open("x", encoding="utf-8") as file:  # follows no link that somebody put there
             file.write(page)
         unfinished.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # which the caller knows, unlike the other
+        raise
     finally:
         unfinished.unlink(missing_ok=True)
     return path

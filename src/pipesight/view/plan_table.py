@@ -46,14 +46,16 @@ def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = 
             f"the fastest of {len(outcome.plans)} plans for each schedule and checkpoint mode{saves}; --all shows all"
         )
     sentences += [f"note: {note}" for note in notes_on(outcome, shown)]
+    # Of a run over ranks or of steps, all plans can be run, but for loops of other lengths on the CPU.
+    plan = None
     if (advice := outcome.keep()) is not None:
         sentences += ["", advice]
+    elif (plan := outcome.fastest_to_run()) is not None:
+        sentences += ["", *([] if plan is outcome.plans[0] else [f"{_limit_of_engine(outcome)}; its best:"])]
     for sentence in sentences:
         lines += textwrap.wrap(sentence, width or 10_000, subsequent_indent="  ", break_on_hyphens=False) or [""]
-    if advice is None and (plan := outcome.fastest_to_run()) is not None:
-        # Of a run over ranks or of steps, all plans can be run, but for loops of other lengths on the CPU.
-        other = [f"{_limit_of_engine(outcome)}; its best:"] if plan is not outcome.plans[0] else []
-        lines += ["", *other, str(outcome.call(plan))]
+    if plan is not None:
+        lines.append(str(outcome.call(plan)))
     return "\n".join(lines)
 
 
@@ -67,7 +69,8 @@ def _faster(outcome: Outcome) -> list[Plan]:
 def _limit_of_engine(outcome: Outcome) -> str:
     if outcome.in_steps:
         return "Pipeline on the CPU runs loops of two rounds only"
-    return "a call of Pipeline runs only gpipe" if outcome.costs.by_cuts else "GPipe runs only gpipe"
+    engine = "a call of Pipeline" if outcome.costs.by_cuts else "GPipe"
+    return f"Pipeline.step runs any of these, {engine} only gpipe"
 
 
 def _fitted(rows: Sequence[Row], width: int | None) -> list[str]:
