@@ -72,7 +72,7 @@ def test_cuts_are_a_list() -> None:
     with pytest.raises(TypeError, match=r"cuts=\['head'\]"):
         check_cuts(_Model(), "head")
     model = _Model()
-    with pytest.raises(TypeError, match="names of modules, such as 'decoder.layers.1', but got _Block"):
+    with pytest.raises(TypeError, match=r"names of modules, such as 'decoder\.layers\.1', but got _Block"):
         check_cuts(model, [model.decoder.layers[1]])  # type: ignore[list-item]
 
 
