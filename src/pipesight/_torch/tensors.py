@@ -85,6 +85,15 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return the number that ``StorageWeakRef.cdata`` would have, without making one."""
+    return int(storage._cdata)
+
+
+is_freed: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[attr-defined]
+"""Tell whether a storage is freed, by the number of a ``StorageWeakRef``: its ``expired`` without two calls."""
+
+
 def is_instance(value: object, module: str, name: str) -> bool:
     """Tell whether a value is of a class in a module that need not be imported: then there is no such value."""
     found = getattr(sys.modules.get(module), name, None)

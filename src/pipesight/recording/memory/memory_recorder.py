@@ -8,15 +8,14 @@ A step is measured if that costs less than 1% of the time since the beginning, w
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -28,9 +27,10 @@ from pipesight._torch.cuda_peaks import InsideTask, PeakMeter
 from pipesight._torch.saved_tensors import CAN_BE_SEEN
 from pipesight.context import Kept, Observer, Where, attach, detach
 from pipesight.recording.memory.allocators import allocated, capacity, most_allocated
+from pipesight.recording.memory.met_models import MetModels
 from pipesight.recording.memory.saved_activations import SavedActivations, saved_by_units
 from pipesight.recording.memory.storage_ledger import StorageLedger
-from pipesight.recording.pipeline_description import Pipeline, is_pipeline, parts_of
+from pipesight.recording.pipeline_description import Pipeline, is_pipeline
 from pipesight.trace.automatic.modules import ModuleHooks
 from pipesight.trace.point_events import memory_counter, memory_instant
 
@@ -53,9 +53,7 @@ class MemoryRecorder(Observer):
 
     def __init__(self, modules: ModuleHooks) -> None:
         self._modules = modules
-        self._parts: dict[int | None, list[weakref.ref[nn.Module]]] = {}
-        self._homes: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # parameters, and their partitions
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._models = MetModels()
         self._ledgers: dict[torch.device, StorageLedger] = {}
         self._tasks: weakref.WeakKeyDictionary[threading.Thread, SavedActivations] = weakref.WeakKeyDictionary()
         self._inside: dict[torch.device, InsideTask] = {}  # the task under way of each GPU
@@ -65,7 +63,7 @@ class MemoryRecorder(Observer):
         self._patches = Patches()
         self._counting = threading.Lock()
         self._measuring = False
-        self._counted: set[int | None] = set()  # partitions whose weights were counted in this step
+        self._counted = False  # whether weights, gradients and optimizer state were, in this step
         self._steps, self._interval = 0, 1
         self._step, self._begun, self._spent = 0, 0.0, 0.0
         self._since, self._spent_in_all, self._last_spent = 0.0, 0.0, 0.0
@@ -111,28 +109,18 @@ class MemoryRecorder(Observer):
         self._steps += self._measuring
         self._modules.marks = [] if self._measuring else None
         self._step, self._begun, self._spent = step, now, 0.0
-        self._counted.clear()
+        self._counted = False
+        self._models.begin_step()
 
     def meet_pipeline(self, pipeline: Pipeline) -> None:
         """Learn of a pipeline that is called."""
-        for j, part in parts_of(pipeline).items():
-            if self._meet(j, part):
-                self._homes |= {id(p): (weakref.ref(p), j) for p in part.parameters()}
-        if isinstance(pipeline, nn.Module):
-            self._meet(None, pipeline)  # what no partition has
+        if self._models.meet_pipeline(pipeline):
+            self._counted = False
 
     def meet_module(self, module: nn.Module) -> None:
         """Learn of a module that is called from outside all others."""
-        if not is_pipeline(module):
-            self._meet(None, module)
-
-    def _meet(self, j: int | None, module: nn.Module) -> bool:
-        known = [other for other in self._parts.get(j, []) if other() is not None]
-        if any(other() is module for other in known):
-            return False
-        self._parts[j] = [*known, weakref.ref(module)]
-        self._counted.discard(j)
-        return True
+        if self._models.meet_module(module):
+            self._counted = False
 
     # What a program does outside of pipelines.
 
@@ -146,13 +134,13 @@ class MemoryRecorder(Observer):
         found = list(tensors_in(output))
         saved.walk(found)
         marks, inputs = self._modules.marks or [], list(tensors_in(args))
-        layers, of_inputs = saved.by_layer(marks, inputs, list(self._weights_of(None)))
+        layers, of_inputs = saved.by_layer(marks, inputs, self._models.weight_addresses(None))
         if layers:
             memory_instant("kept by layers", {"partition": None, "inputs": of_inputs, "layers": layers})
         with self._counting:
+            self._count_fixed()
             for device in {tensor.device for tensor in found}:
-                self._count_fixed(None)
-                ledger = self._ledgers.setdefault(device, StorageLedger())
+                ledger = self._ledger(device)
                 ledger.add(inputs, "inputs", None)
                 ledger.add(saved.tensors, "activations", None)
                 self._write(device, None)
@@ -171,22 +159,26 @@ class MemoryRecorder(Observer):
 
     @harmless
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._optimizers.add(optimizer)
+        self._models.meet_optimizer(optimizer)
         for device, before in self._before_step.items():
             most = self._peaks.most_since(device)[1] - before
             memory_instant("most in the optimizer", {"device": str(device), "most": most})
         self._before_step = {}
-        self._count_again()
+        self._count_again(state=True)
 
-    def _count_again(self) -> None:
-        """Count gradients and optimizer state anew."""
+    def _count_again(self, *, state: bool = False) -> None:
+        """Count gradients and, after an optimizer, its ``state`` anew."""
         if not self._measuring or context.current() is not None:
             return
         began = time.perf_counter()
         with self._counting:
-            self._counted.clear()
-            for j in [*self._parts]:
-                self._count_fixed(j)
+            if not self._counted:
+                self._count_fixed()
+            else:
+                for j in self._models.partitions:
+                    self._count_gradients(j)
+                if state:
+                    self._count_state()
             for device in self._ledgers:
                 self._write(device, None, all_partitions=True)
         self._spent += time.perf_counter() - began
@@ -240,15 +232,14 @@ class MemoryRecorder(Observer):
             if where.phase == "forward" and j == where.partitions - 1:
                 self._ended[device], self._new_pass = inside.in_use, False
         with self._counting:
-            for known in [*self._parts]:
-                self._count_fixed(known)
-            ledger = self._ledgers.setdefault(device, StorageLedger())
+            self._count_fixed()
+            ledger = self._ledger(device)
             if where.phase in _PHASES:
                 saved = self._tasks.pop(threading.current_thread(), None)
                 if saved is not None and where.kept is not None:
                     self._count_task(where, where.kept(), saved, ledger)
             else:
-                ledger.add(self._gradients_of(j), "gradients", j)
+                self._count_gradients(j)
                 ledger.add(() if where.gradients is None else where.gradients(), "gradients", j)
             self._write(device, j)
         self._spent += time.perf_counter() - began
@@ -264,20 +255,24 @@ class MemoryRecorder(Observer):
     def _task(self) -> SavedActivations:
         return self._tasks.setdefault(threading.current_thread(), SavedActivations())
 
-    def _count_fixed(self, j: int | None) -> None:
-        """Count weights, gradients and optimizer state of a partition once a step."""
-        if j in self._counted:
+    def _count_fixed(self) -> None:
+        """Count weights, gradients and optimizer state once a step."""
+        if self._counted:
             return
-        self._counted.add(j)
-        for parameter in self._weights_of(j):
-            self._ledger_of(parameter).add([parameter], "weights", j)
-        for gradient in self._gradients_of(j):
-            self._ledger_of(gradient).add([gradient], "gradients", j)
-        for parameter, tensor in self._state():
-            known = self._homes.get(id(parameter))
-            home = known[1] if known is not None and known[0]() is parameter else None
-            if home == j:
-                self._ledger_of(tensor).add([tensor], "optimizer_state", j)
+        self._counted = True
+        for j in self._models.partitions:
+            for weight in self._models.weights(j):
+                self._ledger(weight.device).add([weight], "weights", j)
+            self._count_gradients(j)
+        self._count_state()
+
+    def _count_gradients(self, j: int | None) -> None:
+        for gradient in self._models.gradients(j):
+            self._ledger(gradient.device).add([gradient], "gradients", j)
+
+    def _count_state(self) -> None:
+        for j, tensor in self._models.optimizer_state():
+            self._ledger(tensor.device).add([tensor], "optimizer_state", j)
 
     def _count_task(self, where: Where, kept: Kept, saved: SavedActivations, ledger: StorageLedger) -> None:
         j = where.partition
@@ -286,13 +281,14 @@ class MemoryRecorder(Observer):
         ledger.add(saved.tensors, "activations", j)
         ledger.add(kept.outputs, "activations", j)
         marks = sorted([*saved.after_layers, *where.marks], key=lambda mark: mark[0])
-        layers, of_inputs = saved.by_layer(marks, kept.inputs, self._weights_of(j))
-        waiting = saved.waiting_by_layer(marks, self._weights_of(j))
+        weights = self._models.weight_addresses(j)
+        layers, of_inputs = saved.by_layer(marks, kept.inputs, weights)
+        waiting = saved.waiting_by_layer(marks, weights)
         saved.forget()
         if kept.recomputed and where.phase == "recompute":
             for _, _, tensors in kept.recomputed:
                 ledger.add(tensors, "activations", j)
-            of_units, of_inputs = saved_by_units(kept.recomputed, self._weights_of(j))
+            of_units, of_inputs = saved_by_units(kept.recomputed, weights)
             layers |= of_units
         if layers or waiting:
             place = {"step": where.step, "partition": j, "microbatch": where.microbatch, "phase": where.phase}
@@ -300,7 +296,7 @@ class MemoryRecorder(Observer):
             memory_instant("kept by layers", {**place, **sizes})
 
     def _write(self, device: torch.device, j: int | None, *, all_partitions: bool = False) -> None:
-        by_partition, total = self._ledgers[device].sums()
+        by_partition, total = self._ledgers[device].sums(lasting=all_partitions)
         for partition, sums in by_partition.items():
             if partition is not None and (all_partitions or partition == j):
                 memory_counter(f"memory of partition {partition}", sums)
@@ -315,21 +311,8 @@ class MemoryRecorder(Observer):
             if most is not None and whole is not None:
                 memory_counter(f"peak of {device}", {"allocated": most, "capacity": whole})
 
-    def _ledger_of(self, tensor: Tensor) -> StorageLedger:
-        return self._ledgers.setdefault(tensor.device, StorageLedger())
-
-    def _modules_of(self, j: int | None) -> Iterator[nn.Module]:
-        return (module for reference in self._parts.get(j, ()) if (module := reference()) is not None)
-
-    def _weights_of(self, j: int | None) -> Iterator[Tensor]:
-        for module in self._modules_of(j):
-            yield from itertools.chain(module.parameters(), module.buffers())
-
-    def _gradients_of(self, j: int | None) -> Iterable[Tensor]:
-        return (p.grad for module in self._modules_of(j) for p in module.parameters() if p.grad is not None)
-
-    def _state(self) -> Iterator[tuple[Any, Tensor]]:
-        for optimizer in self._optimizers:
-            for parameter, state in optimizer.state.items():
-                for tensor in tensors_in(state):
-                    yield parameter, tensor
+    def _ledger(self, device: torch.device) -> StorageLedger:
+        found = self._ledgers.get(device)
+        if found is None:
+            found = self._ledgers[device] = StorageLedger()
+        return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from pipesight._torch.saved_tensors import following_nodes, hanging_weights, sav
 from pipesight._torch.tensors import base_of
 from pipesight.recording.memory.storage_ledger import storage_of
 
-__all__ = ["LayerBytes", "SavedActivations", "saved_by_units"]
+__all__ = ["LayerBytes", "SavedActivations", "addresses", "saved_by_units"]
 
 LayerBytes = list[int]
 """Of a layer: what it is the first to keep; what it keeps of earlier layers; and what is in both."""
@@ -70,16 +70,16 @@ class SavedActivations:
         self.tensors, self._waiting = [], []
 
     def by_layer(
-        self, marks: Sequence[tuple[int, str]], inputs: Iterable[Tensor | None], known: Iterable[Tensor]
+        self, marks: Sequence[tuple[int, str]], inputs: Iterable[Tensor | None], weights: Collection[int]
     ) -> tuple[dict[str, LayerBytes], int]:
-        """Return the bytes by layer, without those ``known``, and the bytes of the task's inputs that are kept.
+        """Return the bytes by layer, without the weights, and the bytes of the task's inputs that are kept.
 
         Args:
             marks: The first number of each layer.
             inputs: What the task was given.
-            known: What it keeps for no backward: weights.
+            weights: The addresses of what it keeps for no backward.
         """
-        given, weights = _sizes(inputs), _sizes(known)
+        given = addresses(inputs)
         starts, names = [number for number, _ in marks], [name for _, name in marks]
         found: dict[str, LayerBytes] = {}
         of_inputs = 0
@@ -102,13 +102,13 @@ class SavedActivations:
                 own[2] += storage.size * (counts and earlier)
         return {name: found[name] for name in dict.fromkeys(names) if name in found}, of_inputs
 
-    def waiting_by_layer(self, marks: Sequence[tuple[int, str]], known: Iterable[Tensor]) -> dict[str, int]:
+    def waiting_by_layer(self, marks: Sequence[tuple[int, str]], weights: Collection[int]) -> dict[str, int]:
         """Return the bytes of the gradients that weights wait for, where their part of the backward comes later."""
-        weights, starts = _sizes(known), [number for number, _ in marks]
+        starts = [number for number, _ in marks]
         found: dict[str, int] = {}
         for number, leaves, size in self._waiting:
             k = bisect.bisect_right(starts, number) - 1
-            if k >= 0 and any(address in weights for address in _sizes(leaves)):
+            if k >= 0 and any(address in weights for address in addresses(leaves)):
                 found[marks[k][1]] = found.get(marks[k][1], 0) + size
         return found
 
@@ -126,17 +126,17 @@ class SavedActivations:
 
 
 def saved_by_units(
-    units: Iterable[tuple[str, Sequence[Tensor], Sequence[Tensor | None]]], known: Iterable[Tensor]
+    units: Iterable[tuple[str, Sequence[Tensor], Sequence[Tensor | None]]], weights: Collection[int]
 ) -> tuple[dict[str, LayerBytes], int]:
     """Return the same of layers that were recomputed one by one: by name, their arguments and what they have saved."""
-    weights, seen = _sizes(known), set[int]()
+    seen = set[int]()
     given: dict[int, int] | None = None  # what the first of them gets, comes from another partition
     found: dict[str, LayerBytes] = {}
     for name, arguments, tensors in units:
-        inputs = _sizes(arguments)
+        inputs = addresses(arguments)
         given = inputs if given is None else given
         own = found.setdefault(name, [0, 0, 0])
-        for address, size in _sizes(tensors).items():
+        for address, size in addresses(tensors).items():
             if address in weights:
                 continue
             counts = address not in seen and address not in given
@@ -147,7 +147,8 @@ def saved_by_units(
     return found, sum(size for address, size in (given or {}).items() if address in seen)
 
 
-def _sizes(tensors: Iterable[Tensor | None]) -> dict[int, int]:
+def addresses(tensors: Iterable[Tensor | None]) -> dict[int, int]:
+    """Return where the memory of some tensors is, and its bytes."""
     storages = (storage_of(t) for t in tensors if t is not None)
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage is not None}
 
