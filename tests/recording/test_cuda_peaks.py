@@ -43,7 +43,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
         return found.numbers(0)
 
     def reset_peak_memory_stats(device=None):
-        found.forget(0)
+        found.forget(0 if device is None else torch.device(device).index)
 
     def memory_stats(device_index=None, /):
         numbers = found.numbers(0)["allocated_bytes"]["all"]
@@ -105,3 +105,16 @@ def test_a_program_is_told_its_own_peak(allocator):
         assert found == {"allocated_bytes.all.current": 50, "allocated_bytes.all.peak": 800}
     torch.cuda.memory.reset_peak_memory_stats()
     assert peak() == 50
+
+
+def test_a_mistake_of_the_program_changes_nothing(allocator, caplog):
+    """A device that is none raises what PyTorch raises, and later resets count."""
+    meter = PeakMeter()
+    allocator.add(500)
+    allocator.add(-400)
+    meter.most_since(GPU)
+    with pytest.raises(RuntimeError):
+        torch.cuda.memory.reset_peak_memory_stats("nothing")
+    assert peak() == 500
+    torch.cuda.memory.reset_peak_memory_stats()
+    assert (peak(), caplog.records) == (100, [])

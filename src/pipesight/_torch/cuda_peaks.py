@@ -12,6 +12,7 @@ What the program asks for, such as `torch.cuda.max_memory_allocated`, stays what
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class PeakMeter:
 
     def __init__(self) -> None:
         self._forgotten: dict[int, _Numbers] = {}  # peaks that the program could still ask for
+        self._merging = threading.Lock()  # several threads may allocate on a GPU, and the program may ask meanwhile
         self._patches = Patches()
 
     def most_since(self, device: torch.device) -> tuple[int, int]:
@@ -41,17 +43,19 @@ class PeakMeter:
             if (newer := getattr(torch, "accelerator", None)) is not None and hasattr(newer, "memory"):
                 self._patches.wrap(newer.memory, "memory_stats", self._answer_flat)
                 self._patches.wrap(newer.memory, "reset_peak_memory_stats", self._forget)
-        numbers = allocator_numbers(gpu)
-        found = numbers["allocated_bytes"]["all"]
-        now, most = int(found["current"]), int(found["peak"])
-        _keep_higher(numbers, self._forgotten.setdefault(gpu, {}))
-        forget_peaks(gpu)
+        with self._merging:
+            numbers = allocator_numbers(gpu)
+            forget_peaks(gpu)  # at once: a peak of another thread in between is lost
+            found = numbers["allocated_bytes"]["all"]
+            now, most = int(found["current"]), int(found["peak"])
+            _keep_higher(numbers, self._forgotten.setdefault(gpu, {}))
         return now, most
 
     def _answer(self, original: Any, device: Any = None) -> Any:
-        numbers = original(device)
-        if (gpu := _number(device)) in self._forgotten:
-            _keep_higher(numbers, self._forgotten[gpu])
+        with self._merging:
+            numbers = original(device)
+            if (gpu := _number(device)) in self._forgotten:
+                _keep_higher(numbers, self._forgotten[gpu])
         return numbers
 
     def _answer_flat(self, original: Any, device: Any = None) -> Any:
@@ -66,9 +70,11 @@ class PeakMeter:
         return numbers
 
     def _forget(self, original: Any, device: Any = None) -> Any:
-        if (gpu := _number(device)) in self._forgotten:
-            self._forgotten[gpu].clear()
-        return original(device)
+        with self._merging:
+            result = original(device)
+            if (gpu := _number(device)) in self._forgotten:
+                self._forgotten[gpu].clear()
+        return result
 
 
 def _keep_higher(numbers: _Numbers, known: _Numbers) -> None:

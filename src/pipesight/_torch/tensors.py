@@ -15,6 +15,7 @@ __all__ = [
     "in_transform",
     "is_capturing_stream",
     "is_fake",
+    "is_freed",
     "is_functional",
     "is_instance",
     "is_tracing",
@@ -23,6 +24,7 @@ __all__ = [
     "local_part",
     "raw_stream",
     "storage_id",
+    "storage_key",
     "with_function_overrides",
     "without_function_overrides",
     "without_subclass_overrides",
@@ -90,7 +92,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-is_freed: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[attr-defined]
+is_freed: Callable[[int], object] = torch.UntypedStorage._expired
 """Tell whether a storage is freed, by the number of a ``StorageWeakRef``: its ``expired`` without two calls."""
 
 
