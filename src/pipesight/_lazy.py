@@ -15,10 +15,8 @@ def lazily(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for a package.
 
-    Args:
-        package: Its name. Its ``__all__`` is what ``dir`` and ``help`` show.
-        homes: The module that defines each lazy name.
-        modules: Submodules that become attributes without an import of their own.
+    ``homes`` is the module that defines each lazy name, and ``modules`` are submodules that become attributes. The
+    package's ``__all__`` is what ``dir`` and ``help`` show.
     """
     module = sys.modules[package]
 

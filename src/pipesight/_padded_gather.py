@@ -22,10 +22,7 @@ class PaddedGather:
     def __call__(self, sent: Tensor, size: int, wait: Callable[[Any], object] | None = None) -> Tensor:
         """Return what each rank sent, one row per rank, padded with zeros.
 
-        Args:
-            sent: The tensor of this rank.
-            size: The length of the longest tensor of all ranks.
-            wait: Waits for the collective, given torch's handle; by default, torch waits.
+        ``size`` is the longest length of all ranks. ``wait`` is given torch's handle; by default, torch waits.
         """
         padded = sent.new_zeros(size)
         padded[: sent.numel()] = sent

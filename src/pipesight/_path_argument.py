@@ -10,10 +10,7 @@ __all__ = ["checked_path"]
 def checked_path(path: object, what: str, fix: str) -> str:
     """Return the path as a string.
 
-    Args:
-        path: The argument.
-        what: What it is the path of, for messages.
-        fix: What to pass instead, for messages.
+    Messages say ``what`` it is the path of, and with ``fix`` what to pass instead.
 
     Raises:
         TypeError: It is neither a string nor a `pathlib.Path`.

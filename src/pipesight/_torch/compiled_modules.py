@@ -16,9 +16,6 @@ class CompiledModules:
 
     Code that is compiled with hooks falls apart at each of them, and torch may give up compiling it for good. A module
     whose hooks come and go is better compiled without them, and run as it is while it has them.
-
-    Args:
-        model: The model, or what wraps it.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -109,13 +109,8 @@ def split_windows(
 ) -> list[WindowSplit]:
     """Split the windows of mini-batches that are complete; those with the same tasks are split together.
 
-    Args:
-        minibatches: The mini-batches.
-        tasks: The table that they were found in.
-        transfers: Of the same run.
-        devices: Gives, for a number of partitions, the device of each. Partitions on one device take turns.
-        workers: Gives the worker of each likewise, whose bubble counts. Those that differ from partitions are devices.
-        processors: Gives how many processors the partitions of each mini-batch share, if they compute on a CPU.
+    ``devices`` and ``workers`` give those of the partitions, for a number of them. Partitions on one device take turns;
+    the bubble of workers counts. ``processors`` gives how many the partitions of each mini-batch share on a CPU.
     """
     if not len(minibatches):
         return []
@@ -206,12 +201,8 @@ def _crowded(batch: MiniBatchArrays, workers: Column, processors: int | None) ->
 def _losses(window: Times, busy: Times, spans: Lengths, even_busy: Lengths, usual_busy: Lengths) -> Times:
     """Split the idle time of each window by cause; return it by loss, mini-batch and lane: a partition or a worker.
 
-    Args:
-        window: Of each mini-batch.
-        busy: Of each lane in it.
-        spans: How long the window would be, simulation by simulation.
-        even_busy: How long a lane would compute if tasks of a phase took the same time.
-        usual_busy: How long it usually does.
+    ``spans`` are the lengths of the window in each simulation. ``even_busy`` is how long a lane would compute if tasks
+    of a phase took the same time, ``usual_busy`` how long it usually does.
     """
     own = np.clip(_whole(spans[3]), busy.max(axis=1), window)
     moved = np.clip(_whole(spans[4]), own, window)

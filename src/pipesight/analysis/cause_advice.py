@@ -18,10 +18,8 @@ def changes_by_causes(found: WhatIf, *, jitter: float) -> tuple[list[Change], fl
 
     Stages that are too long, links and collectives have advice of their own.
 
-    Args:
-        found: What replays say.
-        jitter: The share of the step that is lost to tasks that vary. Where replays are in doubt, causes can save no
-            more than that.
+    ``jitter`` is the share of the step that is lost to tasks that vary. Where replays are in doubt, causes can save no
+    more than that.
     """
     changes, left = [], jitter
     for cause in found.causes:

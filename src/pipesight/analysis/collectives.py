@@ -177,9 +177,7 @@ def _matched(
 ) -> tuple[Column, Column, Column, Column, Column] | None:
     """Return step and size, and by rank arrival, begin and end, of calls that all made equally often in a step.
 
-    Args:
-        own: The calls of each rank.
-        waits: The wait for each of them; by default, the call itself waits.
+    ``waits`` has the wait for each call; by default, the call itself waits.
     """
     counts = [
         dict(zip(*(column.tolist() for column in np.unique(calls.step, return_counts=True)), strict=True))

@@ -104,10 +104,7 @@ def critical_paths(run: Run, report: Report, steps: Sequence[int]) -> dict[int, 
     There is none of incomplete steps, of those that are not among the first with `MOST` tasks, of runs with pipelines
     of several sizes, and where times contradict each other.
 
-    Args:
-        run: The run.
-        report: Its analysis.
-        steps: The numbers of steps, most important first.
+    ``steps`` are their numbers, most important first.
     """
     spans = run.spans()
     _, minibatches = find_steps(report.minibatches, spans, report.replicas)

@@ -34,11 +34,8 @@ def lane_bubbles(
 ) -> list[float | None]:
     """Return the share of its windows in which each lane is idle, or its rank where its lanes take turns.
 
-    Args:
-        minibatches: Those of one step. Evaluations are skipped if there is anything else.
-        tasks: The table that the mini-batches were found in.
-        lanes: Which lanes to look at.
-        taking_turns: Ranks that compute for one of their partitions at a time.
+    Of the mini-batches of a step, evaluations are skipped if there is anything else. ``taking_turns`` are ranks that
+    compute for one of their partitions at a time.
 
     Returns:
         ``None`` for a lane without a window, and for all if a mini-batch is incomplete.

@@ -60,9 +60,7 @@ class LatestStep:
 def steps_of(report: Report, *, ended: bool = False) -> list[StepNumbers]:
     """Return the complete steps, in order. Of several replicas, a step takes as long as the slowest.
 
-    Args:
-        report: Of the steps that are kept.
-        ended: Whether the run has, so that no step comes after the last.
+    If the run has ``ended``, no step comes after the last.
     """
     if report.program is not None:
         return _steps_of_program(report.program)

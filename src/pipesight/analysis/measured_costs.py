@@ -130,18 +130,7 @@ def measure_steps(
     transfers: Transfers,
     memory: MemoryReport | None = None,
 ) -> Measured | None:
-    """Find the costs of the steps that count; ``None`` if their order cannot be simulated.
-
-    Args:
-        run: Where the names of layers are.
-        facts: What the description says of the pipeline.
-        steps: All of them; those that count are measured.
-        tasks: Theirs.
-        bubble: Of all of them.
-        layers: Times of layers in these steps.
-        transfers: Of the run.
-        memory: What was counted.
-    """
+    """Find the costs of the steps that count; ``None`` if their order cannot be simulated."""
     split, minibatches, times = steps.main_split(), steps.minibatches, steps.counted_times
     if split is None or split.schedule is None:
         return None

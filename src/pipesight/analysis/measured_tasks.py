@@ -26,11 +26,8 @@ __all__ = ["MeasuredTasks"]
 class MeasuredTasks:
     """Mini-batches with the same tasks. Times are microseconds from the first forward of each, mini-batches last.
 
-    Args:
-        minibatches: With as many tasks each.
-        tasks: The table that they were found in.
-        schedule: The order that most of them have.
-        rates: How fast each of 1, 2, ... devices computes while so many do.
+    The ``schedule`` is the order that most of them have; ``rates`` say how fast each of 1, 2, ... devices computes
+    while so many do.
     """
 
     def __init__(

@@ -19,13 +19,9 @@ def rearranged(
 
     What a micro-batch takes beyond the mean, in all stages, goes with it; the rest stays where it was.
 
-    Args:
-        operations: All of them.
-        durations: Theirs.
-        even: The ratio of even micro-batches to these.
-        chunks: The micro-batches of a batch, if a step may have several; by default, a step has one.
-        exchange: Whether replicas exchange micro-batches before that, so that each has the same work; ``None`` is
-            returned if they cannot, because there is one, or because they have different numbers of them.
+    ``even`` is the ratio of even micro-batches to these, ``chunks`` the number of them in a batch if a step may have
+    several. With ``exchange``, replicas exchange micro-batches before that, so that each has the same work; ``None`` is
+    returned if there is one, or if they have different numbers of them.
     """
     rows = np.flatnonzero(np.isin(operations.kind, (FORWARD, BACKWARD)) & (operations.microbatch >= 0))
     own = operations.where(rows)

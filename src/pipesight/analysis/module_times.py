@@ -71,8 +71,7 @@ def shows_modules(pieces: Pieces) -> np.ndarray:
 def times_of_modules(ranks: Sequence[tuple[Pieces, np.ndarray]]) -> ModuleTimes:
     """Add up the times of modules.
 
-    Args:
-        ranks: The pieces of each rank, and which of its steps count.
+    ``ranks`` has the pieces of each, and which of its steps count.
     """
     sums: dict[tuple[str, str, str], np.ndarray] = {}
     shown = 0

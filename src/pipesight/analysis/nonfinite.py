@@ -61,12 +61,7 @@ class NonFinite:
 
 
 def first_nonfinite(lines: Iterable[Mapping[str, Any]], *, layers: Sequence[str] = ()) -> NonFinite | None:
-    """Find the first tensor that is not finite: the one computed first in the lowest iteration.
-
-    Args:
-        lines: Of statistics; ``rank`` is that of a line, if it says.
-        layers: The names of the model's layers, in order.
-    """
+    """Find the first tensor that is not finite: the one computed first in the lowest iteration."""
     places = {name: place for place, name in enumerate(layers)}
     iterations: set[int] = set()
     bad_layers: set[str] = set()

@@ -65,9 +65,8 @@ class OperationGraph:
 def graph_of(operations: Operations, widest: Column) -> OperationGraph:
     """Return the graph of whole steps.
 
-    Args:
-        operations: By step, replica, stage and begin.
-        widest: What `widest_groups` finds in the recording.
+    ``operations`` are sorted by step, replica, stage and begin; ``widest`` is what `widest_groups` finds in the
+    recording.
 
     Raises:
         ValueError: Operations wait for each other in a circle.

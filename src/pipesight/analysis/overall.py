@@ -49,13 +49,7 @@ class Overall:
 
 
 def overall_of(times: StepTimes, splits: Sequence[WindowSplit], minibatches: Column) -> Overall:
-    """Put the counted steps together.
-
-    Args:
-        times: The counted steps, at least one.
-        splits: Where the windows of mini-batches went.
-        minibatches: Which mini-batches count.
-    """
+    """Put the counted steps together."""
     steps = len(np.unique(times.step))
     elapsed = float(np.bincount(times.replica, times.period).max())
     samples = float(times.samples.sum()) / elapsed * 1e6 if (times.samples >= 0).all() else None

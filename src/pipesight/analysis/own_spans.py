@@ -36,13 +36,7 @@ class OwnTime:
 
 
 def pipeline_edges(minibatches: MiniBatchTable, tasks: Tasks, replicas: Mapping[int, int]) -> StepEdges:
-    """Return when the steps of each rank begin: with its own first task, as it may still end the step before.
-
-    Args:
-        minibatches: All of the run.
-        tasks: Theirs.
-        replicas: That of each rank.
-    """
+    """Return when the steps of each rank begin: with its own first task, as it may still end the step before."""
     own = minibatches.where(minibatches.kind != EVALUATION) if (minibatches.kind != EVALUATION).any() else minibatches
     tables = []
     for rank, replica in sorted(replicas.items()):
@@ -67,13 +61,7 @@ def own_times(
 ) -> tuple[OwnTime, ...]:
     """Return what each span of the user's own covers in the mean step, most first.
 
-    Args:
-        own: The user's spans.
-        counted: The steps that count.
-        minibatches: All of the run.
-        tasks: Theirs.
-        spans: What main threads did else, which comes first.
-        replicas: That of each rank.
+    What main threads did else, ``spans``, comes first.
     """
     if not len(own) or not len(counted):
         return ()

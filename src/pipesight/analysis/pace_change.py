@@ -88,9 +88,7 @@ def _wanders(period: Column, split: int) -> bool:
 def pace_change(times: StepTimes, recorded: Callable[[Column], RecordedOperations | None]) -> PaceChange | None:
     """Return since when the last steps take longer than those before, and why; ``None`` if they do not.
 
-    Args:
-        times: Of the steps that are kept, without warm-up.
-        recorded: Returns the operations of steps, by their numbers.
+    ``times`` are those of the steps that are kept, without warm-up.
     """
     steps = times.over_replicas()
     steps = steps.where(np.flatnonzero(steps.follows))  # others end early

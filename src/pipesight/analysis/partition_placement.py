@@ -41,13 +41,7 @@ class Placement:
 def place_partitions(
     described: Iterable[DescribedPipeline], minibatches: MiniBatchTable, tasks: Tasks
 ) -> dict[int, Placement]:
-    """Return the placement of each pipeline that ran, by its number of partitions.
-
-    Args:
-        described: The pipelines, as far as they are known.
-        minibatches: Complete ones.
-        tasks: The table that they were found in.
-    """
+    """Return the placement of each pipeline that ran, by its number of partitions."""
     known = {pipeline.partitions: pipeline for pipeline in reversed([*described])}
     found = {}
     for n in np.unique(minibatches.partitions).tolist():

@@ -90,13 +90,7 @@ class PipelineReport:
 
 
 def describe_pipelines(steps: TimedSteps, tasks: Tasks, described: Sequence[DescribedPipeline]) -> list[PipelineReport]:
-    """Put the counted mini-batches with equally many partitions together, the pipeline with the most time first.
-
-    Args:
-        steps: With where the time of their mini-batches went.
-        tasks: Theirs.
-        described: The pipelines as `run.json` describes them.
-    """
+    """Put the counted mini-batches with equally many partitions together, the pipeline with the most time first."""
     found = []
     for n in sorted({split.busy.shape[1] for split in steps.splits}):
         if own := _counted(steps, n):

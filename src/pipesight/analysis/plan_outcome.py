@@ -122,18 +122,10 @@ def make_plans(
 ) -> Outcome:
     """Find the best balance for every possible setting.
 
-    Args:
-        costs: Of the layers.
-        measured: The run that they are from, if any.
-        partitions: Numbers of devices; by default that of the run, and the number of its processors if that is smaller.
-        schedules: Names from `SCHEDULES`.
-        checkpoints: Checkpoint modes.
-        chunks: Numbers of micro-batches; by default powers of two, and numbers around that of the run.
-        rounds: Stages per device in interleaved schedules; by default as in the run.
-        memory: Bytes that a device may hold.
-        parameter_scale: Bytes held per byte of parameters.
-        search: Whether to search for an order of tasks that is faster than those that have a name.
-        file: Where that is to be written.
+    By default, there are as many ``partitions`` as in the run, or processors if they are fewer; ``chunks`` are powers
+    of two, and numbers around that of the run; ``rounds`` are as there. ``memory`` is what a device may hold, in bytes,
+    ``parameter_scale`` the bytes held per byte of parameters. ``search`` looks for an order of tasks that is faster
+    than those that have a name, to be written to ``file``.
 
     Raises:
         DoesNotFitError: No plan keeps within the memory limit.

@@ -81,10 +81,8 @@ def gain_of(plan: Plan, measured: Measured) -> float:
 def fewer_partitions(measured: Measured, *, lost: float) -> Change | None:
     """Let no more partitions compute than there are processors.
 
-    Args:
-        measured: What plans are made of.
-        lost: The share of the step that partitions lose to sharing processors. It is the limit where the planner sees
-            no gain: it assumes that they share evenly, which costs less.
+    ``lost`` is the share of the step that partitions lose to sharing processors. It is the limit where the planner sees
+    no gain: it assumes that they share evenly, which costs less.
     """
     enough, setting = measured.processors, measured.setting
     if not measured.crowded or enough is None or setting is None or setting.rounds > 1 or not measured.layers_known:

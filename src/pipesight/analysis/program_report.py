@@ -155,12 +155,8 @@ def program_report(
 
     A trace of PyTorch's profiler has steps of the optimizer alone: what lies between these is not known.
 
-    Args:
-        spans: What its main threads did.
-        only: Report these steps alone.
-        on_device: Whether modules ran on a GPU.
-        background: What ran beside the main threads, if anything did.
-        waits: Who waited for whom in collectives.
+    Steps that are not in ``only``, if given, are not reported. ``background`` is what ran beside the main threads,
+    ``waits`` who waited for whom in collectives.
 
     Raises:
         ValueError: None of the wanted steps was recorded.

@@ -113,12 +113,7 @@ class Pieces:
 
 
 def nested_pieces(spans: ProgramSpans, steps: ProgramSteps) -> Pieces:
-    """Cut the spans of a rank at the beginnings of its steps, and nest them.
-
-    Args:
-        spans: Of one rank.
-        steps: Of the same rank.
-    """
+    """Cut the spans of a rank at the beginnings of its steps, and nest them."""
     edges = np.append(steps.begin, steps.end[-1:])
     first = np.searchsorted(edges, spans.begin, side="right") - 1
     last = np.searchsorted(edges, np.maximum(spans.end - 1, spans.begin), side="right") - 1

@@ -44,10 +44,7 @@ def program_waits(
 ) -> ProgramWaits:
     """Divide the communication of the steps that count.
 
-    Args:
-        waits: Who waited for whom.
-        pieces: The spans of each rank.
-        steps: When the steps that count begin and end, by rank.
+    ``steps`` are when those that count begin and end, by rank.
     """
     counted = {rank: Cover(*edges) for rank, edges in steps.items()}
     waits = _within_steps(waits, counted)

@@ -98,15 +98,7 @@ class SlowConnection:
 def find_links(
     minibatches: MiniBatchTable, tasks: Tasks, transfers: Transfers, times: StepTimes, description: Mapping[str, Any]
 ) -> tuple[LinkReport, ...]:
-    """Return the links that tensors came over, those that cost most first.
-
-    Args:
-        minibatches: Those to look at: complete ones, in steps that count.
-        tasks: The table that they were found in.
-        transfers: Waits for tensors, of the same run.
-        times: The steps of the mini-batches.
-        description: What the run says of hosts and clocks.
-    """
+    """Return the links that tensors came over, those that cost most first."""
     messages = messages_of(minibatches, tasks, transfers)
     periods = {number: times.period[times.replica == number] for number in np.unique(times.replica).tolist()}
     found = []

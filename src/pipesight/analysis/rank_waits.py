@@ -50,14 +50,7 @@ class LateRank:
 
 
 class RankWaits:
-    """What ranks did while others waited for them.
-
-    Args:
-        pieces: Who waited for whom.
-        spans: What the main threads did.
-        minibatches: Of all replicas, with windows.
-        replicas: Which one each rank belongs to.
-    """
+    """What ranks did while others waited for them."""
 
     def __init__(
         self, pieces: WaitTable, spans: Spans, minibatches: MiniBatchTable, replicas: Mapping[int, int]

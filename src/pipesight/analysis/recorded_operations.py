@@ -75,15 +75,7 @@ def recorded_operations(
 ) -> RecordedOperations | None:
     """Return the operations of a run; ``None`` if it has no complete step, or pipelines of several sizes.
 
-    Args:
-        minibatches: Of the steps that count.
-        tasks: The table that they were found in.
-        transfers: Of the same run.
-        spans: What main threads did.
-        calls: Collectives, matched over ranks.
-        placements: Where partitions run, by how many there are.
-        times: The steps that count.
-        stops: When processes were stopped, by rank.
+    ``calls`` are collectives, matched over ranks; ``placements`` say where partitions run, by how many there are.
     """
     minibatches = minibatches.where(minibatches.kind == TRAINING)
     there = len(np.unique(minibatches.step))

@@ -72,12 +72,9 @@ class _Fix:
 class Fixes:
     """What could be removed from a recording.
 
-    Args:
-        operations: All of them.
-        recorded: Their durations; of communications, the transfer.
-        ideal: What communications take if nothing slows them.
-        usual: What computing takes then.
-        before: Whether that is what it took before some step, so that a stage, too, may take longer by chance.
+    ``recorded`` are durations, of communications without waiting. ``ideal`` is what communications take if nothing
+    slows them, ``usual`` what computing takes then: ``before`` some step, if so, which lets a stage take longer by
+    chance, too.
     """
 
     def __init__(
@@ -95,10 +92,7 @@ class Fixes:
     def greedy(self, run: Callable[..., Column], *, now: float, ideal: float) -> tuple[Cause, ...]:
         """Remove the largest cause, then the largest that is left, and so on.
 
-        Args:
-            run: Replays durations of all operations, and returns the mean step of each.
-            now: The mean step as it is.
-            ideal: The ideal one.
+        ``run`` replays durations, and returns the mean step of each.
         """
         causes: list[Cause] = []
         noise = 0.0
@@ -219,12 +213,7 @@ def verdict_of(
 ) -> str:
     """Say how much slower the job is than without stragglers, and why.
 
-    Args:
-        causes: The largest first.
-        by_worker: The slowdown that each worker causes.
-        slowdown: Of the whole job.
-        stages: All stages.
-        partitions: Rank and partition of each worker, where these are not ranks.
+    ``partitions`` has rank and partition of each worker, where these are not ranks.
     """
     if slowdown - 1 < WORTH and not causes:
         return f"No straggler costs {WORTH:.0%}: a step takes {slowdown:.2f} times as long as an ideal one."

@@ -43,13 +43,7 @@ def break_down(
 ) -> StepTimes:
     """Say where the time of complete steps went.
 
-    Args:
-        steps: All steps.
-        minibatches: Theirs; ``splits`` are of these.
-        splits: Where the windows went.
-        all_minibatches: Also those of no step: evaluations.
-        spans: What the main threads did.
-        replicas: Which one each rank belongs to.
+    ``splits`` are of ``minibatches``; ``all_minibatches`` has also those of no step: evaluations.
     """
     inside = np.zeros((1 + len(LOSSES), len(minibatches)))
     busy, bound, turnaround = np.zeros((3, len(minibatches)))

@@ -125,10 +125,8 @@ def find_minibatches(
 ) -> tuple[MiniBatchTable, Tasks]:
     """Find the mini-batches, in order of time, and return the tasks so that those of one lie together, by their begin.
 
-    Args:
-        tasks: Of the whole run.
-        partitions: How many the pipelines of the run have, as far as is known; others are incomplete.
-        replicas: That of each rank; by default, as `replicas_of` finds them.
+    Pipelines have as many ``partitions`` as are known here; others are incomplete. ``replicas`` are by default as
+    `replicas_of` finds them.
     """
     if not len(tasks):
         return MiniBatchTable.empty(), tasks

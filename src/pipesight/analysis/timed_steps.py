@@ -83,15 +83,7 @@ def time_steps(
 ) -> TimedSteps:
     """Group mini-batches into steps and say where the time of each went.
 
-    Args:
-        minibatches: All of the run.
-        tasks: Theirs.
-        spans: What the main threads did.
-        transfers: Of the run.
-        described: The pipelines as `run.json` describes them.
-        replicas: Which one each rank belongs to.
-        waits: Which ranks waited for which in collectives.
-        only: The steps that are wanted, if not all.
+    ``waits`` say which ranks waited for which in collectives; ``only`` has the steps that are wanted, if not all.
 
     Raises:
         ValueError: None of the wanted steps was recorded.

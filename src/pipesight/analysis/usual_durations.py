@@ -49,9 +49,7 @@ class UsualDurations:
 def usual_durations(operations: Operations, durations: Column) -> UsualDurations:
     """Find what operations usually take.
 
-    Args:
-        operations: All of them.
-        durations: Their durations; of communications, without waiting.
+    Durations of communications are without waiting.
     """
     even_microbatches, correlation = _even_microbatches(operations, durations)
     usual, even_stages = durations * even_microbatches, np.ones(len(durations))
@@ -77,11 +75,8 @@ def usual_before(
 ) -> tuple[UsualDurations, UsualDurations]:
     """Find what operations took before some step: each worker is compared with itself, each link too.
 
-    Args:
-        before: Those of the steps before.
-        took: Their durations; of communications, without waiting.
-        after: Those of the steps from there on, of the same workers.
-        durations: The same of these.
+    ``before`` are operations of the steps before, ``after`` those from there on, of the same workers. ``took`` and
+    ``durations`` are theirs; of communications, without waiting.
 
     Returns:
         For the operations before, and for those after, what the same took at the median before: communications, too.

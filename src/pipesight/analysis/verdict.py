@@ -53,11 +53,7 @@ def verdict_on(
 ) -> Verdict:
     """Say how large the bubble is, why, and what else takes the time of a step.
 
-    Args:
-        overall: All counted steps together, if there are any.
-        pipelines: The one with the most time first.
-        changes: What would help.
-        slowed: Whether replays name something that slows the steps.
+    ``slowed`` says that replays name something that slows the steps.
     """
     if overall is None or not pipelines:
         return Verdict("No step is complete, so the bubble cannot be computed.", ())

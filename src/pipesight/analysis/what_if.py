@@ -144,11 +144,10 @@ def what_if(
 ) -> WhatIf:
     """Replay a job in all scenarios.
 
-    Args:
-        operations: By step, replica, stage and begin.
-        partitions: Rank and partition of each worker, where workers are partitions and ``rank`` numbers them.
-        recorded: The mean step; by default, steps last from their first begin to their last end.
-        chunks: The micro-batches of a batch, where a step may have several batches.
+    ``operations`` are sorted by step, replica, stage and begin. ``partitions`` has rank and partition of each worker,
+    where workers are partitions and ``rank`` numbers them. ``recorded`` is the mean step; by default, steps last from
+    their first begin to their last end. ``chunks`` is the number of micro-batches of a batch, where a step may have
+    several.
 
     Raises:
         ValueError: The operations contradict each other, so they cannot be replayed.

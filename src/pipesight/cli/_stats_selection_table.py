@@ -27,10 +27,7 @@ UNWRAPPED = 10_000
 def print_sections(config: Config, layers: Sequence[str] | None, selected: Mapping[str, Section]) -> None:
     """Print the sections of a configuration.
 
-    Args:
-        config: The configuration.
-        layers: The layers of the model; ``None`` without one.
-        selected: The section of each layer that one selects.
+    ``layers`` are those of the model, if there is one.
     """
     console = _console()
     with console.capture() as capture:

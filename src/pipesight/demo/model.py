@@ -19,16 +19,7 @@ __all__ = ["CharEmbedding", "CharHead", "TransformerBlock", "char_gpt"]
 def char_gpt(
     alphabet: int, *, width: int = 64, heads: int = 4, blocks: int = 6, context: int = 32, dropout: float = 0.1
 ) -> nn.Sequential:
-    """Make the model: ``blocks + 2`` layers, which a pipeline can cut anywhere.
-
-    Args:
-        alphabet: How many characters there are.
-        width: How many numbers stand for one character within the model.
-        heads: How many attention heads share the width.
-        blocks: How many transformer blocks there are.
-        context: How many characters the model looks back at.
-        dropout: Which share of the numbers each layer leaves out in training.
-    """
+    """Make the model: ``blocks + 2`` layers, which a pipeline can cut anywhere."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(embed=CharEmbedding(alphabet, width, context, dropout))
     for index in range(blocks):
         layers[f"block{index}"] = TransformerBlock(width, heads, dropout)

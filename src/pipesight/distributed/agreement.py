@@ -34,9 +34,7 @@ class DisagreementError(RuntimeError):
 class Agreement:
     """Exchanges messages among all ranks of the mesh.
 
-    Args:
-        group: All of them, on gloo.
-        monitor: Explains what is wrong if they do not all answer.
+    The ``group`` is of all of them, on gloo; the ``monitor`` explains what is wrong if they do not all answer.
     """
 
     _SIZE = 512  # bytes, enough for most messages; longer ones take a second exchange

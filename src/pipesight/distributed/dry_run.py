@@ -32,14 +32,7 @@ __all__ = ["ModelOutline"]
 
 
 class ModelOutline:
-    """A model without its memory, and the plans of its calls.
-
-    Args:
-        model: The model, on any device or on ``meta``.
-        units: Its units, by name.
-        cuts: The modules that begin partitions 1, 2 and so on.
-        device: Where it will run.
-    """
+    """A model without its memory, and the plans of its calls."""
 
     _REMEMBERED = 256
 
@@ -95,13 +88,8 @@ class ModelOutline:
     ) -> Plan:
         """Return what a call does.
 
-        Args:
-            call: The arguments of a micro-batch.
-            finish: What the last partition does with the output of the model, such as taking the loss.
-            surroundings: What :meth:`follow` returned.
-            i: The micro-batch.
-            randomness: That of the pass.
-            anew: Find it out for these very values of the arguments.
+        ``finish`` is what the last partition does with the output of the model, such as taking the loss;
+        ``surroundings`` is what :meth:`follow` returned. ``anew`` finds it out for these very values of the arguments.
         """
         if len(self._known) > self._REMEMBERED:
             self._known.clear()

@@ -32,14 +32,8 @@ __all__ = ["DryWalk", "KnownWay"]
 class DryWalk(Walk):
     """A call of the outline.
 
-    Args:
-        outline: The model without its memory.
-        cuts: The modules that begin partitions 1, 2 and so on.
-        device: That of the rank.
-        i: The micro-batch.
-        randomness: That of the pass.
-        surroundings: What plans depend on besides arguments.
-        results: What is known of units; the walk adds to it.
+    ``surroundings`` are what plans depend on besides arguments. ``results`` are what is known of units; the walk adds
+    to it.
     """
 
     def __init__(

@@ -44,10 +44,8 @@ class RankFailedError(RuntimeError):
 class RankMonitor:
     """Watches the other ranks of one pipeline, and answers their questions about this one.
 
-    Args:
-        groups: The process groups of the pipeline, the one with all ranks first.
-        where: The context of this rank.
-        timeout: Seconds after which a rank that keeps others waiting counts as hanging, if the user chose any.
+    ``groups`` begin with the one that has all ranks. ``timeout`` is in seconds, if the user chose any: a rank that
+    keeps others waiting for longer counts as hanging.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], where: Where, timeout: float | None) -> None:

@@ -29,18 +29,7 @@ __all__ = ["LayerPipeline"]
 
 
 class LayerPipeline:
-    """What a rank has of a model that is cut by numbers of layers.
-
-    Args:
-        module: The model, or a function that builds it.
-        balance: How many layers each partition takes.
-        kind: The schedule, which assigns partitions to ranks.
-        mesh: The ranks.
-        loss_fn: That of the user.
-        loss_weight: That of the user.
-        deferred_batch_norm: As for the pipeline.
-        data_parallel: As for the pipeline.
-    """
+    """What a rank has of a model that is cut by numbers of layers."""
 
     def __init__(
         self,

@@ -46,12 +46,7 @@ def collect(flows: Sequence[Flow]) -> Evidence:
 
 
 class LossCheck:
-    """Decides which calls to check, and checks them.
-
-    Args:
-        loss_weights: The loss, and how its micro-batches are weighed.
-        replicas: How many pipelines share a batch.
-    """
+    """Decides which calls to check, and checks them."""
 
     def __init__(self, loss_weights: LossWeights, replicas: int) -> None:
         self._loss_weights, self._replicas = loss_weights, replicas
@@ -81,11 +76,7 @@ class LossCheck:
     def verify(self, evidence: Evidence, targets: Sequence[Any], weights: Sequence[float], factor: float) -> bool:
         """Raise ``ValueError`` if micro-batches do not add up; return whether the check was possible.
 
-        Args:
-            evidence: What the step kept.
-            targets: Of its micro-batches.
-            weights: Of its micro-batches.
-            factor: What a step multiplies the loss by, apart from the weight.
+        ``factor`` is what a step multiplies the loss by, apart from the weight.
         """
         try:
             with _kept_buffers(self._loss_weights.loss_fn):

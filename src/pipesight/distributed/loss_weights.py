@@ -44,12 +44,7 @@ class _Settings:
 
 
 class LossWeights:
-    """Weighs the micro-batches of a batch.
-
-    Args:
-        loss_fn: That of the user.
-        loss_weight: The user's choice, if any: a function of output and target, or a name.
-    """
+    """Weighs the micro-batches of a batch."""
 
     def __init__(self, loss_fn: LossFunction, loss_weight: LossWeight | None) -> None:
         if not callable(loss_fn):

@@ -26,9 +26,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of lo
 class PipelineMesh:
     """The ranks of all pipelines, and the position of this one.
 
-    Args:
-        mesh: One dimension, or two, named ``pp`` and ``dp``. All ranks in one pipeline by default.
-        timeout: How many seconds a rank waits for another; by default as long as the process group says.
+    The ``mesh`` has one dimension, or two, named ``pp`` and ``dp``; without one, all ranks are in one pipeline.
+    ``timeout`` is how many seconds a rank waits for another; by default as long as the process group says.
     """
 
     def __init__(self, mesh: DeviceMesh | None, timeout: float | None = None) -> None:

@@ -33,10 +33,8 @@ def build_model(
 ) -> tuple[nn.Module, Recipe | None]:
     """Return the model that a factory builds, and the recipe for its weights unless it already has them.
 
-    Args:
-        factory: Builds it.
-        free: Frees what belongs to other ranks, of a model that had to be built whole.
-        first: Whether this rank logs a warning if the model has to be built on the CPU.
+    ``free`` frees what belongs to other ranks, of a model that had to be built whole. The ``first`` rank logs a warning
+    if that is on the CPU.
     """
     states = _generators()
     try:

@@ -47,18 +47,7 @@ _MISPLACED = 0.25
 class ModelPipeline:
     """What a rank has of a model that is cut at modules.
 
-    Args:
-        module: The model, or a function that builds it.
-        cuts: The modules whose first call begins partitions 1, 2 and so on.
-        kind: The schedule, which assigns partitions to ranks.
-        mesh: The ranks.
-        sample: Arguments of a call, to find out which partition uses which parameter; guessed without.
-        loss: Takes the output of the model, returns its loss.
-        loss_weight: What the loss of a micro-batch counts, given its arguments.
-        batch_dim: Where the batch is in the arguments.
-        deferred_batch_norm: As for the pipeline.
-        data_parallel: As for the pipeline.
-        verify: As for the pipeline.
+    The ``sample`` is of arguments of a call, to find out which partition uses which parameter; that is guessed without.
     """
 
     def __init__(

@@ -38,11 +38,8 @@ def guess_parts(names: Iterable[str], cuts: Sequence[str]) -> dict[str, int]:
 class Placement:
     """The parameters and buffers of a model on one rank.
 
-    Args:
-        module: The model. Its parameters are replaced by those of this rank, and by some without memory.
-        parts: The partitions that use each parameter, by name, the owner's first.
-        rank_of: Returns which rank of the pipeline has a partition.
-        mesh: The ranks.
+    The parameters of the ``module`` are replaced by those of this rank, and by some without memory. ``parts`` are the
+    partitions that use each, by name, the owner's first.
     """
 
     def __init__(
@@ -96,11 +93,7 @@ class Placement:
             self.put(name, nn.Parameter(empty, parameter.requires_grad))
 
     def adjust(self, used: Sequence[Iterable[str]]) -> list[str]:
-        """Give copies to partitions that turn out to use a parameter of another rank; return which are new.
-
-        Args:
-            used: The parameters that each partition uses, by name.
-        """
+        """Give copies to partitions that turn out to use a parameter of another rank; return which are new."""
         return self.add_copies([(name, self._rank_of(j)) for j, names in enumerate(used) for name in sorted(names)])
 
     def add_copies(self, users: Iterable[tuple[str, int]]) -> list[str]:

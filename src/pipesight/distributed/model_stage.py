@@ -104,13 +104,7 @@ class _Graph:
 class ModelStage(TransferringStage):
     """A partition of this rank.
 
-    Args:
-        parts: The model.
-        units: Those of the partition, for observers and their buffers.
-        j: Which partition it is.
-        partitions: How many there are.
-        device: Where it runs.
-        group: The ranks of this pipeline.
+    ``units`` are those of the partition, for observers and their buffers.
     """
 
     def __init__(

@@ -38,15 +38,8 @@ def _whole(output: Any) -> Any:
 class ModelStepRunner(CallRunner):
     """Makes the calls of a pipeline of any model.
 
-    Args:
-        outline: The model without its memory.
-        placement: Of its parameters.
-        chunks: How many micro-batches a mini-batch is cut into.
-        dims: Where the batch is in the arguments.
-        loss: Takes the output of the model, returns its loss.
-        loss_weight: What the user says the loss of a micro-batch counts.
-        adjusted: Called with a plan if it moves parameters or units between partitions.
-        settings: As for :class:`CallRunner`.
+    ``adjusted`` is called with a plan if it moves parameters or units between partitions; ``settings`` are as for
+    :class:`CallRunner`.
     """
 
     def __init__(

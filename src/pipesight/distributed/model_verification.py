@@ -42,16 +42,8 @@ def verify_step(
 ) -> None:
     """Raise on every rank if a step gives another loss, or other gradients, than the plain model.
 
-    Args:
-        model: That of this rank.
-        placement: Of its parameters.
-        buffers: Which rank of the pipeline has the values of each buffer, by name; every rank has the others.
-        last: The rank of the pipeline with the last partition.
-        mesh: The ranks.
-        agreement: Exchanges messages.
-        where: The context of this rank.
-        run: Makes the step.
-        split: Cuts the arguments into micro-batches anew, as the model may change them.
+    ``buffers`` says which rank of the pipeline has the values of each, by name; every rank has the others. ``run``
+    makes the step, and ``split`` cuts the arguments anew, as the model may change them.
     """
     plain = _whole_model(model, placement, buffers, mesh, keep=mesh.position == last)
     with _put_aside(model, placement) as clear, torch.random.fork_rng():

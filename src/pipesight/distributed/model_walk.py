@@ -35,13 +35,7 @@ Call: TypeAlias = Callable[..., Any]
 
 
 class Doors:
-    """The entries of a model's units and cuts: while a walk is under way, it makes their calls.
-
-    Args:
-        model: The model.
-        units: Its units, by name.
-        cuts: The modules that begin partitions 1, 2 and so on.
-    """
+    """The entries of a model's units and cuts: while a walk is under way, it makes their calls."""
 
     def __init__(self, model: nn.Module, units: Sequence[str], cuts: Sequence[str]) -> None:
         self.walk: Walk | None = None
@@ -85,11 +79,7 @@ class Doors:
 class Walk(TorchFunctionMode):
     """A call of the model, up to where it is.
 
-    Args:
-        cuts: The modules that begin partitions 1, 2 and so on.
-        device: That of the rank.
-        i: The micro-batch.
-        randomness: That of the pass; each call outside units, and each unit, has a stream of its own.
+    Each call outside units, and each unit, has a stream of ``randomness`` of its own.
     """
 
     def __init__(self, cuts: Sequence[str], device: torch.device, i: int, randomness: PassRandomness) -> None:

@@ -22,8 +22,7 @@ _Entries = dict[tuple[int, bool, str], Any]
 class OutlineState:
     """The attributes and buffers of an outline before a first call.
 
-    Args:
-        pairs: The modules of the outline, each with that of the model.
+    ``pairs`` are the modules of the outline, each with that of the model.
     """
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:

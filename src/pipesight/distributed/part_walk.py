@@ -49,17 +49,8 @@ class _PartitionEnd(BaseException):
 class PartWalk(Walk):
     """A call of the model for one partition.
 
-    Args:
-        plan: Of the call.
-        own: The partition.
-        received: What comes from earlier ones.
-        parameters: The stand-ins of all parameters, by the ids of these.
-        outlines: The units without values, by name.
-        repeated: The units that are to be run again in backward, with their buffers, by name.
-        cuts: The modules that begin partitions 1, 2 and so on.
-        device: That of the rank.
-        i: The micro-batch.
-        randomness: That of the pass.
+    ``parameters`` are stand-ins, by the ids of these, ``outlines`` the units without values, ``repeated`` those that
+    are run again in backward, with their buffers, by name.
     """
 
     def __init__(
@@ -256,12 +247,7 @@ def run_part(
 ) -> Any:
     """Run a partition; return what the last one gives, after ``finish``, and ``None`` of others.
 
-    Args:
-        walk: The call.
-        doors: Of the model.
-        model: With the parameters of this rank.
-        call: The arguments.
-        finish: Makes of the model's output what is wanted of it.
+    ``finish`` makes of the model's output what is wanted of it.
     """
     outer, doors.walk = doors.walk, walk
     args, kwargs = call

@@ -26,11 +26,8 @@ def read_tensors(
 ) -> None:
     """Copy the values of tensors from files, whatever dtype they have there.
 
-    Args:
-        folder: Where the files are.
-        wanted: The tensors to fill, by name.
-        aliases: Other names of each: tied weights are in the files under one of them.
-        prefix: What a name may lack in the files, or have more: files of a model without its head, or of one with it.
+    ``aliases`` are other names of each tensor: tied weights are in the files under one of them. The ``prefix`` is what
+    a name may lack in the files, or have more: files of a model without its head, or of one with it.
 
     Raises:
         ValueError: A tensor is in no file, or has another shape there.

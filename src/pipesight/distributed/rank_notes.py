@@ -38,11 +38,7 @@ State: TypeAlias = dict[str, Any]
 class RankNotes:
     """Reads and writes the notes. If the store is gone, reading raises.
 
-    Args:
-        name: That of the pipeline.
-        rank: This one.
-        ranks: All of the pipeline.
-        address: Where others can check whether this process is alive.
+    The ``address`` is where others can check whether this process is alive.
     """
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int], address: Any) -> None:

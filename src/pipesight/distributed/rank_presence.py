@@ -43,11 +43,6 @@ class RankPresence:
 
     The thread refers to no process group: where it held the last reference to one, it would free it, perhaps while
     Python shuts down, which aborts the process.
-
-    Args:
-        notes: What questions and answers are written into.
-        where: The context of this rank.
-        interval: Seconds between two looks at the questions.
     """
 
     def __init__(self, notes: RankNotes, where: Where, interval: float) -> None:

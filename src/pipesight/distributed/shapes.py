@@ -88,13 +88,7 @@ Seen: TypeAlias = tuple[list[Region | None], tuple[int, ...]]
 
 
 class Skeleton:
-    """The whole model without its memory.
-
-    Args:
-        module: The model, on any device or on ``meta``.
-        balance: How many layers each partition takes.
-        device: Where the layers will run.
-    """
+    """The whole model without its memory."""
 
     _REMEMBERED = 256
 

@@ -24,12 +24,7 @@ __all__ = ["SkipForwarding"]
 
 
 class SkipForwarding:
-    """Separates the skips of one partition from those that only pass it, and puts them together again.
-
-    Args:
-        j: Which partition it is.
-        routes: Of the skips of the whole model.
-    """
+    """Separates the skips of one partition from those that only pass it, and puts them together again."""
 
     def __init__(self, j: int, routes: SkipRoutes) -> None:
         self._j, self._routes = j, routes

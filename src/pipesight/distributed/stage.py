@@ -41,16 +41,7 @@ __all__ = ["Stage"]
 
 
 class Stage(TransferringStage):
-    """A partition of this rank.
-
-    Args:
-        partition: Its layers.
-        j: Which one it is.
-        partitions: How many there are.
-        routes: Of the skips of the whole model.
-        device: Where it runs.
-        group: The ranks of this pipeline.
-    """
+    """A partition of this rank."""
 
     def __init__(
         self,

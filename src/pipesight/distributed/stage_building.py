@@ -31,14 +31,8 @@ def make_stages(
 ) -> list[Stage]:
     """Return the stages of this rank, in the order of partitions.
 
-    Args:
-        module: The whole model.
-        recipe: Initialises layers that have no weights yet.
-        skeleton: The model without memory, cut into partitions.
-        kind: The schedule, which assigns partitions to ranks.
-        mesh: The ranks.
-        deferred_batch_norm: As for the pipeline.
-        data_parallel: As for the pipeline.
+    ``recipe`` initialises layers that have no weights yet; the ``skeleton`` is the model without memory, cut into
+    partitions.
     """
     sizes = [len(outline) for outline in skeleton.partitions]
     layers = list(module.named_children())
@@ -61,15 +55,7 @@ def make_stages(
 
 
 def learned_with(module: nn.Sequential, loss_fn: Any, last: Stage, mesh: PipelineMesh, data_parallel: str) -> nn.Module:
-    """Return what this rank trains and saves: its layers, and on the last rank a ``loss_fn`` with parameters.
-
-    Args:
-        module: The layers of this rank.
-        loss_fn: That of the user.
-        last: The last stage of this rank.
-        mesh: The ranks.
-        data_parallel: As for the pipeline.
-    """
+    """Return what this rank trains and saves: its layers, and on the last rank a ``loss_fn`` with parameters."""
     if not isinstance(loss_fn, nn.Module) or not any(p.requires_grad for p in loss_fn.parameters()):
         return module
     if "loss_fn" in dict(module.named_children()):

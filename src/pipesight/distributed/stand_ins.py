@@ -39,12 +39,6 @@ def answers_of(device: torch.device) -> dict[Any, Any]:
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
     """Call a torch function that has a stand-in among its arguments.
 
-    Args:
-        func: The function.
-        args: Its arguments.
-        kwargs: Its arguments by keyword.
-        device: That of the rank.
-
     Raises:
         ValueNeededError: It cannot do without values; the message names the line that calls it.
     """

@@ -20,15 +20,7 @@ __all__ = ["StepInputs"]
 
 
 class StepInputs:
-    """Reads the batch of this rank, and finds out from the messages of all what is in theirs.
-
-    Args:
-        skeleton: The model without its memory.
-        mesh: The ranks.
-        kind: The schedule.
-        chunks: How many micro-batches a mini-batch is cut into.
-        loss_weights: How much micro-batches count.
-    """
+    """Reads the batch of this rank, and finds out from the messages of all what is in theirs."""
 
     def __init__(
         self, skeleton: Skeleton, mesh: PipelineMesh, kind: RankSchedule, chunks: int, loss_weights: LossWeights
@@ -81,10 +73,7 @@ class StepInputs:
     def agree(self, messages: dict[int, Message], with_target: bool, turn: tuple[int, int]) -> tuple[list[Flow], int]:
         """Return the micro-batches and the seed that follow from the messages of all ranks, the same on each.
 
-        Args:
-            messages: Of all ranks.
-            with_target: Whether there is a loss.
-            turn: How many training steps there were, and other passes since the last of them.
+        ``turn`` is how many training steps there were, and other passes since the last of them.
         """
         mesh = self.mesh
         modes = {rank: message["mode"] for rank, message in messages.items()}

@@ -33,17 +33,7 @@ __all__ = ["CallRunner", "ScheduleRunner", "StepRunner"]
 
 
 class CallRunner:
-    """What all calls of a pipeline have in common; it counts them.
-
-    Args:
-        module: The layers of this rank.
-        mesh: The ranks.
-        schedule_runner: Runs the stages of this rank.
-        agreement: Exchanges messages.
-        monitor: That of the other ranks.
-        where: The context of this rank.
-        checkpoint: As for the pipeline.
-    """
+    """What all calls of a pipeline have in common; it counts them."""
 
     def __init__(
         self,
@@ -95,12 +85,7 @@ class CallRunner:
 
 
 class StepRunner(CallRunner):
-    """Makes the calls of a pipeline of layers.
-
-    Args:
-        inputs: Reads batches, and agrees with other ranks on what is in them.
-        settings: As for :class:`CallRunner`.
-    """
+    """Makes the calls of a pipeline of layers."""
 
     def __init__(self, inputs: StepInputs, *settings: Any) -> None:
         super().__init__(*settings)
@@ -204,13 +189,7 @@ class StepRunner(CallRunner):
 
 
 class ScheduleRunner:
-    """Runs torch's schedules over the stages of this rank, for any number of micro-batches.
-
-    Args:
-        kind: The schedule.
-        stages: Those of this rank.
-        ranks: How many there are in the pipeline.
-    """
+    """Runs torch's schedules over the stages of this rank, for any number of micro-batches."""
 
     def __init__(self, kind: RankSchedule, stages: Sequence[TransferringStage], ranks: int) -> None:
         self._kind, self._stages, self._ranks = kind, stages, ranks

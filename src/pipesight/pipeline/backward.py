@@ -53,9 +53,7 @@ def run_backward(
 class BackwardPass(Pass):
     """Runs the tasks of a mini-batch backward.
 
-    Args:
-        tape: What its forward left.
-        keep: Leave that as it is, for another backward.
+    With ``keep``, the tape is left as it is, for another backward.
     """
 
     def __init__(self, tape: Tape, *, keep: bool) -> None:

@@ -105,12 +105,7 @@ class BatchDims:
         return {name for name, value in self._rules.items() if value == rule and type(value) is type(rule)}
 
     def check_used(self, names: Iterable[str], arguments: Iterable[str]) -> None:
-        """Warn of names in ``batch_dim`` that fit nothing in a call, unless the argument was not given.
-
-        Args:
-            names: The paths of everything in the call.
-            arguments: The arguments that were given.
-        """
+        """Warn of names in ``batch_dim`` that fit nothing in a call, unless the argument was not given."""
         everything, given = set(names), set(arguments)
         for name in self._rules:
             root = name.partition(".")[0]
@@ -124,14 +119,7 @@ class BatchDims:
         return name in self._seen and not self._seen[name][0]
 
     def remember(self, name: str, cut: bool, size: int, shape: Iterable[int]) -> None:
-        """Note what was guessed, and warn if it is not what was guessed before.
-
-        Args:
-            name: The path.
-            cut: Whether it was of the size of the batch.
-            size: That of the batch.
-            shape: That of the tensor.
-        """
+        """Note what was guessed, and warn if it is not what was guessed before."""
         now = (cut, size, tuple(shape))
         before = self._seen.setdefault(name, now)
         if before[0] == cut or name in self._warned:

@@ -61,12 +61,8 @@ class Dependencies:
         Graphs look alike: once a micro-batch has shown that everything there is leads to its outputs, those of the same
         shape are not looked at. A partition that is new may still have something to show.
 
-        Args:
-            i: The micro-batch.
-            partition: That of the task.
-            graph: That of the task.
-            places: Where each of the outputs goes; by default to the next partition, and skips to theirs.
-            floor: The autograd number at which the task began: its graph must not reach an older node.
+        ``places`` are where the outputs go; by default to the next partition, and skips to theirs. ``floor`` is the
+        autograd number at which the task began: its graph must not reach an older node.
         """
         shape: Shape = None
         if places is not None:

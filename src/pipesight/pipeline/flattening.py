@@ -111,11 +111,8 @@ class _Rebuild:
 def flatten(value: Any, name: str = "", opaque: Set[str] = frozenset(), *, has_samples: bool = False) -> Flat:
     """Take ``value`` apart.
 
-    Args:
-        value: Anything.
-        name: Its path.
-        opaque: The paths of what is not walked.
-        has_samples: It will be cut into samples, or put together of them, which a ``PackedSequence`` cannot.
+    What has one of the paths in ``opaque`` is not walked. With ``has_samples``, it will be cut into samples or put
+    together of them, which a ``PackedSequence`` cannot.
     """
     flat = Flat()
     flat._root = _Walk(flat, opaque, has_samples).visit(value, name)

@@ -39,9 +39,8 @@ class ForwardPass(Pass):
     def run(self, microbatches: list[tuple[Tensor, ...]], form: Form) -> list[Packet]:
         """Run all micro-batches through all partitions; return the outputs of the last.
 
-        Args:
-            microbatches: Is emptied, so that inputs can be freed as they are used.
-            form: Makes of the tensors of one what the first layer takes.
+        ``microbatches`` is emptied, so that inputs can be freed as they are used. ``form`` makes of the tensors of one
+        what the first layer takes.
         """
         self._input_storages = {t.untyped_storage().data_ptr() for t in microbatches[0]}
         for i, tensors in enumerate(microbatches):

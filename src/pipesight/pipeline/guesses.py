@@ -54,14 +54,7 @@ class Share:
 
 
 def doubt(share: Share, source: Share | None, size: int, part: int) -> str:
-    """Return why a guess may be wrong; nothing if there is no sign of it.
-
-    Args:
-        share: What micro-batches get of an argument.
-        source: Of the one from which the size of the batch is known, if that is a tensor.
-        size: That of the batch.
-        part: That of a micro-batch.
-    """
+    """Return why a guess may be wrong; nothing if there is no sign of it."""
     value, dim = share.value, share.dim
     if not share.guessed or (source is not None and share.name == source.name):
         return ""

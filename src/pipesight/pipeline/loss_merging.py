@@ -68,9 +68,7 @@ class LossMerging:
     def weigher(self, call: SplitCall, watches: Sequence[LossWatch] = ()) -> Weigh:
         """Return what weighs the losses of a call.
 
-        Args:
-            call: How it was cut.
-            watches: Those under which the micro-batches ran, where they have no graphs.
+        ``watches`` are those under which the micro-batches ran, where they have no graphs.
         """
         self._lossless.add(frozenset(call.arguments[0]))
         if self.given == "samples":
@@ -122,12 +120,7 @@ class LossMerging:
     ) -> Weights:
         """Return the weights of micro-batches, given what the loss of each is made of.
 
-        Args:
-            name: Of the loss.
-            parts: Of each loss.
-            losses: Themselves.
-            call: How it was cut.
-            apart: Whether the gradients of parts may be scaled, where one weight does not fit all of them.
+        With ``apart``, the gradients of parts may be scaled, where one weight does not fit all of them.
         """
         by_samples = weigh_by_samples(name, losses, call.sizes)
         if len({tuple((part.what, part.divisor is None) for part in mine) for mine in parts}) > 1:

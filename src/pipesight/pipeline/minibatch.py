@@ -57,12 +57,7 @@ class Engine:
 class MiniBatch:
     """What all tasks of one mini-batch know.
 
-    Args:
-        engine: That of the model.
-        caller: The state of the thread that called the model.
-        sizes: How many samples each micro-batch has.
-        checkpoint_stop: Micro-batches below this number are checkpointed, if gradients are wanted at all.
-        step: The training step that it belongs to.
+    Micro-batches below ``checkpoint_stop`` are checkpointed, if gradients are wanted at all.
     """
 
     def __init__(
@@ -113,13 +108,7 @@ class Tape:
 
 
 class Pass:
-    """One pass of a mini-batch over the workers, forward or backward: what both have in common.
-
-    Args:
-        tape: What passes from forward to backward.
-        tasks: How many tasks each partition has.
-        pace: That of passes in this direction.
-    """
+    """One pass of a mini-batch over the workers, forward or backward: what both have in common."""
 
     def __init__(self, tape: Tape, tasks: int, pace: Pace) -> None:
         self.tape, self.minibatch = tape, tape.minibatch

@@ -65,11 +65,6 @@ class Placement:
 
     Until a unit is called, its place is a guess: that of the last cut before it, in the order in which the model
     registers its modules.
-
-    Args:
-        model: The model.
-        cuts: The modules that begin partitions 1, 2 and so on.
-        devices: Of the partitions.
     """
 
     def __init__(self, model: nn.Module, cuts: Sequence[str], devices: Sequence[torch.device]) -> None:

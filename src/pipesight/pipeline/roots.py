@@ -31,11 +31,7 @@ class _Root:
 
 
 class Roots:
-    """Those of one micro-batch.
-
-    Args:
-        n: The number of partitions.
-    """
+    """Those of one micro-batch."""
 
     def __init__(self, n: int) -> None:
         self._of: list[dict[int, _Root]] = [{} for _ in range(n)]

@@ -28,8 +28,7 @@ _End: TypeAlias = tuple[GradientEdge, Tensor]
 class SplitBackward:
     """Runs the graph of a task in two parts, and returns the gradients.
 
-    Args:
-        graph: That of the task; its edges and anchors are kept until both parts have run.
+    The edges and anchors of the ``graph`` are kept until both parts have run.
     """
 
     def __init__(self, graph: LocalGraph) -> None:
@@ -110,10 +109,7 @@ def run_backward(ends: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 def run_input_backward(ends: Sequence[Tensor], gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> RestOfBackward:
     """Compute the gradients of the inputs; return the rest.
 
-    Args:
-        ends: Where the backward starts.
-        gradients: Theirs.
-        leaves: The inputs, which get ``.grad``.
+    The ``leaves`` are the inputs, and get ``.grad``.
     """
     learning = [leaf for leaf in leaves if leaf.requires_grad]
     edges = [get_gradient_edge(end) for end in ends]
@@ -133,10 +129,8 @@ def run_input_backward(ends: Sequence[Tensor], gradients: Sequence[Tensor], leav
 class _SecondPart:
     """Knows where the second part starts, and which weights each start leads to.
 
-    Args:
-        ends: The outputs that have a gradient.
-        roots: Where the gradients of the inputs arrive.
-        weights: Those that are wanted; by default all leaves of the graph but roots.
+    ``roots`` are where the gradients of the inputs arrive, ``weights`` those that are wanted: by default all leaves but
+    roots.
     """
 
     def __init__(

@@ -45,9 +45,8 @@ def take_loss(output: Any) -> Any:
 class LossOf:
     """Computes the loss of a micro-batch of its output.
 
-    Args:
-        loss: Takes the output, returns the loss that the model has computed.
-        loss_fn: Instead, takes output and target.
+    ``loss`` takes the output, and returns the loss that the model has computed; ``loss_fn``, instead, takes output and
+    target.
     """
 
     def __init__(self, loss: Callable[[Any], Any] | None, loss_fn: Callable[[Any, Any], Any] | None) -> None:
@@ -88,12 +87,7 @@ class LossOf:
 class StepLosses:
     """Those of one step.
 
-    Args:
-        loss_of: Computes them.
-        merging: Weighs them.
-        call: How the arguments of the step were cut.
-        targets: Of the micro-batches, if the loss needs them.
-        scale: What gradients are multiplied by, against underflow.
+    ``scale`` is what gradients are multiplied by, against underflow.
     """
 
     def __init__(

@@ -36,11 +36,7 @@ TARGET = "target"
 class Stepper:
     """What a pipeline's steps have in common.
 
-    Args:
-        schedule: The order of tasks; a path is that of a CSV file.
-        loss: Takes the output of the model, returns its loss.
-        loss_fn: Instead, takes output and target.
-        loss_weight: The user's choice, if any.
+    A ``schedule`` that is a path is that of a CSV file.
     """
 
     def __init__(

@@ -28,18 +28,7 @@ __all__ = ["UnitCheckpoint"]
 
 
 class UnitCheckpoint:
-    """One call of a unit that will be repeated.
-
-    Args:
-        name: Of the unit.
-        module: The unit.
-        buffers: Its buffers.
-        args: Of the call.
-        kwargs: Of the call.
-        randomness: That of the pass.
-        task: Names the random stream of the call.
-        attributes: What the micro-batch has written into modules.
-    """
+    """One call of a unit that will be repeated."""
 
     def __init__(
         self,

@@ -56,12 +56,7 @@ class Pace:
 
 
 class Threads:
-    """Threads that wait for jobs. Those of several callers run one after the other in each thread.
-
-    Args:
-        names: One for each thread.
-        devices: The GPU that each thread uses, or the CPU.
-    """
+    """Threads that wait for jobs. Those of several callers run one after the other in each thread."""
 
     def __init__(self, names: Sequence[str], devices: Sequence[torch.device]) -> None:
         self._pid = os.getpid()

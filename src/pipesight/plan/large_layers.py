@@ -38,10 +38,6 @@ def large_layer(costs: Costs, plan: Plan) -> LargeLayer | None:
     """Return the largest layer if it takes more than the share of a device, and splitting it saves more than 1%.
 
     The parts are assumed to take equally long, and as long as the layer together.
-
-    Args:
-        costs: Of the layers.
-        plan: The setting in which to look; it has a schedule with a name.
     """
     setting = plan.setting
     if setting.partitions == 1 or plan.order is not None:

@@ -128,11 +128,8 @@ def distributed_call(
 ) -> str | None:
     """Return the code that runs a plan with one rank per partition; ``None`` if no schedule can.
 
-    Args:
-        plan: What to run.
-        units: The layers, by name, of a model that is cut at modules.
-        file: Where an order that a search found is written.
-        by_file: Whether any order is in the file.
+    ``units`` are the layers, by name, of a model that is cut at modules. ``file`` is where an order that a search found
+    is written, or any order with ``by_file``.
     """
     setting, name = plan.setting, file
     if plan.order is None and not by_file:

@@ -73,13 +73,7 @@ def measure(ask: Callable[[], int], clock: Callable[[], int], *, rounds: int = R
 
 
 def correction_from(measurements: Sequence[Measurement], *, begin: int, end: int) -> Correction:
-    """Fit a line through the best measurement of the first half of the time, and the best of the second.
-
-    Args:
-        measurements: In order of time, at least one.
-        begin: The first time to be corrected.
-        end: The last time to be corrected.
-    """
+    """Fit a line through the best measurement of the first half of the time, and the best of the second."""
     middle = (measurements[0].at + measurements[-1].at) // 2
     one = min((m for m in measurements if m.at <= middle), key=lambda m: m.error)
     others = [m for m in measurements if m.at > middle]

@@ -39,8 +39,7 @@ class _Client:
 class ClockServer:
     """Answers with the time of this process, and collects what other ranks found about their clocks.
 
-    Args:
-        clock: Returns the time of the trace, in nanoseconds.
+    ``clock`` returns the time of the trace, in nanoseconds.
     """
 
     def __init__(self, clock: Callable[[], int]) -> None:

@@ -39,11 +39,8 @@ _CALLERS = 4  # frames from a logger's `_log` to its handlers, subclasses includ
 class LogCapture:
     """Writes the lines of all loggers from a level on to a file, until `remove`.
 
-    Args:
-        path: The file.
-        level: Lines below it are not written.
-        max_bytes: If the file gets larger than this, its older half is removed.
-        step: Returns the current step, for lines from outside pipelines.
+    If the file gets larger than ``max_bytes``, its older half is removed. ``step`` returns the current step, for lines
+    from outside pipelines.
     """
 
     def __init__(self, path: Path, *, level: int, max_bytes: int | None, step: Callable[[], int | None]) -> None:

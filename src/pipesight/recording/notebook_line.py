@@ -18,11 +18,7 @@ LEAST = 0.5  # seconds from one update to the next
 
 
 class NotebookLine:
-    """A line in the output of a cell: how many steps were recorded, and how long they take.
-
-    Args:
-        path: The run directory.
-    """
+    """A line in the output of a cell: how many steps were recorded, and how long they take."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -39,11 +39,8 @@ _POLL = 0.05
 class RankClocks:
     """The clock of this rank, and on rank 0 those of the others.
 
-    Args:
-        rank: The rank of this process.
-        ranks: The number of ranks.
-        attempt: How often a launcher has restarted the ranks.
-        clock: Returns the time of the trace, in nanoseconds.
+    ``attempt`` is how often a launcher has restarted the ranks; ``clock`` returns the time of the trace, in
+    nanoseconds.
     """
 
     def __init__(self, rank: int, ranks: int, attempt: int, clock: Callable[[], int]) -> None:

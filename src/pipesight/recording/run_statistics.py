@@ -29,12 +29,7 @@ Config = str | os.PathLike[str] | Mapping[str, Any]
 class RunStatistics:
     """Watches every pipeline that is called, and otherwise the outermost module that is called in training.
 
-    Args:
-        config: What to log.
-        folder: The run directory.
-        first: The number of the first step.
-        begin: Called before a watched model runs, which may begin a step.
-        log: Takes messages and their levels.
+    ``begin`` is called before a watched model runs, which may begin a step; ``log`` takes messages and their levels.
     """
 
     def __init__(

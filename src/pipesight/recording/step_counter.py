@@ -55,12 +55,7 @@ class StepListener(Protocol):
 
 
 class StepCounter:
-    """Counts the steps of this process.
-
-    Args:
-        first: The number of the first step.
-        listener: What is called as the run proceeds.
-    """
+    """Counts the steps of this process."""
 
     def __init__(self, first: int, listener: StepListener) -> None:
         self._number = first

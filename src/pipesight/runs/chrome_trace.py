@@ -18,10 +18,8 @@ def chrome_trace(
 ) -> Iterator[bytes]:
     """Yield the object piece by piece, with all times by the clock of rank 0.
 
-    Args:
-        readers: The traces.
-        run: The run directory, which says how the clocks of the ranks differ; else the folder or file.
-        skip_unreadable: Leave out files that turn out not to be traces, or that cannot be read.
+    ``run`` is the run directory, which says how the clocks of the ranks differ, or else the folder or file. With
+    ``skip_unreadable``, files that turn out not to be traces, or that cannot be read, are left out.
 
     Raises:
         NotATraceError: A file is not a trace.

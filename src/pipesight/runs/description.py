@@ -23,14 +23,7 @@ logger = own_logger(__name__)
 
 
 class Description:
-    """The facts about a run. The file is replaced atomically, so readers see either the old one or the new one.
-
-    Args:
-        directory: The run directory.
-        clock: How the clock of this rank differs from that of rank 0.
-        observed: What is recorded.
-        versions: The versions of torch and CUDA.
-    """
+    """The facts about a run. The file is replaced atomically, so readers see either the old one or the new one."""
 
     def __init__(
         self, directory: RunDirectory, *, clock: dict[str, Any], observed: dict[str, Any], versions: dict[str, Any]

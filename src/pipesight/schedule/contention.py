@@ -79,11 +79,8 @@ def rates_of(
 ) -> tuple[float, ...]:
     """Estimate how fast each of 1, 2, ... tasks computes that run at once.
 
-    Args:
-        begin: When each task began, by mini-batch.
-        end: When it ended.
-        kinds: A number for each task: tasks of the same number have equal work.
-        processors: How many they share. Together they are no faster than that, unless they visibly do not slow down.
+    ``begin`` and ``end`` are of each task, by mini-batch; those with the same number in ``kinds`` have equal work.
+    Together they are no faster than the ``processors`` they share, unless they visibly do not slow down.
     """
     few = slice(None, None, -(-len(begin) // ENOUGH))
     begin, end, kinds = begin[few], end[few], kinds[few]

@@ -49,10 +49,7 @@ def schedule_from_csv(text: str, *, name: str = "csv", recompute: Sequence[bool]
     >>> schedule_from_csv("0F0,0B0\n1F0,1B0").device_of_stage
     (0, 1)
 
-    Args:
-        text: The content of a file.
-        name: That of the schedule.
-        recompute: For each micro-batch, whether its forward is run again; see `recomputed`.
+    ``recompute`` says for each micro-batch whether its forward is run again; see `recomputed`.
 
     Raises:
         ValueError: A cell is no task, the tasks make no schedule, or sends and receives are among them.

@@ -66,12 +66,8 @@ def list_schedule(
 ) -> Schedule | None:
     """Return the order that comes out; ``None`` if devices would wait for memory for ever.
 
-    Args:
-        times: Of the stages.
-        chunks: How many micro-batches there are.
-        preference: What a device does if it could do several things.
-        again: For each micro-batch, whether it is recomputed.
-        name: That of the schedule.
+    ``preference`` is what a device does if it could do several things; ``again`` says for each micro-batch whether it
+    is recomputed.
     """
     return _Lists(times, chunks, preference, again).run(name)
 

@@ -94,9 +94,7 @@ class BlockBytes(NamedTuple):
 def held(schedule: Schedule, *, inside: bool = False) -> list[States]:
     """Return, for each device, what its stages hold at any time. States that another one dominates are omitted.
 
-    Args:
-        schedule: Who runs what.
-        inside: Tell apart which task runs.
+    ``inside`` tells apart which task runs.
     """
     homes = np.asarray(schedule.device_of_stage)
     found = []
@@ -141,11 +139,7 @@ def device_bytes(
 ) -> tuple[float, ...]:
     """Return the peak bytes of each device, parameters and activations, in any schedule.
 
-    Args:
-        schedule: Who runs what.
-        costs: Those of the layers.
-        balance: How many layers each stage has.
-        parameter_scale: Bytes held for each byte of parameters.
+    ``parameter_scale`` is the bytes held for each byte of parameters.
     """
     ends = np.cumsum(balance)
     blocks = block_bytes(costs, schedule, parameter_scale)

@@ -120,11 +120,7 @@ def with_messages(schedule: Schedule) -> list[list[Action]]:
 
 
 def message_problems(rows: Sequence[Sequence[Action]]) -> list[str]:
-    """Return what is wrong with sends and receives: too few of them, another order, or a deadlock if sends block.
-
-    Args:
-        rows: What each device does.
-    """
+    """Return what is wrong with sends and receives: too few of them, another order, or a deadlock if sends block."""
     homes = {action.stage: device for device, row in enumerate(rows) for action in row}
     found = []
     sent: dict[tuple[int, int], list[Action]] = {}
@@ -151,9 +147,8 @@ def message_problems(rows: Sequence[Sequence[Action]]) -> list[str]:
 def early_receives(schedule: Schedule, rows: Sequence[Sequence[Action]] | None = None) -> list[EarlyReceive]:
     """Return the receives that delay a task if they block their device until the message has come.
 
-    Args:
-        schedule: Whose tasks, if each takes one unit of time, say when messages come.
-        rows: What each device does; by default as in `with_messages`.
+    If each task takes one unit of time, the schedule says when messages come. ``rows`` are by default as in
+    `with_messages`.
     """
     times = simulate(schedule, np.ones((4, 1, 1)))
     kinds = {Kind.F: F, Kind.I: B, Kind.B: B, Kind.W: W}

@@ -259,9 +259,7 @@ def recomputed(checkpoint: str, chunks: int) -> tuple[bool, ...]:
 def recomputing(schedule: Schedule, recompute: Sequence[bool]) -> Schedule:
     """Return the same schedule with recomputations before their backwards; one that has some keeps its own.
 
-    Args:
-        schedule: Any.
-        recompute: For each micro-batch, whether its forward is run again; see `recomputed`.
+    ``recompute`` says for each micro-batch whether its forward is run again; see `recomputed`.
     """
     if not any(recompute) or (schedule.order[..., 0] == R).any():
         return schedule

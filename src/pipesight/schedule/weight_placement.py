@@ -32,12 +32,9 @@ def place_weights(
 ) -> Schedule:
     """Return the schedule with its weight gradients at other places, none worse for memory than the limits.
 
-    Args:
-        schedule: Where backwards are split; it needs no more than the limits.
-        seconds: For each kind of task, how long it takes in each stage.
-        sizes: What a micro-batch holds in each stage from its forward to its weight gradient.
-        limits: The most that each device may hold.
-        delays: How long a message from each stage to the next takes; by default no time.
+    ``seconds`` says for each kind of task how long it takes in each stage, ``sizes`` what a micro-batch holds there
+    from its forward to its weight gradient, ``delays`` how long a message from each to the next takes: by default no
+    time.
     """
     return _Devices(schedule, seconds, sizes, limits, delays or [0.0] * schedule.stages).run()
 

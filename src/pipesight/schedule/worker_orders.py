@@ -67,11 +67,8 @@ def worker_orders(
     >>> worker_orders("1f1b", 2, [None, None]).tasks[1]
     ((0, 0, 1), (2, 0, 1), (0, 1, 1), (2, 1, 1))
 
-    Args:
-        choice: The schedule.
-        chunks: How many micro-batches the mini-batch has.
-        gpus: The GPU of each partition; None on the CPU.
-        recompute: Which micro-batches are recomputed, if any; a schedule may say itself when.
+    ``gpus`` has the GPU of each partition, and None on the CPU. ``recompute`` says which micro-batches are recomputed,
+    if any; a schedule may say itself when.
 
     Raises:
         ValueError: The schedule does not fit the partitions, their devices or the micro-batches, is not complete, or

@@ -17,10 +17,8 @@ def named_layers(model: nn.Module, *, numbered: bool = False) -> Iterator[tuple[
 
     Layers of a `GPipe` have the names they had before the model was partitioned.
 
-    Args:
-        model: The model.
-        numbered: Take the ``layer_number`` of layers in a list that have one: there, layers of one rank of a pipeline
-            have numbers that count those of the ranks before it.
+    With ``numbered``, layers in a list that have a ``layer_number`` go by it: there, layers of one rank of a pipeline
+    have numbers that count those of the ranks before it.
     """
     seen: set[nn.Module] = {model}
     yield from _named(model, "", seen, numbered)

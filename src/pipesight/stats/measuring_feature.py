@@ -32,11 +32,5 @@ class MeasuringFeature:
 
     @api_method
     def log_tensor_stats(self, config: Mapping[str, Any], layer_name: str, **kwargs: Any) -> Mapping[str, Any]:
-        """Log the statistics of a tensor, if the settings select the step.
-
-        Args:
-            config: The settings for this tensor.
-            layer_name: Of the layer.
-            kwargs: The others that ``debug_api.log_tensor_stats`` takes.
-        """
+        """Log the statistics of a tensor, if the settings select the step."""
         return running().collect_by(self, config, layer_name, **kwargs)

@@ -33,11 +33,7 @@ __all__ = ["FirstRank", "NonfiniteReporter"]
 class NonfiniteReporter:
     """Reports bad tensors.
 
-    Args:
-        warn: Takes what everybody should read.
-        note: Takes what is for the log of this rank alone.
-        folder: Where tensors are dumped.
-        rank: Of this process.
+    ``warn`` takes what everybody should read, ``note`` what is for the log of this rank alone.
     """
 
     def __init__(
@@ -191,8 +187,7 @@ class FirstRank:
         rank 0    step 7: finds a bad gradient     step 8: rank 1 was first, says nothing
         rank 1    step 7: finds a bad activation   step 8: reports it, "on rank 1 first, of 2 ranks"
 
-    Args:
-        patience: Seconds to wait for the other ranks at the end.
+    ``patience`` is how many seconds to wait for the other ranks at the end.
     """
 
     def __init__(self, *, patience: float = 2.0) -> None:

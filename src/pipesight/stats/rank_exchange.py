@@ -45,10 +45,6 @@ class RankExchange:
         exchange = RankExchange(group, timeout=300)
         for names, rows in exchange.all(["fc1 activation"], [[1.0, 2.0]], iteration=0):
             ...  # one pair a rank, in order of rank
-
-    Args:
-        group: Of this rank.
-        timeout: Seconds to wait for the other ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:

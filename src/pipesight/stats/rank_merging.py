@@ -29,9 +29,7 @@ _NONFINITE = [FIELDS.index(name) for name in ("nans", "infs")]
 class RankMerging:
     """The process groups that statistics are merged over.
 
-    Args:
-        config: Decides at which iterations there is anything to merge; all ranks must have the same one.
-        timeout: Seconds to wait for other ranks.
+    The ``config`` decides at which iterations there is anything to merge; all ranks must have the same one.
     """
 
     def __init__(self, config: Config, *, timeout: float) -> None:

@@ -93,11 +93,7 @@ class Registry:
     def add(self, cls: type, namespace: str = BASE, name: str | None = None, *, stand_in: bool = False) -> None:
         """Add a feature class. The same class again changes nothing.
 
-        Args:
-            cls: The class; it is called without arguments.
-            namespace: Where a configuration finds it.
-            name: What a configuration calls it; by default the name of the class.
-            stand_in: Whether a class of the same name that comes later may take its place.
+        With ``stand_in``, a class of the same name that comes later may take its place.
 
         Raises:
             ValueError: Another class has that name.

@@ -29,10 +29,7 @@ LONGEST = 200  # characters of a name, so that file systems take it
 class TensorDumps:
     """Writes the tensors of one rank, as many as a disk quota has room for. Threads may share it.
 
-    Args:
-        log_dir: Of the session.
-        rank: Of this process.
-        warn: Is told, once each, that the quota is used up and that a file cannot be written.
+    ``warn`` is told, once each, that the quota is used up and that a file cannot be written.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], rank: int, warn: Callable[[str], None]) -> None:

@@ -11,12 +11,7 @@ _TURN = 0.05  # seconds
 
 
 class BackgroundThread:
-    """A daemon thread that is started when it is first needed, and again if it has died.
-
-    Args:
-        name: The name of the thread.
-        target: What it runs.
-    """
+    """A daemon thread that is started when it is first needed, and again if it has died."""
 
     def __init__(self, name: str, target: Callable[[], None]) -> None:
         self._name, self._target = name, target
@@ -62,10 +57,8 @@ def wait(is_done: Callable[[float], bool], progress: Callable[[], object], patie
     Seconds are counted in turns of this thread, not by a clock: in a stopped process, or while one thread holds the
     GIL, no thread could make progress.
 
-    Args:
-        is_done: Waits for the given number of seconds, and returns whether it is done.
-        progress: Returns anything that changes while the other thread makes progress.
-        patience: Seconds without progress after which to give up.
+    ``is_done`` waits for the given number of seconds, and returns whether it is done; ``progress`` returns anything
+    that changes while the other thread makes progress.
     """
     seen, turns = progress(), 0
     while not is_done(_TURN):

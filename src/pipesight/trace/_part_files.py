@@ -35,15 +35,8 @@ _GZIP = 31  # zlib's number for the format
 class PartFiles:
     """Appends blocks to the current part.
 
-    Args:
-        given: The path that was asked for.
-        encoder: Makes headers and footers.
-        child: Whether to add the process ID to the name.
-        compress: Whether to compress.
-        max_bytes: The size of a part, at most.
-        max_parts: How many parts to keep.
-        lost: Returns how many events of the trace have been lost; footers say it.
-        warn: Called with the reason when events cannot be written.
+    ``given`` is the path that was asked for; ``child`` adds the process ID to the name. ``lost`` returns how many
+    events of the trace have been lost, for footers; ``warn`` is called with the reason when events cannot be written.
     """
 
     def __init__(

@@ -37,9 +37,7 @@ def carried(node: Any, known: Args) -> Args:
 class PlaceLines:
     """Makes the lines of spans with a `Place`, and keeps their templates.
 
-    Args:
-        template: Makes the text of a line.
-        arrow: Makes the line of one end of an arrow in a thread, with a ``%d`` for ID and time.
+    ``arrow`` makes the line of one end of an arrow in a thread, with a ``%d`` for ID and time.
     """
 
     def __init__(self, template: _Template, arrow: Callable[[str, int], str]) -> None:

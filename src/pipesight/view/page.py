@@ -148,11 +148,8 @@ def page_html(
 ) -> str:
     """Return the page with a payload in it, or, if a server has it, with nothing.
 
-    Args:
-        payload: What to draw, from `page_payload`.
-        served: Where a server has more; by default, the page is a file that requests nothing.
-        name: Which page: that of a run, ``run_page``, or ``comparison_page``.
-        plans: A part of the page of a run, from `plan_sections`.
+    ``served`` says where a server has more; by default, the page is a file that requests nothing. ``plans`` is a part
+    of the page of a run, from `plan_sections`.
     """
     title = "" if payload is None else str(payload["title"])
     values = {

@@ -22,12 +22,8 @@ def fill_page(
 ) -> str:
     """Return a page: the head that all pages share, and the body from ``assets/NAME.html``.
 
-    Args:
-        name: Of the template.
-        title: As plain text.
-        values: What stands for ``{{key}}`` in the templates, as HTML.
-        script: The module to start with; by default, the page has none.
-        served: Whether the page may ask its server for more.
+    ``values`` are what stands for ``{{key}}`` in the templates, as HTML; ``script`` is the module to start with, if
+    any. A page that is ``served`` may ask its server for more.
     """
     style, joined = _style(), "" if script is None else _script(script)
     known = {

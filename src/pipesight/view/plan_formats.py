@@ -18,11 +18,7 @@ __all__ = ["FORMATS", "plan_as"]
 def plan_as(name: str, costs: Costs, plan: Plan, *, file: str | None = None) -> str:
     """Write the cut of a plan as a program takes it.
 
-    Args:
-        name: One of `FORMATS`.
-        costs: Of the layers, which have the names of modules.
-        plan: What to write.
-        file: Where the order of tasks is written, if it is.
+    ``file`` is where the order of tasks is written, if it is.
 
     Raises:
         ValueError: The program has no such schedule, or cannot be told of the cut.

@@ -30,10 +30,8 @@ Row: TypeAlias = tuple[str, ...]
 def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = None) -> str:
     """Write the plans as text, and the code that runs the fastest.
 
-    Args:
-        outcome: The plans.
-        all_plans: Whether to list all, not only the best of each schedule and checkpoint mode, if it saves time.
-        width: Columns of the terminal; by default, there is no limit.
+    By default, only the best of each schedule and checkpoint mode is listed, if it saves time. Without ``width``, there
+    is no limit.
     """
     shown = outcome.plans if all_plans else _faster(outcome)
     lines = _fitted(table_rows(outcome, shown), width)

@@ -102,12 +102,8 @@ def columns(
 ) -> list[str]:
     """Lay out cells, each column as wide as it must be; ``align`` has ``l`` or ``r`` for each.
 
-    Args:
-        rows: Cells, equally many in each.
-        align: For each column, the side that its cells are on.
-        gap: Columns of the terminal between those of the table.
-        names: First cells that are longer than this have a line to themselves.
-        width: What does not fit comes below, with the first column again.
+    First cells that are longer than ``names`` have a line to themselves. What does not fit into ``width`` comes below,
+    with the first column again.
     """
     long = [names is not None and shown_width(row[0]) > names for row in rows]
     first = max((shown_width(row[0]) for row, own in zip(rows, long, strict=True) if not own), default=0)

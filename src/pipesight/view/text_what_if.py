@@ -26,10 +26,7 @@ CELL = 8
 def what_if_block(found: WhatIf, style: Style, *, is_verdict: bool) -> list[str]:
     """List the replays, and the slowdowns that they show, if anything slows the job.
 
-    Args:
-        found: What replays say.
-        style: How to write it.
-        is_verdict: Whether the report began with their verdict; else they are told in short.
+    With ``is_verdict``, the report began with their verdict; else they are told in short.
     """
     title = style.paint("What if there were no stragglers (replayed)", "bold")
     if not is_verdict:

@@ -15,9 +15,7 @@ __all__ = ["ImportWatch"]
 class ImportWatch(MetaPathFinder):
     """Waits for a module. Importing it here would cost programs seconds that never use it.
 
-    Args:
-        name: The module.
-        imported: Called after it has run, in the thread that imports it.
+    ``imported`` is called after it has run, in the thread that imports it.
     """
 
     def __init__(self, name: str, imported: Callable[[], None]) -> None:

@@ -49,8 +49,7 @@ class GrowingFile:
     def new_lines(self, *, most: int | None = None) -> list[bytes]:
         """Return the complete lines that were added since the last call, without line ends.
 
-        Args:
-            most: bytes on disk to read; if there are more, the first of them are skipped.
+        If there are more than ``most`` bytes on disk, the first of them are skipped.
 
         Raises:
             OSError: the file is gone, or cannot be read.

@@ -33,9 +33,7 @@ class TraceLines:
 class RecentEvents(DuckEvents):
     """A table of events of bounded size.
 
-    Args:
-        steps: How many steps to keep.
-        most: How many rows to keep in total, but at least those of two steps.
+    It keeps ``most`` rows, but at least those of two steps.
     """
 
     def __init__(self, *, steps: int, most: int = 500_000) -> None:

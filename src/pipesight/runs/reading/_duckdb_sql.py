@@ -181,11 +181,8 @@ END""",
 def events(*, packed: bool, foreign: bool, together: bool = False, whole: bool = False) -> str:
     """Return the query that reads events from the files ``$paths``.
 
-    Args:
-        packed: whether they are compressed.
-        foreign: whether another tool wrote them.
-        together: whether there are several.
-        whole: whether to read every event with all its fields, or only spans.
+    They may be ``packed``, ``foreign``, of another tool, or several ``together``. ``whole`` reads every event with all
+    its fields, not only spans.
     """
     columns = _FOREIGN if foreign else _OURS
     longest = _LONGEST_OF_MANY if together else LONGEST

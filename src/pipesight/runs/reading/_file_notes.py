@@ -24,12 +24,8 @@ def file_notes(
 ) -> Iterator[Note]:
     """Yield notes on a trace.
 
-    Args:
-        file: The file.
-        facts: What was found in it.
-        normalized: What read it, unless DuckDB read it directly.
-        text: What checked its checksums.
-        whole: Whether every event was read, not just spans.
+    ``normalized`` is what read it, unless DuckDB read it directly, and ``text`` what checked its checksums. ``whole``
+    says that every event was read, not just spans.
     """
 
     def note(words: str) -> Note:

@@ -64,12 +64,8 @@ def write_dataset(
 
     Returns the number of events, spans and others.
 
-    Args:
-        events: the events.
-        notes: what is noted about the run's files.
-        source: the run directory that they are of, or a file.
-        target: the folder.
-        records: files of other tools with statistics, and their ranks.
+    ``source`` is the run directory that the events are of, or a file; ``records`` are files of other tools with
+    statistics, and their ranks.
 
     Raises:
         OSError: it could not be written; an older dataset stays.

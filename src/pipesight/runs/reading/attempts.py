@@ -110,12 +110,7 @@ def choose(
 ) -> Attempt:
     """Choose the attempt that is asked for, or the last.
 
-    Args:
-        path: The run.
-        found: The rank and the attempt of each file.
-        asked: The attempt to choose.
-        description: What ``run.json`` says.
-        apart: What `own_restarts` returns.
+    ``found`` has the rank and the attempt of each file; ``apart`` is what `own_restarts` returns.
 
     Raises:
         ValueError: There is no such attempt.
@@ -145,12 +140,6 @@ def choose_running(
     """Choose the attempt that is running: the one of ``run.json``.
 
     It may have no trace yet, while ranks that restarted sooner may have one of the attempt after it.
-
-    Args:
-        run: Its folder.
-        traces: The traces that there are, and their ranks.
-        facts: What ``run.json`` says, if anything.
-        ranks: What the other ranks say.
     """
     apart = own_restarts(facts, ranks)
     found = {(rank, attempt_of_trace(path)) for rank, path in traces}

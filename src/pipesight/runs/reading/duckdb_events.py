@@ -61,8 +61,7 @@ class FileFacts:
 class DuckEvents:
     """A table of events in a temporary database.
 
-    Args:
-        whole: read every event with all its fields, for a dataset, instead of only spans.
+    ``whole`` reads every event with all its fields, for a dataset, instead of only spans.
     """
 
     def __init__(self, *, whole: bool = False) -> None:
@@ -124,8 +123,7 @@ class DuckEvents:
     def adopt(self, places: Mapping[int, int | None]) -> dict[int, str]:
         """Infer the steps, ranks and partitions of tasks that other tools recorded; return what could not be told.
 
-        Args:
-            places: By the number of a file, the place of its rank in its pipeline, if it is known.
+        ``places`` has the place of each file's rank in its pipeline, by the number of the file, if it is known.
         """
         run, files = self._database.execute, {"files": list(places)}
         run(adoption.PLACES, {**files, "places": [-1 if place is None else place for place in places.values()]})

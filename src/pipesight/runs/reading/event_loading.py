@@ -85,11 +85,7 @@ class Loaded:
 def load(path: Path, *, engine: object = "duckdb", attempt: int | None = None, whole: bool = False) -> Loaded:
     """Read a run's events into DuckDB, or open a dataset in an engine.
 
-    Args:
-        path: a run directory, a folder, a file or a dataset.
-        engine: as for `open_run`.
-        attempt: which one to read.
-        whole: read every event with all its fields, not just what a report needs.
+    ``engine`` is as for `open_run`. ``whole`` reads every event with all its fields, not just what a report needs.
 
     Raises:
         NotARunError: nothing was found, or the engine needs a dataset.

@@ -39,10 +39,8 @@ def profiler_traces(path: Path) -> list[ProfilerTrace]:
 class ProfilerTrace:
     """The events of one file, which has the interface of a `TraceReader`.
 
-    Args:
-        path: The file.
-        number: Its place among those that are put into one file. Its processes get numbers that no other has: each
-            rank calls its GPU process 0.
+    Its ``number`` is its place among those that are put into one file. Its processes get numbers that no other has:
+    each rank calls its GPU process 0.
     """
 
     def __init__(self, path: Path, number: int = 0) -> None:

@@ -35,9 +35,7 @@ class RefusedError(OSError):
 def refusal(path: Path, run: Path) -> str | None:
     """Return why a file of a run must not be read; ``None`` if it is a plain file, or does not exist.
 
-    Args:
-        path: The file.
-        run: The run directory. Links are followed if they end in it. If the run is one file, its folder.
+    Links are followed if they end in the ``run``; if that is one file, in its folder.
     """
     try:
         mode = path.stat().st_mode

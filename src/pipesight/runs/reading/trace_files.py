@@ -54,11 +54,8 @@ def find_files(
 ) -> tuple[list[TraceFile], list[Note], Attempt]:
     """Return the files with events in a run directory or any folder, or in one file and its parts.
 
-    Args:
-        path: the file or folder.
-        processes: the ranks of processes, by process id, as far as they are known.
-        world_size: the number of ranks, if it is known.
-        choose: given the rank and the attempt of each file, returns the attempt to keep.
+    ``processes`` are the ranks by process ID, as far as they are known; ``choose`` is given the rank and the attempt of
+    each file, and returns the attempt to keep.
     """
     notes: list[Note] = []
     every = [_look(file) for file in _candidates(path, notes)]

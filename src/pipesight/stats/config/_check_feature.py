@@ -30,11 +30,8 @@ _BLOCKWISE_OPTIONS = {"block_size": 32, "dims": 1}
 class FeatureCheck:
     """Checks the settings of one feature.
 
-    Args:
-        feature: The class or object; its ``keys``, ``statistics`` and ``tensors`` say what it knows, its
-            ``setting_mistakes`` what is wrong with settings of its own.
-        namespace: Its namespace.
-        mistakes: Where to put what is wrong.
+    The ``keys``, ``statistics`` and ``tensors`` of the ``feature`` say what it knows, its ``setting_mistakes`` what is
+    wrong with settings of its own.
     """
 
     def __init__(self, feature: Any, namespace: str, mistakes: Mistakes) -> None:

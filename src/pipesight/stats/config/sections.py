@@ -161,9 +161,8 @@ class Config:
 def load(config: str | Path | Mapping[str, Any], registry: Registry | None = None) -> Config:
     """Read a configuration and check all of it.
 
-    Args:
-        config: A YAML file, or what one would hold as a dict; ``""`` for no features.
-        registry: The features there are; by default those that decorators registered.
+    It is a YAML file, or what one would hold as a dict; ``""`` for no features. By default, the features are those that
+    decorators registered.
 
     Raises:
         FileNotFoundError: There is no such file.

@@ -14,11 +14,7 @@ __all__ = ["Hook", "Once"]
 
 
 class Hook:
-    """Calls a function, outside of what is compiled, traced or transformed. In a copy of the layer it does nothing.
-
-    Args:
-        function: Is given what the hook is given, and returns what the hook returns.
-    """
+    """Calls a function, outside of what is compiled, traced or transformed. In a copy of the layer it does nothing."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function

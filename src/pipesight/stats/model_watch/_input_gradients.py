@@ -27,10 +27,8 @@ __all__ = ["InputGradients"]
 class InputGradients:
     """Hooks the inputs of one layer.
 
-    Args:
-        layer: Whose inputs.
-        hook: Puts a hook on a tensor, which is called with its gradient.
-        warn: Is told, once, of a layer that changes its input unannounced.
+    ``hook`` puts a hook on a tensor, which is called with its gradient; ``warn`` is told, once, of a layer that changes
+    its input unannounced.
     """
 
     def __init__(self, layer: nn.Module, hook: Callable[[Tensor], None], warn: Callable[[], None]) -> None:

@@ -20,9 +20,7 @@ __all__ = ["AgreedSteps"]
 class AgreedSteps:
     """Counts the steps of a session for all pipelines of the process. See `context.StepCounter`.
 
-    Args:
-        session: Whose steps.
-        has_ended: Whether an optimizer has ended the step that the session is at.
+    ``has_ended`` says whether an optimizer has ended the step that the session is at.
     """
 
     def __init__(self, session: StatsSession, has_ended: Callable[[], bool]) -> None:

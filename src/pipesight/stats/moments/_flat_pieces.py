@@ -95,13 +95,7 @@ def flat_pieces(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 def matrices(tensor: Tensor, height: int = 1, width: int = 1) -> Iterator[Tensor]:
-    """The elements of a plain tensor as matrices with its last dimension for rows; blocks stay in one matrix.
-
-    Args:
-        tensor: what :func:`plain` returned.
-        height: rows of a block.
-        width: columns of a block.
-    """
+    """The elements of a plain tensor as matrices with its last dimension for rows; blocks stay in one matrix."""
     for part in _dense(tensor):
         columns = part.size(-1) if part.dim() else 1
         across = min(columns, max(1, PIECE // (height * width)) * width)

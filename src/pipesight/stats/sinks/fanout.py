@@ -20,10 +20,6 @@ class Sinks:
     A sink that fails does not keep the others from their records. What a sink forgives, as a full disk, is reported
     once, its records are counted as lost, and the next ones are tried again. Anything else comes from code of the
     user's, and is raised.
-
-    Args:
-        sinks: who takes the records, in this order.
-        warn: is told what was lost.
     """
 
     def __init__(self, sinks: Iterable[Sink] = (), *, warn: Callable[[str], object] = logger.warning) -> None:

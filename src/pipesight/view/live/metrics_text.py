@@ -28,10 +28,7 @@ def metrics(follower: Follower) -> str:
 def metrics_text(report: Report | None, *, phase: str, outcome: str | None = None) -> str:
     """Write the metrics of a run.
 
-    Args:
-        report: Of its last steps.
-        phase: How far it is: ``waiting``, ``running`` or ``ended``.
-        outcome: How it ended.
+    The ``phase`` is ``waiting``, ``running`` or ``ended``, the ``outcome`` how it ended.
     """
     ended = phase == "ended"
     found = [

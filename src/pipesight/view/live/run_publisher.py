@@ -46,11 +46,8 @@ class Publisher:
             news = publisher.wait(None, timeout=60)
             print(gzip.decompress(publisher.payload()))
 
-    Args:
-        path: The run. It need not be there yet.
-        draw: Makes the payload of a run, a `Run` on disk or the last steps of one that is still running.
-        measure: Makes the metrics of its last steps.
-        interval: Seconds from one look to the next, at least.
+    ``draw`` makes the payload of a run, one on disk or the last steps of one that is still running, and ``measure`` the
+    metrics of its last steps. ``interval`` is in seconds from one look to the next, at least.
     """
 
     def __init__(

@@ -21,11 +21,7 @@ LONGEST = 2_000  # characters of a line
 def logs_of(lines: Iterable[LogLine], *, steps: Collection[int], begin: int, most: int) -> dict[str, Any]:
     """Return the lines, and how many did not fit.
 
-    Args:
-        lines: All of them.
-        steps: The numbers of the steps that are shown.
-        begin: When the run began; times count from there.
-        most: How many lines there is room for.
+    Times count from ``begin``; there is room for ``most`` lines.
     """
     shown = {*steps}
     wanted: list[tuple[int, LogLine]] = []

@@ -25,9 +25,7 @@ def last_counted(memory: MemoryReport | None) -> int | None:
 def memory_of(memory: MemoryReport | None, begins: Mapping[int, int]) -> dict[str, Any] | None:
     """Return the parts and, for each step that is shown, the curves of partitions or devices; ``None`` without any.
 
-    Args:
-        memory: What was counted.
-        begins: When the steps that are shown began, by their numbers.
+    ``begins`` says when the steps that are shown began, by their numbers.
     """
     if memory is None or not memory.curves:
         return None

@@ -30,12 +30,8 @@ def marks_of_step(
     Of a mark without a micro-batch the block is not known: the line of statistics does not say, or there are several
     that it may be, those of other mini-batches or ranks.
 
-    Args:
-        marks: Of all steps.
-        number: The step.
-        lanes: Those that are shown.
-        partitions: The partition of each layer.
-        tasks: The blocks of the step: ``lane``, ``phase`` and ``microbatch`` of each.
+    ``partitions`` has that of each layer; ``tasks`` are the blocks of the step, with ``lane``, ``phase`` and
+    ``microbatch`` of each.
     """
     blocks = Counter(zip(tasks["lane"], tasks["phase"], tasks["microbatch"], strict=True))
     found: list[list[Any]] = []

@@ -53,13 +53,7 @@ def program_payload(
 ) -> dict[str, Any]:
     """Return what the page draws of a program.
 
-    Args:
-        run: The run.
-        report: Its analysis.
-        program: That of its program.
-        limits: How much there is room for.
-        steps: Only these; the report is of the same.
-        first: The step that the page opens at; by default, a typical one.
+    The report is of the same ``steps``, if not of all. The page opens at step ``first``; by default, a typical one.
     """
     names = Names()
     numbers, begins, ends = _steps(program, steps)

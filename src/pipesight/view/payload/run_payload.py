@@ -38,13 +38,8 @@ def page_payload(
 ) -> dict[str, Any]:
     """Return what the page draws of a run, as JSON has it.
 
-    Args:
-        run: The run.
-        report: Its analysis.
-        limits: How much there is room for.
-        steps: Only these; the report is of the same.
-        first: The step that the page opens at. By default, it is the one that matters: the first in which a tensor was
-            not finite or, if there is none, a typical one.
+    The report is of the same ``steps``, if not of all. The page opens at step ``first``; by default, it is the one that
+    matters: the first in which a tensor was not finite or, if there is none, a typical one.
     """
     if report.program is not None:
         payload = program_payload(run, report, report.program, limits=limits, steps=steps, first=first)

@@ -34,13 +34,8 @@ def choose_steps(
         >>> choose_steps([10, 30, 20, 20, 20], [8, 8, 8, 8, 8], most=32)
         [2, 4, 1, 0]
 
-    Args:
-        times: How long each step took.
-        sizes: How many blocks each has.
-        most: How many blocks there is room for.
-        typical: The place of the typical step; by default, the one of median length.
-        first: The place of a step that comes before all others.
-        also: That of one which comes right after these and the typical one.
+    There is room for ``most`` blocks; ``sizes`` has those of each step. ``typical`` is by default the step of median
+    length. The place ``first`` comes before all others, and ``also`` right after it and the typical one.
     """
     if not len(times):
         return []

@@ -142,10 +142,7 @@ class StepTimelines:
     def layers(self, number: int, runs: LayerRuns, numbers: Mapping[tuple[int, str], int]) -> dict[str, list[int]]:
         """Return the runs of layers in the blocks of a step, block after block, as `step` has them.
 
-        Args:
-            number: The step.
-            runs: Its layers.
-            numbers: The number of each layer, by partition and name.
+        ``numbers`` has that of each layer, by partition and name.
         """
         tasks = self._sorted(self._tasks.where(self._minibatch_rows(self.numbers.index(number)).task_rows()))
         keys = {key: block for block, key in enumerate(_keys(tasks))}
