@@ -109,7 +109,7 @@ class SplitCall:
                 raise _changed_by_each(name)
 
     def refuse_changes(self, i: int, places: Set[int]) -> None:
-        """Raise if a tensor that each micro-batch gets all of is among those that a model changes in place, ``places``."""
+        """Raise if a tensor that each micro-batch gets all of is among ``places``, which the model changes in place."""
         given = flatten(self.calls[i]).tensors if places and self._whole else []
         changed = {id(tensor) for k, tensor in enumerate(given) if k in places}
         for name, pieces in self._whole.items():
