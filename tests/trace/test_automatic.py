@@ -185,6 +185,44 @@ def test_backward_time_counts_once(instrumented):
     assert {e["args"]["p_idx"] for e in backwards} == {6}
 
 
+@pytest.mark.parametrize("keyword", [False, True])
+def test_backward_between_modules_is_that_of_the_model(keyword):
+    """What a module computes between two modules inside it counts as its own in the backward, too."""
+
+    class Between(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with ai.derive("between"):
+                return gradient
+
+    class Out(nn.Linear):
+        def forward(self, x=None):
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key, self.out = nn.Linear(3, 3), nn.Linear(3, 3), Out(3, 3)
+
+        def forward(self, x):
+            x = Between.apply(self.query(x) * self.key(x))
+            return self.out(x=x) if keyword else self.out(x)
+
+    model = Model()
+    with trace.instrument(depth=2), capture_events() as events:
+        output = model(torch.randn(2, 3, requires_grad=True))
+        output.sum().backward(retain_graph=True)
+        output.sum().backward()
+    backwards = [e for e in events if e["name"] == "backward"]
+    assert [e["args"].get("layer") for e in backwards] == ["out", "key", "query", None] * 2
+    models = [e["id"] for e in backwards if "layer" not in e["args"]]
+    assert [e["args"]["p_idx"] for e in events if e["name"].endswith("between")] == models
+
+
 def test_backward_without_modules(instrumented):
     """A backward that reaches no module, or no outermost one, is one span of its own."""
 

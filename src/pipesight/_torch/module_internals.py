@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "GLOBAL_HOOKS_CHECK",
@@ -21,6 +24,7 @@ __all__ = [
     "is_compiled",
     "is_persistent",
     "not_compiled",
+    "register_end_hook",
     "release_calls",
     "set_state_metadata",
     "state_metadata",
@@ -55,6 +59,15 @@ TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
 def forward_hook_tables(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return the live tables of a module's forward hooks and forward pre-hooks."""
     return module._forward_hooks, module._forward_pre_hooks
+
+
+def register_end_hook(hook: Callable[..., None]) -> RemovableHandle:
+    """Register a hook for the end of every call of every module: it gets keyword arguments, too, but after an error."""
+    handle = torch_module.register_module_forward_hook(hook, with_kwargs=True, always_call=True)
+    # Else removing it leaves its entry there, and torch calls every module as if it had hooks.
+    rest = weakref.ref(torch_module._global_forward_hooks_with_kwargs)
+    handle.extra_dict_ref = (*handle.extra_dict_ref, rest)
+    return handle
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -1,8 +1,9 @@
 """Record the forward and backward of modules, down to a chosen depth.
 
-The backward of a module begins where autograd reaches its output, and ends where it reaches the output of another
-module of the same depth, or is done: it does not say when a module's last gradient is computed. The first outermost
-module gets the whole time since ``backward()`` was called, so that no time is in two spans of the same depth::
+The backward of a module begins where autograd reaches its output, and ends where it has reached all of its inputs, the
+output of another module of the same depth, or is done: it does not say when a module's last gradient is computed. So
+what a model computes between two modules inside it counts as its own. The first outermost module gets the whole time
+since ``backward()`` was called, so that no time is in two spans of the same depth::
 
     backward()       |----------------------------------------|
     depth 0          |- criterion -|---------- model ---------|
@@ -19,14 +20,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._nested import samples_in, tensors_in
 from pipesight._patches import Patches, harmless
 from pipesight._torch.autograd import in_backward, next_sequence_number
-from pipesight._torch.module_internals import GLOBAL_HOOKS_CHECK
+from pipesight._torch.module_internals import GLOBAL_HOOKS_CHECK, register_end_hook
 from pipesight._torch.tensors import in_transform, without_function_overrides
 from pipesight.trace import _span_events
 from pipesight.trace._span_events import Span, begin, end
@@ -50,7 +51,7 @@ class _PerThread(threading.local):
 class _Call:
     """A forward under way, or a backward."""
 
-    __slots__ = ("args", "depth", "module", "on_device", "on_gpu", "span")
+    __slots__ = ("args", "depth", "inputs", "left", "module", "on_device", "on_gpu", "span")
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class _Call:
     ) -> None:
         self.module, self.depth, self.span, self.args, self.on_device = module, depth, span, args or {}, on_device
         self.on_gpu = False
+        self.inputs = self.left = 0  # how many autograd reaches, and has still to reach
 
     def end(self) -> None:
         """End its span, if it has one."""
@@ -110,8 +112,8 @@ class ModuleHooks:
         self._era = next(_eras)
         self.suspend(begins)
 
-    def without(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Take the hooks away during a call, and put the same ones back: compiled code is compiled again for others."""
+    def without(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+        """Take the hooks away during a check, and put the same ones back: else compiled code is compiled again."""
         with self._changing:
             tables = [
                 (table, handle.id)
@@ -121,7 +123,7 @@ class ModuleHooks:
             ]
             taken = [(table, key, table.pop(key)) for table, key in tables]
             try:
-                return original(*args, **kwargs)
+                return bool(original(*args, **kwargs))  # it may be one of the tables
             finally:
                 for table, key, hook in taken:
                     table[key] = hook
@@ -138,7 +140,7 @@ class ModuleHooks:
         if not self._handles:
             self._handles = [
                 register_module_forward_pre_hook(self._called),
-                register_module_forward_hook(self._ended, always_call=True),
+                register_end_hook(self._ended),
             ]
 
     def _detach(self) -> None:
@@ -184,7 +186,8 @@ class ModuleHooks:
         calls.append(call)
 
     @harmless
-    def _ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _ended(self, module: nn.Module, inputs: Any, *rest: Any) -> None:
+        *more, output = rest  # after an exception, no keyword arguments are passed
         if _span_events.is_compiling() or context.current() is not None or in_transform():
             return
         calls = _here.calls
@@ -195,7 +198,7 @@ class ModuleHooks:
             call.end()
             if call.module is module:
                 if call.span is not None and torch.is_grad_enabled() and ai.compute.backward.recording:
-                    _watch_backward(output, call)
+                    _watch_backward((inputs, more), output, call)
                 break
         if not calls and self.outermost_ended is not None:
             self.outermost_ended(module, inputs, output)
@@ -223,25 +226,52 @@ def _args(module: nn.Module, outermost: nn.Module, depth: int) -> dict[str, Any]
     return {"module": type(module).__name__, "depth": depth, **({"layer": name} if name else {})}
 
 
-def _watch_backward(output: Any, call: _Call) -> None:
-    """Add a hook for when autograd reaches a module's output."""
+class _Reached:
+    """What autograd ends and begins when it reaches a node of its graph."""
+
+    __slots__ = ("begins", "ends")
+
+    def __init__(self) -> None:
+        self.begins: list[_Call] = []
+        self.ends: list[_Call] = []
+
+
+def _watch_backward(inputs: Any, output: Any, call: _Call) -> None:
+    """Add hooks for when autograd reaches a module's output and, of an inner one, all of its inputs."""
     with without_function_overrides():
-        node = next((tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
-    if node is not None:
-        # The output of a module is often that of its last child, whose call ended before.
-        kept: Any = node.metadata
-        calls: list[_Call] = kept.setdefault("pipesight", [])
-        if not calls:
-            node.register_prehook(lambda _: _begin_backwards(calls))
-        calls.insert(0, call)
+        made = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        got = {tensor.grad_fn for tensor in tensors_in(inputs) if call.depth and tensor.grad_fn is not None}
+    if not made:
+        return
+    # The output of a module is often that of its last child, whose call ended before.
+    _reached(made[0]).begins.insert(0, call)
+    if got.isdisjoint(made):  # else it returns an input, or has changed one in place
+        call.inputs = len(got)
+        for node in got:
+            _reached(node).ends.append(call)
+
+
+def _reached(node: Any) -> _Reached:
+    kept = node.metadata
+    if "pipesight" not in kept:
+        kept["pipesight"] = reached = _Reached()
+        node.register_prehook(lambda _: _reach(reached))
+    found: _Reached = kept["pipesight"]
+    return found
 
 
 @harmless
-def _begin_backwards(calls: list[_Call]) -> None:
-    node, backwards = ai.compute.backward, _here.backwards
-    for call in calls:
+def _reach(reached: _Reached) -> None:
+    backwards = _here.backwards
+    for call in reached.ends:
+        call.left -= 1
+        if not call.left and any(under_way.args is call.args for under_way in backwards):
+            _end_backwards(call.depth)
+    node = ai.compute.backward
+    for call in reached.begins:
         if not backwards or not node.recording:  # on a GPU, autograd runs in a thread of its own
             return
+        call.left = call.inputs
         on_device = device_spans.begin(node) if call.on_gpu else None
         if backwards[-1].depth == _UNKNOWN and call.depth == 0:
             whole = backwards[-1]
