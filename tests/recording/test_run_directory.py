@@ -67,15 +67,15 @@ def test_directory_of_something_else(run):
 def test_ranks_agree_on_a_number(run, monkeypatch, ranks):
     """The ranks that one torchrun starts take the same directory, in any order, whatever was recorded before."""
 
-    def claim(rank, launch, *, pid=1, local=2):
+    def claim(rank, launch, *, pid=1, local=2, **settings):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/torchelastic_a/{launch}/attempt_0/{rank}/error.json")
         directory = RunDirectory(run)
-        directory.claim()
+        directory.claim(**settings)
         directory.description.parent.mkdir(exist_ok=True)
-        facts = {"rank": rank, "restart": 0, "launch": directory.launch, "pid": pid}
+        facts = {"rank": rank, "restart": directory.restart, "launch": directory.launch, "pid": pid}
         directory.description.write_text(json.dumps(facts))
         return directory.path.name
 
@@ -87,6 +87,13 @@ def test_ranks_agree_on_a_number(run, monkeypatch, ranks):
     assert [claim(rank, "three") for rank in (0, 1)] == ["RUN-4", "RUN-4"]  # started anew
     with pytest.raises(FileExistsError, match="record into another one"):  # of several machines
         claim(0, "four", local=1)
+    for launch in ("five", "six"):
+        (run / "logs").mkdir(exist_ok=True)
+        for rank in (1, 0):  # whichever comes first
+            (run / f"logs/rank-{rank:05}.log").touch()
+            assert claim(rank, launch, overwrite=True) == "RUN"
+        assert not any((run / "logs").iterdir())
+        assert json.loads((run / "run.json").read_text())["restart"] == 0
 
 
 def test_ranks_that_start_while_rank_0_claims_the_directory(run, monkeypatch):

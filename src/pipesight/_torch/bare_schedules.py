@@ -18,6 +18,7 @@ __all__ = [
     "SCHEDULE",
     "STAGE",
     "batch_dim",
+    "class_name",
     "computes_loss",
     "has_backward",
     "last_loss",
@@ -64,6 +65,12 @@ def stages_of(schedule: Any) -> Sequence[Any]:
     """Return the stages of a schedule on this rank."""
     several = getattr(schedule, "_stages", None)
     return [schedule._stage] if several is None else list(several)
+
+
+def class_name(schedule: Any) -> str:
+    """Return the name of a schedule's class; of torch's runtime for orders that are loaded, what that is."""
+    name = type(schedule).__name__
+    return "own order" if name == "_PipelineScheduleRuntime" else name
 
 
 def microbatches(schedule: Any) -> int:

@@ -146,9 +146,7 @@ class RunDirectory:
         if not (self.path / RUN_FILE).is_file():
             return False
         if self.ranks > 1:
-            if (
-                self.launch is None or environment_number("LOCAL_WORLD_SIZE") != self.ranks
-            ):  # some are on other machines
+            if self.launch is None or not self._on_one_machine:
                 return False
             others = [_read(file) for file in (self.path / RUN_FILE, *(self.path / RANKS).glob("*.json"))]
             if any(facts.get("launch") != self.launch for facts in others):
@@ -162,8 +160,13 @@ class RunDirectory:
             return False
         if self.launch is None:
             return bool(self.restart > left["restart"])  # whatever set the count
-        others = sorted((self.path / RANKS).glob("*.json"))
+        # A rank that moves to another machine finds that one's torchrun only in what others have left.
+        others = [] if self._on_one_machine else sorted((self.path / RANKS).glob("*.json"))
         return any(_read(file).get("launch") == self.launch for file in (self.description, *others))
+
+    @property
+    def _on_one_machine(self) -> bool:
+        return environment_number("LOCAL_WORLD_SIZE") == self.ranks
 
     def _put_aside(self, before: int) -> None:
         """Rename the statistics of the last attempt; other files have the attempt in their names."""

@@ -36,6 +36,7 @@ from pipesight._torch.bare_schedules import (
     SCHEDULE,
     STAGE,
     batch_dim,
+    class_name,
     computes_loss,
     has_backward,
     last_loss,
@@ -143,8 +144,8 @@ class ScheduleHooks:
 
     def _pipeline(self, schedule: Any, stages: Sequence[Any]) -> TorchPipeline:
         """Return what is known of a pipeline: a program may make a schedule for each step."""
-        kind = by_name(type(schedule).__name__)
-        name = type(schedule).__name__ if kind is None else kind.name
+        kind = by_name(class_name(schedule))
+        name = class_name(schedule) if kind is None else kind.name
         modules = {stage.stage_index: stage.submod for stage in stages}
         for known in self._pipelines:
             same = (known.schedule, known.chunks, known.stages) == (name, microbatches(schedule), modules)
