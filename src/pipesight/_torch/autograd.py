@@ -168,7 +168,7 @@ def _follow_functions() -> None:
     """Let each thread have its way with ``torch.autograd.Function.apply``, for good."""
     original = vars(torch.autograd.Function)["apply"]
 
-    @functools.wraps(original.__func__)
+    @functools.wraps(getattr(original, "__func__", original))  # since torch 2.15 it is written in C
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         call, around = original.__get__(None, cls), _functions_here.around
         return call(*args, **kwargs) if around is None else around(call, args, kwargs)

@@ -21,6 +21,7 @@ __all__ = [
     "class_name",
     "computes_loss",
     "has_backward",
+    "kept_of_forward",
     "last_loss",
     "microbatches",
     "missing_names",
@@ -87,6 +88,21 @@ def last_loss(schedule: Any) -> Any:
     """Return the loss that a schedule has computed last in the call under way; ``None`` if there is none."""
     losses = getattr(schedule, "_internal_losses", None)
     return losses[-1] if losses else None
+
+
+def kept_of_forward(stage: Any, i: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Return what a stage keeps of a micro-batch after its forward: ends of its graph, inputs, outputs.
+
+    From torch 2.15 on, it keeps no outputs that it sends.
+    """
+    states = getattr(stage, "_forward_chunk_states", None)
+    if states is None:
+        ends, inputs = stage.fwd_cache.get(i, ((), ()))
+        return ends, inputs, ends
+    if (state := states.get(i)) is None:
+        return (), (), ()
+    stays = [end for end, leaves in zip(state.live_outputs, state.releasable, strict=True) if not leaves]
+    return state.stage_output_for_backward(), state.input_values, stays
 
 
 def has_backward(schedule: Any) -> bool:

@@ -39,6 +39,7 @@ from pipesight._torch.bare_schedules import (
     class_name,
     computes_loss,
     has_backward,
+    kept_of_forward,
     last_loss,
     microbatches,
     missing_names,
@@ -76,7 +77,7 @@ class ScheduleHooks:
         if missing := missing_names():
             logger.warning(
                 "pipelines of torch.distributed.pipelining are not recorded: torch %s has no %s; use torch 2.6 to "
-                "2.13, or pipesight.distributed.DistributedPipeline",
+                "2.15, or pipesight.distributed.DistributedPipeline",
                 torch.__version__,
                 ", ".join(missing),
             )
@@ -186,7 +187,7 @@ class ScheduleHooks:
             entered.fail(error)
             raise
         if stage.has_backward:
-            entered.here().kept = partial(_kept, stage, _chunk(args, kwargs), output)
+            entered.here().kept = partial(_kept, stage, _chunk(args, kwargs))
         if not (stage.is_last and entered.waits_for_loss):
             entered.end_task()
         return output
@@ -284,11 +285,10 @@ class _Pass:
         self.end_task()
 
 
-def _kept(stage: Any, i: int, output: Any) -> Kept:
+def _kept(stage: Any, i: int) -> Kept:
     """Return what a stage keeps of a micro-batch for its backward."""
-    ends, inputs = stage.fwd_cache.get(i, (output, ()))
-    found = [*tensors_in(ends)]
-    return Kept(list(tensors_in(inputs)), found, outputs=found)
+    ends, inputs, outputs = kept_of_forward(stage, i)
+    return Kept(list(tensors_in(inputs)), list(tensors_in(ends)), outputs=list(tensors_in(outputs)))
 
 
 def _with_loss(kept: Callable[[], Kept], schedule: Any, targets: Any) -> Kept:
