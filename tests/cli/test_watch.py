@@ -412,8 +412,8 @@ def test_fits(report, width, height, ascii):
         assert "\n".join(lines).isascii()
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_program_without_a_pipeline(tmp_path, width):
+@pytest.mark.parametrize(("width", "height"), [(40, 30), (80, 30), (80, 18)])
+def test_program_without_a_pipeline(tmp_path, width, height):
     """A program's step is drawn with its own parts, and nothing is said of a bubble; no words are cut off."""
     made = Made(tmp_path / "run", pipelines=[])
     for number in range(4):
@@ -423,7 +423,7 @@ def test_program_without_a_pipeline(tmp_path, width):
     report = analysed(made)
     log = [LogLine(0, None, "INFO", "train", "the accuracy on the validation set is 0.97", step=3)]
     frame = Frame("/home/somebody/runs/of-today/RUN", "running for 0:42", report, latest_step(report), log)
-    text = "\n".join(draw_frame(frame, width=width, height=30))
+    text = "\n".join(draw_frame(frame, width=width, height=height))
     words = " ".join(text.split())
     assert "…" not in text
     assert words.startswith("/home/somebody/runs/of-today/RUN running for 0:42 Step time")

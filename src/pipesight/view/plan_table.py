@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -11,7 +10,7 @@ from pipesight._plurals import count_of
 from pipesight.analysis.plan_outcome import Outcome, best_of_each
 from pipesight.plan.large_layers import LargeLayer
 from pipesight.plan.plans import Plan
-from pipesight.view.text_layout import columns, shown_width
+from pipesight.view.text_layout import broken, columns, shown_width
 
 __all__ = ["HEADINGS", "Row", "large_layer_note", "notes_on", "plan_text", "table_rows"]
 
@@ -51,7 +50,7 @@ def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = 
     elif (plan := outcome.fastest_to_run()) is not None:
         sentences += ["", *([] if plan is outcome.plans[0] else [f"{_limit_of_engine(outcome)}; its best:"])]
     for sentence in sentences:
-        lines += textwrap.wrap(sentence, width or 10_000, subsequent_indent="  ", break_on_hyphens=False) or [""]
+        lines += broken(sentence, width or 10_000, indent="  ") or [""]
     if plan is not None:
         lines.append(str(outcome.call(plan)))
     return "\n".join(lines)
@@ -94,9 +93,7 @@ def _stacked(row: Row, width: int) -> list[str]:
         if cell:
             words.append(f"{heading} {cell}" if heading in named and not cell.endswith("off") else cell)
     first = f"{row[0]}: " if row[0] else "- "
-    return textwrap.wrap(
-        ", ".join(words), width, initial_indent=first, subsequent_indent="    ", break_on_hyphens=False
-    )
+    return broken(", ".join(words), width, indent="    ", first=first)
 
 
 def table_rows(outcome: Outcome, plans: Iterable[Plan]) -> list[Row]:

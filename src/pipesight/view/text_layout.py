@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["LEAST", "NAMED", "Style", "bar", "beside", "columns", "shown_width", "spark"]
+__all__ = ["LEAST", "NAMED", "Style", "bar", "beside", "broken", "columns", "shown_width", "spark"]
 
 LEAST = 40
 """The narrowest terminal that text is written for."""
@@ -19,6 +19,7 @@ READABLE = 100
 """The most columns of a sentence; longer lines are hard to follow."""
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36", "magenta": "35"}
+_BREAKABLE = ".,(=[/_"
 _ESCAPE = re.compile("\x1b\\[[0-9;]*m")
 # Names come from files: what would move the cursor, or turn text around, is shown as a question mark.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
@@ -55,15 +56,36 @@ class Style:
             return [line]
         text = _ESCAPE.sub("", line)
         deeper = min(len(text) - len(text.lstrip()) + 4, self.width // 2)
-        return textwrap.wrap(text, self.width, subsequent_indent=" " * deeper, break_on_hyphens=False)
+        return broken(text, self.width, indent=" " * deeper)
 
     def wrapped(self, text: str, *, indent: str = "", first: str | None = None) -> list[str]:
         """Break text into lines."""
-        start = indent if first is None else first
-        width = min(self.width, READABLE)
-        return textwrap.wrap(
-            self.plain(text), width, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False
+        return broken(
+            self.plain(text), min(self.width, READABLE), indent=indent, first=indent if first is None else first
         )
+
+
+class _Lines(textwrap.TextWrapper):
+    """Breaks what is too long for a line where code may be broken, if it can."""
+
+    def _handle_long_word(self, reversed_chunks: list[str], cur_line: list[str], cur_len: int, width: int) -> None:
+        chunk, room = reversed_chunks[-1], width - cur_len
+        end = max(chunk.rfind(mark, 0, room) for mark in _BREAKABLE) + 1
+        if not end:
+            if cur_line:  # the next line has more room
+                return
+            end = max(room, 1)
+        cur_line.append(chunk[:end])
+        reversed_chunks[-1] = chunk[end:]
+
+
+def broken(text: str, width: int, *, indent: str = "", first: str = "") -> list[str]:
+    """Break text into lines: between words and, where one is too long for a line, after a mark in it.
+
+    >>> broken("copy: loader.to(device,non_blocking=True)", 20)
+    ['copy: loader.to(', 'device,non_blocking=', 'True)']
+    """
+    return _Lines(width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False).wrap(text)
 
 
 def shown_width(text: str) -> int:

@@ -19,7 +19,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +31,7 @@ from pipesight.analysis.report import Report
 from pipesight.analysis.verdict import TITLES
 from pipesight.runs.reading.event_codes import PHASES
 from pipesight.runs.reading.run import LogLine
-from pipesight.view.text_layout import Style, bar
+from pipesight.view.text_layout import Style, bar, broken
 from pipesight.view.text_program import step_lines
 from pipesight.view.text_timeline import Glyphs, coloured, draw_step, title_of
 
@@ -44,7 +43,7 @@ LONGEST_BAR = 60
 LONGEST_STATE = 400
 """Characters of how a run ended, which may be the message of an error."""
 ROOMY = 20
-"""With at least this many lines there is room to explain the bubble, and for text that needs several."""
+"""With at least this many lines there is room to explain the bubble; with fewer, long text may be cut off."""
 EXPLAINED = "Bubble: idle share of the window, from the first forward to the last backward"
 NUMBER = 8  # columns of one
 NAME = 22  # columns of the name of a part, at most
@@ -70,12 +69,15 @@ class Frame:
 def draw_frame(frame: Frame, *, width: int, height: int, colour: bool = False, ascii: bool = False) -> list[str]:
     """Draw a frame in at most this many columns and lines."""
     style = Style(min(width, WIDEST), colour, ascii)
-    head = [*_head(frame, style, wrap=height >= ROOMY), *_warnings(frame, style)]
     report, figures = frame.report, frame.figures
+    for wrap in (True, False):
+        head = [*_head(frame, style, wrap=wrap), *_warnings(frame, style)]
+        numbers = [] if report is None or figures is None else _numbers(figures, style, wrap=wrap)
+        if height >= ROOMY or len(head) + len(numbers) <= height // 2 + 1:
+            break
     if report is None or figures is None:
         blocks = [head, _log(frame.log, max(height - len(head) - 1, 0), style)]
     else:
-        numbers = _numbers(figures, style, wrap=height >= ROOMY)
         if height >= ROOMY and figures.last.bubble is not None:
             numbers += [style.paint(line, "dim") for line in style.wrapped(EXPLAINED)]
         room = height - len(head) - len(numbers) - 1
@@ -214,7 +216,7 @@ def _parts(figures: LatestStep, most: int, style: Style) -> list[str]:
     for k in sorted(largest):
         title = titles[k]
         if len(title) > NAME:  # a long one has lines of its own
-            lines += [f"  {line}" for line in textwrap.wrap(title, style.width - 2)]
+            lines += [f"  {line}" for line in broken(title, style.width - 2)]
             title = ""
         share, before = percent(last.parts[k] / taken), percent(usual.parts[k] / total) if beside else ""
         spent = time(last.parts[k]) if last.parts[k] > 0 else "-"
@@ -254,7 +256,7 @@ def _log(log: Sequence[LogLine], most: int, style: Style) -> list[str]:
 
 def _broken(line: str, width: int) -> list[str]:
     """Break a log line that is too long."""
-    return textwrap.wrap(line.strip(), width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+    return broken(line.strip(), width, indent="      ", first="  ")
 
 
 def _is_wanted(line: LogLine) -> bool:
