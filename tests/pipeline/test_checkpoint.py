@@ -243,9 +243,10 @@ def test_dropout_in_a_checkpoint_within_a_layer(checkpoint):
 
 
 @modes
-def test_dropout_in_a_pipeline_within_a_pipeline(checkpoint):
+@pytest.mark.parametrize("inner_checkpoint", ["always", "never"])
+def test_dropout_in_a_pipeline_within_a_pipeline(checkpoint, inner_checkpoint):
     """A pipeline that is a layer of another one repeats its numbers when it is recomputed, and from run to run."""
-    inner = GPipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1], chunks=2, checkpoint=checkpoint)
+    inner = GPipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1], chunks=2, checkpoint=inner_checkpoint)
     pipe = GPipe(nn.Sequential(nn.Dropout(0.1), inner, nn.Identity()), [1, 1, 1], chunks=2, checkpoint=checkpoint)
     outputs = []
     for _ in range(2):

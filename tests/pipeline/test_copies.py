@@ -158,17 +158,6 @@ class Pop(nn.Module):
         return input + skip
 
 
-@MODES
-@COPIES
-def test_copy_with_skips(copied, checkpoint):
-    """Skip connections work in a copy."""
-    model = GPipe(nn.Sequential(Stash(), nn.Linear(4, 4), Pop()).double(), [1, 1, 1], chunks=2, checkpoint=checkpoint)
-    twin = copied(model)
-    assert torch.equal(model(batch()), twin(batch()))
-    for ours, theirs in zip(gradients(model, batch()), gradients(twin, batch()), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_copy_of_a_model_with_hooks():
     """Hooks on parameters and layers do not keep a used model from being copied."""
     model = pipe(layers())
@@ -675,15 +664,6 @@ def test_functional_transforms_are_rejected(derive):
     with pytest.raises((RuntimeError, NotImplementedError)):
         derive(model, batch())
     assert_like_plain(model, plain)
-
-
-def test_parametrized_and_weight_normed_layers():
-    """Layers whose weights are computed, as with ``weight_norm``, get the gradients of the plain model."""
-    plain = layers()
-    nn.utils.parametrizations.weight_norm(plain[0][0])
-    nn.utils.parametrizations.orthogonal(plain[2][0])
-    for checkpoint in ("always", "never"):
-        assert_like_plain(pipe(copy.deepcopy(plain), checkpoint), plain)
 
 
 def test_averaged_model():

@@ -79,32 +79,6 @@ def test_outputs_of_other_sizes(sizes):
     assert [t.size(0) for t in gather(parts)] == [sum(sizes)] * 2
 
 
-def test_unequal_batch_sizes():
-    """Tensors of different batch sizes cannot be cut together."""
-    with pytest.raises(ValueError, match=r"\[4, 5\]"):
-        scatter((rand(4, 3), rand(5, 3)), 2)
-
-
-def test_no_batch_dimension():
-    """A 0-d tensor can be neither cut nor put together."""
-    with pytest.raises(ValueError, match="0-d Tensor"):
-        scatter((rand(4, 3), torch.tensor(1)), 2)
-    with pytest.raises(RuntimeError, match="0-d Tensor"):
-        gather([[torch.tensor(1.0)], [torch.tensor(2.0)]])
-
-
-def test_no_tensors():
-    """Nothing cannot be cut."""
-    with pytest.raises(ValueError, match="empty tuple"):
-        scatter((), 2)
-
-
-def test_unequal_numbers_of_outputs():
-    """Micro-batches with different numbers of outputs cannot be put together."""
-    with pytest.raises(RuntimeError, match=r"\[1, 2\]"):
-        gather([[rand(2, 3)], [rand(2, 3), rand(2, 3)]])
-
-
 def test_tensor_or_tuple():
     """A tensor is a tuple of one; anything else is an error that says what it was."""
     x = rand(2, 3)

@@ -131,7 +131,8 @@ def test_one_model_in_several_threads(checkpoint):
     def train(k):
         together.wait()
         for step in range(15):
-            assert_same(gradients(model, batch(k * 100 + step)), gradients(plain, batch(k * 100 + step)))
+            some = batch(k * 100 + step)[k:]  # each thread has another size
+            assert_same(gradients(model, some), gradients(plain, some))
 
     def infer(k):
         together.wait()
@@ -239,29 +240,6 @@ def test_pipe_in_a_layer_of_a_pipe(checkpoint, inner_checkpoint):
     outer = GPipe(nn.Sequential(model[0], inner, model[4]), [1, 1, 1], chunks=2, checkpoint=checkpoint)
     for step in range(3):
         assert_same(in_thread(lambda: gradients(outer, batch(step))), gradients(plain, batch(step)))  # noqa: B023
-
-
-@MODES
-@pytest.mark.parametrize("inner_checkpoint", ["always", "never"])
-def test_dropout_in_a_pipe_in_a_pipe(checkpoint, inner_checkpoint):
-    """The inner pipeline drops the same values again when the outer one recomputes it."""
-    inner = GPipe(nn.Sequential(nn.Dropout(), nn.Dropout(0.1)), [1, 1], chunks=2, checkpoint=inner_checkpoint)
-    model = GPipe(nn.Sequential(nn.Identity(), inner), [1, 1], chunks=2, checkpoint=checkpoint)
-    for _ in range(3):
-        input = torch.ones(8, 16, requires_grad=True)
-        output = model(input)
-        output.sum().backward()
-        assert torch.equal(input.grad, output)
-
-
-def test_pipe_behind_a_pipe():
-    """The output of a pipeline may be the input of another, or of itself."""
-    plain = layers()
-    model = pipe(copy.deepcopy(plain))
-    twice = lambda m: lambda x: m(m(x))
-    expected = torch.autograd.grad(twice(plain)(batch()).square().sum(), list(plain.parameters()))
-    found = in_thread(lambda: torch.autograd.grad(twice(model)(batch()).square().sum(), list(model.parameters())))
-    assert_same(found, expected)
 
 
 def test_pipe_called_from_its_own_layer():

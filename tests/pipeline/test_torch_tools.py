@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -101,14 +100,6 @@ def test_anomaly_detection(checkpoint):
 
 
 @modes
-def test_saved_tensor_hooks(checkpoint):
-    """Under save_on_cpu all is the same."""
-    pipe, plain = both(checkpoint)
-    with torch.autograd.graph.save_on_cpu():
-        assert_same_pass(pipe, plain, rand(4, 3, grad=True))
-
-
-@modes
 @pytest.mark.parametrize("leaves", [True, False])
 def test_functional_call(leaves, checkpoint):
     """functional_call runs the pipeline with other parameters, which get the gradients; checkpoints are refused."""
@@ -147,37 +138,6 @@ def test_parameters_changed_between_forward_and_backward(checkpoint):
         assert "inplace" in str(error) or "in place" in str(error)
     else:
         torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
-
-
-@modes
-def test_callers_in_several_threads(checkpoint):
-    """Threads that use one pipeline at the same time all get their own results."""
-    pipe, plain = both(checkpoint)
-    expected = [torch.autograd.grad(total(plain(rand(4 + k, 3))), list(plain.parameters())) for k in range(3)]
-    right = []
-
-    def use(k):
-        for _ in range(15):
-            gradients = torch.autograd.grad(total(pipe(rand(4 + k, 3))), list(pipe.parameters()))
-            torch.testing.assert_close(gradients, expected[k])
-        right.append(k)
-
-    threads = [threading.Thread(target=use, args=(k,), daemon=True) for k in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(right) == [0, 1, 2]
-
-
-@modes
-def test_layer_replaced(checkpoint):
-    """A layer may be replaced after passes; the next one uses the new layer."""
-    pipe, plain = both(checkpoint)
-    assert_same_pass(pipe, plain, rand(4, 3, grad=True))
-    layer = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
-    pipe.partitions[1][0], plain[2] = layer, copy.deepcopy(layer)
-    assert_same_pass(pipe, plain, rand(4, 3, grad=True))
 
 
 @modes

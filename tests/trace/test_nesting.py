@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -127,21 +126,6 @@ def test_generator_that_moves_between_threads():
             pass
     assert Counter(names(events)) == {"data": 4, "forward": 1, "device": 1}
     assert parents(events) == {"data": "forward", "forward": None, "device": None}
-
-
-def test_threads_one_after_the_other():
-    """Python gives the number of an ended thread to the next; the system's numbers tell them apart."""
-    numbers = []
-
-    def work(k):
-        numbers.append(threading.get_native_id())
-        with ai.compute:
-            pass
-
-    with capture_events() as events:
-        for _ in range(5):
-            run_threads(1, work)
-    assert [event["tid"] for event in events] == numbers
 
 
 def test_greenlets():

@@ -219,33 +219,6 @@ def test_same_file_at_once(script, tmp_path):
     assert [len(events) for events in events_by_process(tmp_path).values()] == [5, 5]
 
 
-LOADER = """
-import torch
-from torch.utils.data import DataLoader
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self): return 64
-    @ai.data.item
-    def __getitem__(self, index): return index
-if __name__ == "__main__":
-    with start('run'):
-        for batch in ai.dataloader.fetch.iter(
-            DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context={method!r})
-        ): pass
-"""
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_dataloader(script, tmp_path, method):
-    """All 64 items that the workers of a DataLoader make are there, in a file for each worker."""
-    process = script(LOADER.format(method=method))
-    assert process.returncode == 0, process.errors
-    found = events_by_process(tmp_path)
-    fetches = found.pop(process.pid)
-    assert sum(event["name"] == "fetch.iter" for event in fetches) == 16
-    assert [len(events) for events in found.values()] == [32, 32]
-    assert {event["name"] for events in found.values() for event in events} == {"item"}
-
-
 def test_torchrun(script, tmp_path):
     """Under torchrun each rank has a file with its rank in the name, and its place in a viewer."""
     torchrun = str(Path(sys.executable).parent / "torchrun")
