@@ -22,7 +22,6 @@ __all__ = [
     "around_functions",
     "backward_accumulates",
     "current_backward",
-    "gradient_shape",
     "hook_gradient",
     "in_backward",
     "in_checkpoint",
@@ -66,12 +65,6 @@ def is_of_function(node: Any, function: Any) -> bool:
 def in_backward() -> bool:
     """Tell whether a backward calls this code, in this thread."""
     return current_backward() != -1
-
-
-def gradient_shape(edge: GradientEdge) -> Sequence[int]:
-    """Return the shape of the gradient that goes along an edge: that of the tensor that the node has made."""
-    metadata: Any = edge.node._input_metadata
-    return tuple(metadata[edge.output_nr].shape)
 
 
 def sequence_number(node: Any) -> int:

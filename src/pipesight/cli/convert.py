@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gzip
 import os
 import secrets
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from pipesight._plurals import count_of, plural
+from pipesight.cli._failures import failing_in_one_line
 from pipesight.runs.chrome_trace import chrome_trace
 from pipesight.runs.reading.descriptions import folder_of_runs, runs_inside
 from pipesight.runs.reading.profiler_trace import ProfilerTrace, profiler_traces
@@ -20,8 +22,6 @@ from pipesight.runs.reading.trace_reader import NotATraceError, TraceReader, fin
 
 __all__ = ["add_to", "run"]
 
-WRONG, FAILED = 2, 1
-"""Exit codes: wrong usage; reading or writing failed."""
 LEVEL = 4  # of gzip: a seventh smaller than 3, and faster than 6
 STDOUT = Path("-")
 
@@ -63,36 +63,30 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(run=run)
 
 
+@failing_in_one_line("convert", subject="trace")
 def run(options: argparse.Namespace) -> int:
     """Convert, print what was converted, and return the exit code."""
-    return _to_parquet(options) if options.to == "parquet" else _to_chrome(options)
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"pipesight convert: error: {message}", file=sys.stderr)
-    return code
+    if options.to == "parquet":
+        _to_parquet(options)
+    else:
+        _to_chrome(options)
+    return 0
 
 
 # A dataset.
 
 
-def _to_parquet(options: argparse.Namespace) -> int:
-    from pipesight.runs.reading.run import NotARunError, open_run
+def _to_parquet(options: argparse.Namespace) -> None:
+    from pipesight.runs.reading.run import open_run
 
     output = options.output or _stem(options.trace.absolute(), ".parquet")
-    try:
-        _check_folder(output, options.trace, force=options.force)
-        with open_run(options.trace, whole=True) as run:
-            others = run.write_dataset(output) - run.events
-            for note in run.notes:
-                _note(str(note))
-            what = f"{count_of(run.events, 'span')} and {count_of(others, 'other event')}"
-            print(f"{what} of {count_of(len(run.ranks()), 'rank')}, in {output}")
-    except (FileExistsError, FileNotFoundError, NotARunError) as error:
-        return _fail(str(error), WRONG)
-    except OSError as error:
-        return _fail(f"{error.filename or output}: {error.strerror or error}", FAILED)
-    return 0
+    _check_folder(output, options.trace, force=options.force)
+    with _written_to(output), open_run(options.trace, whole=True) as run:
+        others = run.write_dataset(output) - run.events
+        for note in run.notes:
+            _note(str(note))
+        what = f"{count_of(run.events, 'span')} and {count_of(others, 'other event')}"
+        print(f"{what} of {count_of(len(run.ranks()), 'rank')}, in {output}")
 
 
 def _check_folder(output: Path, trace: Path, *, force: bool) -> None:
@@ -115,25 +109,14 @@ def _check_folder(output: Path, trace: Path, *, force: bool) -> None:
 # One file.
 
 
-def _to_chrome(options: argparse.Namespace) -> int:
-    try:
-        readers = _readers(options.trace)
-        output = options.output or _output_for(options.trace)
-        _check(output, [reader.path for reader in readers], force=options.force)
-    except (FileNotFoundError, NotATraceError, FileExistsError) as error:
-        return _fail(str(error), WRONG)
-    except OSError as error:
-        return _fail(f"{error.filename or options.trace}: {error.strerror or error}", FAILED)
-    try:
-        with _opened(output) as file:
-            for text in chrome_trace(readers, options.trace):
-                file.write(text)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        return _fail(f"{error.filename or output}: {error.strerror or error}", FAILED)
+def _to_chrome(options: argparse.Namespace) -> None:
+    readers = _readers(options.trace)
+    output = options.output or _output_for(options.trace)
+    _check(output, [reader.path for reader in readers], force=options.force)
+    with _written_to(output), _opened(output) as file:
+        for text in chrome_trace(readers, options.trace):
+            file.write(text)
     _report(readers, output)
-    return 0
 
 
 def _readers(trace: Path) -> list[TraceReader] | list[ProfilerTrace]:
@@ -209,6 +192,17 @@ def _opened(output: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
 
 
 # Output.
+
+
+@contextlib.contextmanager
+def _written_to(output: Path) -> Iterator[None]:
+    """Let errors of a full disk name the output."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(output)) from None
 
 
 def _report(readers: Sequence[TraceReader | ProfilerTrace], output: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipesight.cli._failures import failing_in_one_line
 from pipesight.cli._quantities import bandwidth, seconds, size
 from pipesight.schedule.argument_checks import CHECKPOINT_MODES, SCHEDULES
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from pipesight.schedule.costs import Costs, Link
 
 __all__ = ["add_to", "run"]
-
-FAILED, WRONG = 1, 2
-"""Exit codes: reading or writing failed; wrong usage, or nothing fits."""
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -117,32 +115,18 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(run=run)
 
 
+@failing_in_one_line("plan")
 def run(options: argparse.Namespace) -> int:
     """Plan, and return the exit code."""
-    try:
-        outcome = _plan(options)
-        if options.html is not None:
-            _write_page(options, outcome)
-        if options.out is not None:
-            from pipesight.plan.schedule_files import save_schedule
+    outcome = _plan(options)
+    if options.html is not None:
+        _write_page(options, outcome)
+    if options.out is not None:
+        from pipesight.plan.schedule_files import save_schedule
 
-            save_schedule(outcome.plans[0].schedule, options.out)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        return _fail(f"{error.filename or options.run_path}: {error.strerror or error}", FAILED)
-    except ValueError as error:
-        return _fail(str(error), WRONG)
-    try:
-        _print(options, outcome)
-    except ValueError as error:  # of --format
-        return _fail(str(error), WRONG)
+        save_schedule(outcome.plans[0].schedule, options.out)
+    _print(options, outcome)
     return 0
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"pipesight plan: error: {message}", file=sys.stderr)
-    return code
 
 
 def _plan(options: argparse.Namespace) -> Outcome:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipesight.cli._colour import in_colour
+from pipesight.cli._failures import fail, failing_in_one_line
 
 if TYPE_CHECKING:
     from pipesight.analysis.report import Report
 
 __all__ = ["add_to", "run"]
 
-FAILED, WRONG, OVER = 1, 2, 3
-"""Exit codes: reading or writing failed; no such run, or wrong usage; the bubble is larger than allowed."""
+OVER = 3
+"""Exit code: the bubble is larger than allowed."""
 MOST_OTHERS = 25
 """How many runs are compared with the first; each has a letter."""
 
@@ -69,26 +70,12 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(run=run)
 
 
+@failing_in_one_line("report")
 def run(options: argparse.Namespace) -> int:
     """Report, and return the exit code."""
-    from pipesight.runs.reading.run import NotARunError
-
-    try:
-        return _report(options)
-    except BrokenPipeError:
-        raise
-    except NotARunError as error:
-        return _fail(str(error), WRONG)
-    except OSError as error:
-        return _fail(f"{error.filename or options.run_path}: {error.strerror or error}", FAILED)
-    except ValueError as error:
-        return _fail(str(error), WRONG)
-
-
-def _report(options: argparse.Namespace) -> int:
     first = latest = _analyse(options.run_path, options)
     if len(options.other_paths) > MOST_OTHERS:
-        return _fail(f"at most {MOST_OTHERS + 1} runs can be compared (runs: {len(options.other_paths) + 1})", WRONG)
+        raise ValueError(f"at most {MOST_OTHERS + 1} runs can be compared (runs: {len(options.other_paths) + 1})")
     if options.other_paths:
         from pipesight.analysis.comparison import compare
         from pipesight.view.comparison_json import comparison_as_json
@@ -113,9 +100,9 @@ def _report(options: argparse.Namespace) -> int:
         page = write_comparison(*comparisons, output=output) if options.other_paths else _write_page(options, output)
         print(f"the page is {page}", file=sys.stderr if options.json else sys.stdout)
     if options.fail_over is not None and latest.overall is None:
-        return _fail("--fail-over: the bubble cannot be computed, since no step of a pipeline is complete", WRONG)
+        raise ValueError("--fail-over: the bubble cannot be computed, since no step of a pipeline is complete")
     if options.fail_over is not None and latest.overall is not None and latest.overall.bubble > options.fail_over:
-        return _fail(f"the bubble is {latest.overall.bubble:.1%}, over {options.fail_over:.1%}", OVER)
+        return fail("report", f"the bubble is {latest.overall.bubble:.1%}, over {options.fail_over:.1%}", OVER)
     return 0
 
 
@@ -146,11 +133,6 @@ def _print(what: str | dict[str, Any]) -> None:
     text = what if isinstance(what, str) else json.dumps(what, indent=2, allow_nan=False) + "\n"
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"pipesight report: error: {message}", file=sys.stderr)
-    return code
 
 
 # Options.

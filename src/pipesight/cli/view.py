@@ -12,13 +12,13 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipesight.cli._failures import FAILED, fail, failing_in_one_line
+
 if TYPE_CHECKING:
     from pipesight.view.live.run_publisher import Publisher
 
 __all__ = ["add_to", "run"]
 
-WRONG, FAILED = 2, 1
-"""Exit codes: there is no run, and none can appear; the port is not available."""
 LAST_PORT = 65535
 
 
@@ -50,12 +50,13 @@ def _port(text: str) -> int:
     return int(text)
 
 
+@failing_in_one_line("view")
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C, and return the exit code."""
     try:
         token = None if options.token_file is None else _token(options.token_file)
     except (OSError, ValueError) as error:
-        return _fail(f"--token-file: {error}", WRONG)
+        raise ValueError(f"--token-file: {error}") from None
     try:
         return _serve(options.run_path, port=options.port, browser=not options.no_browser, token=token)
     except KeyboardInterrupt:
@@ -83,20 +84,16 @@ def _token(path: Path) -> str:
 
 def _serve(path: Path, *, port: int, browser: bool, token: str | None) -> int:
     from pipesight.runs.following.follower import check_place
-    from pipesight.runs.reading.run import NotARunError
     from pipesight.view.live.live_page import draw, empty_page
     from pipesight.view.live.run_publisher import Publisher
     from pipesight.view.live.web_server import RunServer
 
-    try:
-        check_place(path)
-    except NotARunError as error:
-        return _fail(str(error), WRONG)
+    check_place(path)
     with Publisher(path, draw=draw) as publisher:
         try:
             server = RunServer(publisher, page=empty_page, port=port, token=token)
         except OSError as error:
-            return _fail(_port_trouble(port, error), FAILED)
+            return fail("view", _port_trouble(port, error), FAILED)
         with server:
             print(server.address, flush=True)
             if browser:
@@ -135,8 +132,3 @@ def _print_states(publisher: Publisher) -> None:
         if words != said:
             print(words, file=sys.stderr, flush=True)
             said = words
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"pipesight view: error: {message}", file=sys.stderr)
-    return code

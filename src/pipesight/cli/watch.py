@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipesight.cli._colour import in_colour
+from pipesight.cli._failures import failing_in_one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_to", "run"]
 
-WRONG = 2
-"""Exit code: there is no run, and none can appear."""
 INTERVAL = 1.0  # seconds from one look to the next, at least
 SHARE = 2
 """Pause at least so many times as long as the last look took."""
@@ -49,18 +48,14 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(run=run)
 
 
+@failing_in_one_line("watch")
 def run(options: argparse.Namespace) -> int:
     """Watch until the run ends, and return the exit code."""
     from rich.console import Console
 
     from pipesight.runs.following.follower import Follower, check_place
-    from pipesight.runs.reading.run import NotARunError
 
-    try:
-        check_place(options.run_path)
-    except NotARunError as error:
-        print(f"pipesight watch: error: {error}", file=sys.stderr)
-        return WRONG
+    check_place(options.run_path)
     console = Console(markup=False, highlight=False, emoji=False)
     # Where FORCE_COLOR is set, everything is a terminal to rich.
     live = sys.stdout.isatty() and not options.plain and not console.is_dumb_terminal

@@ -1,18 +1,31 @@
 """What a traced process hands on to the processes it starts: environment variables that make them trace too.
 
 Each child writes a file of its own beside the parent's. On the same host it also uses the parent's clock.
+
+Processes that multiprocessing's forkserver forks get the current environment, not that of the server's start::
+
+    this process --starts--> forkserver            keeps the environment of that moment
+          |                      | forks
+          '--preparation--> process                gets ours with the data that multiprocessing sends to each
+
+Unpickling that data sets the environment, before the process imports anything of the program. It consists of builtins
+alone, so that it works where pipesight cannot be imported yet.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pipesight._logger import own_logger
 from pipesight.trace.environment_settings import Settings
 
-__all__ = ["handed_on", "inherited", "inherited_clock", "read_again", "set_environment"]
+__all__ = ["handed_on", "inherited", "inherited_clock", "read_again", "set_environment", "update_forkserver_children"]
 
 logger = own_logger(__name__)
 
@@ -76,3 +89,41 @@ def inherited_clock() -> int | None:
         logger.warning("PIPESIGHT_CLOCK must be nanoseconds and a host, but is %r; using the current clock", given)
         return None
     return offset
+
+
+_CODE = """
+import os, sys
+before = {name: value for name, value in os.environ.items() if name.startswith("PIPESIGHT_")}
+if before != values:
+    for name in before:
+        del os.environ[name]
+    os.environ.update(values)
+    session = sys.modules.get("pipesight.trace.trace_session")
+    if session is not None:
+        session.follow_environment()
+"""
+
+
+class _Environment:
+    """Unpickling it sets the variables of pipesight to what they were where it was pickled."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = dict(values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (_CODE, {"values": self._values})
+
+
+def update_forkserver_children() -> None:
+    """Send the variables of pipesight to all processes that a forkserver forks from now on."""
+    spawn: Any = sys.modules.get("multiprocessing.spawn")
+    if spawn is None or hasattr(spawn.get_preparation_data, "_pipesight"):
+        return  # there is no server yet, or this was done before
+    original = spawn.get_preparation_data
+
+    @functools.wraps(original)
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {**original(name), "pipesight": _Environment(_variables())}
+
+    vars(get_preparation_data)["_pipesight"] = True
+    spawn.get_preparation_data = get_preparation_data

@@ -10,8 +10,14 @@ from types import TracebackType
 from pipesight._logger import own_logger
 from pipesight._path_argument import checked_path
 from pipesight.trace._encode import Encoder
-from pipesight.trace._forkserver import update_forkserver_children
-from pipesight.trace._inheritance import handed_on, inherited, inherited_clock, read_again, set_environment
+from pipesight.trace._inheritance import (
+    handed_on,
+    inherited,
+    inherited_clock,
+    read_again,
+    set_environment,
+    update_forkserver_children,
+)
 from pipesight.trace._tracer import tracer
 from pipesight.trace._write_queue import TraceFile
 from pipesight.trace.environment_settings import INTERVALS, MOST, Settings
