@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pipesight.stats as debug_api
 from pipesight import GPipe
-from pipesight.stats import watch
+from pipesight.stats import stats_session, watch
 from support.logged import assert_six, config, values
 from support.stand_in_gpu import stand_in_gpu  # noqa: F401 (a fixture)
 
@@ -132,6 +132,44 @@ def test_steps_that_are_numbered_anew(stand_in_gpu, tmp_path):  # noqa: F811
     finally:
         debug_api.end_debug()
     check(tmp_path, truth, [0, 1, 2, 3, 100, 101])
+
+
+def test_steps_that_end_otherwise(stand_in_gpu, tmp_path):  # noqa: F811
+    """A step that nobody ends is logged all the same, and one that a call with an iteration ends keeps its number."""
+    model, x = build(), torch.randn(4, 8)
+    truth = {key: parts for key, parts in reference(build(), [x]).items() if key[0] != "2"}
+    debug_api.initialize(config(TENSORS), log_dir=tmp_path)
+    try:
+        with watch(model, auto_step=False):
+            for step in range(7):
+                train(model, [x], 1)
+                if step == 4:
+                    debug_api.log_tensor_stats("2", tensor=x, tensor_name="activation", iteration=50)
+                if step < 6:
+                    debug_api.step()
+            debug_api.end_debug()
+    finally:
+        debug_api.end_debug()
+    found = values(tmp_path)
+    assert {key[0] for key in found if key[1] != "2"} == set(range(7))
+    for (layer, tensor), parts in truth.items():
+        for step in range(7):
+            assert_six(found, step, layer, tensor, *parts, rtol=1e-5)
+    assert_six(found, 50, "2", "activation", x)
+
+
+def test_captured_steps(stand_in_gpu, tmp_path, monkeypatch):  # noqa: F811
+    """What a CUDA graph captures is not measured, forward and backward, however many steps were before."""
+    model, x = build(), torch.randn(4, 8)
+    with watch(model, config(TENSORS), log_dir=tmp_path):
+        train(model, [x], 5)
+        with monkeypatch.context() as capturing:
+            capturing.setattr(stats_session, "is_capturing", lambda: True)
+            stand_in_gpu.launches.clear()
+            train(model, [x], 1)
+            assert not stand_in_gpu.launches
+        train(model, [x], 2)
+    check(tmp_path, reference(build(), [x]), {key[0] for key in values(tmp_path)})
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

@@ -6,6 +6,7 @@ What is not: streams, events, and the kernels themselves, which `tests/cuda` che
 
 import ctypes
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,6 +58,12 @@ def _kernels(gpu: StandInGpu) -> type:
                 gpu.measure(dtype, address, size, out + i * cuda_moments.ROW_BYTES)
 
     return Kernels
+
+
+class _Rows(cuda_moments.DeviceRows):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._index = -1  # the number of a CPU tensor's device
 
 
 class _Nothing:
@@ -113,7 +120,8 @@ def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> StandInGpu:
     monkeypatch.setattr(cuda_moments, "torch", _Torch(torch, cuda=cuda, empty=_empty))
     monkeypatch.setattr(iteration_buffer, "torch", _Torch(torch, cuda=cuda, device=lambda *_: torch.device("cpu", 0)))
     monkeypatch.setattr(cuda_moments, "Kernels", _kernels(gpu))
-    monkeypatch.setattr(cuda_moments, "current_gpu", lambda: 0)
+    monkeypatch.setattr(iteration_buffer, "DeviceRows", _Rows)
+    monkeypatch.setattr(cuda_moments, "current_gpu", lambda: -1)
     monkeypatch.setattr(cuda_moments, "raw_stream", lambda _: 1)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(stats_session, "has_kernels", lambda _: True)

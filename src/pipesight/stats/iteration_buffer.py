@@ -20,9 +20,9 @@ from torch import Tensor
 
 from pipesight import context
 from pipesight.stats.actions import Action
-from pipesight.stats.measurements import TensorMeasurements, merge_all
+from pipesight.stats.measurements import TensorMeasurements, add_rows, merge_all
 from pipesight.stats.message_log import MessageLog
-from pipesight.stats.moments.cuda_moments import DeviceRows, SentRows
+from pipesight.stats.moments.cuda_moments import Calls, DeviceRows, SentRows
 from pipesight.stats.moments.moments import LaterMoments
 from pipesight.stats.moments.quantity import MOMENTS, Source
 from pipesight.stats.moments.small_tensor_buffer import SmallRows
@@ -30,7 +30,7 @@ from pipesight.stats.nonfinite import EARLY, Bad, Layers, Spot, in_order
 from pipesight.stats.nonfinite_reporter import NonfiniteReporter
 from pipesight.stats.rank_merging import RankMerging
 from pipesight.stats.sinks import Records, Sinks
-from pipesight.stats.watched_tensor import Tap
+from pipesight.stats.watched_tensor import Series, Take, Tap
 
 __all__ = ["IterationBuffer"]
 
@@ -48,7 +48,6 @@ class IterationBuffer:
         layers: The layers of the watched models.
         numbers: Count the tensors.
         devices: Where tensors of each GPU are measured.
-        fast: The tensors of which nothing remains to be looked up, in iterations that log them.
         at_once: Layers and tensors that change in place, so that they cannot wait to be measured with others.
     """
 
@@ -57,11 +56,12 @@ class IterationBuffer:
         self.layers = Layers()
         self.at_once: set[tuple[str, str]] = set()
         self.numbers = itertools.count()
-        self.fast: dict[Tap, None] = {}
+        self._standing: dict[Tap, Take] = {}  # of which nothing remains to be looked up, in iterations that log them
+        self._begun = 0  # the iteration that takes those
         self._merging, self._sinks, self._messages, self._reporter = merging, sinks, messages, reporter
         self._lock = threading.RLock()
         self.entries: dict[Key, TensorMeasurements] = {}
-        self._unread: deque[tuple[list[TensorMeasurements], list[SentRows]]] = deque()
+        self._unread: deque[tuple[int, dict[Key, TensorMeasurements], list[SentRows]]] = deque()
         self.devices: dict[int, DeviceRows] = {}
         self._small = SmallRows()
         self._told_of_ranks = False
@@ -69,10 +69,18 @@ class IterationBuffer:
     def turn_to(self, iteration: int) -> None:
         """Begin an iteration, if it is not the one under way: some loops pass iterations and never call ``step``."""
         with self._lock:
+            self._turn_to_begun()
             if iteration != self.iteration:
                 if self.iteration is not None:
                     self.end(self.iteration)
                 self.iteration = iteration
+
+    def _turn_to_begun(self) -> None:
+        """Be at the iteration that tensors were measured in of which nothing had to be looked up, if there are any."""
+        if self.iteration is None and self._standing:
+            alone = any(tap.series.calls for tap in self._standing if tap.series is not None)
+            if alone or not all(rows.is_empty for rows in self.devices.values()):
+                self.iteration = self._begun
 
     def spot(self, *, early: bool = False) -> Spot:
         """Return when and where the calling thread is; early for a weight that the step has yet to change."""
@@ -119,6 +127,7 @@ class IterationBuffer:
             for device, rows in self.devices.items():
                 rows.hand_out()
                 torch.cuda.synchronize(device)  # others may have been measured on other streams
+            self._collect()
             known = [found for entry in self.entries.values() if (found := entry.bad(self.layers)) is not None]
             first = in_order([*known, bad], self.layers)[0]
         self._reporter.look(bad, first, actions, tensor)
@@ -128,7 +137,7 @@ class IterationBuffer:
         rows = self.devices.get(device)
         if rows is None:
             with self._lock:
-                rows = self.devices.setdefault(device, DeviceRows(torch.device("cuda", device)))
+                rows = self.devices.setdefault(device, DeviceRows(torch.device("cuda", device), self.numbers))
         return rows
 
     def small(self, tensor: Tensor, source: Source) -> LaterMoments | None:
@@ -143,10 +152,12 @@ class IterationBuffer:
         """
         with self._lock:
             self._reporter.speak()
+            self._turn_to_begun()
             iteration = iteration if self.iteration is None else self.iteration
             entries, sent = self._begin_anew()
+            begun = self._begun if self._standing else iteration
             groups = self._merging.groups(iteration)
-            alone = [entry for (*_, group, _), entry in entries.items() if group not in groups]
+            alone = {key: entry for key, entry in entries.items() if key[2] not in groups}
             unmerged = sum(key[2] is not None for key in entries) - (len(entries) - len(alone))
             if unmerged and not self._told_of_ranks:
                 self._told_of_ranks = True
@@ -155,15 +166,15 @@ class IterationBuffer:
                     "configuration includes that iteration, or the process group is gone"
                 )
             if not groups:
-                if alone:
-                    self._unread.append((alone, sent))
+                if alone or sent:
+                    self._unread.append((begun, alone, sent))
                 self._write_read(wait=len(self._unread) > UNREAD)
                 return
             self._write_read(wait=True)
-            for rows in sent:
-                rows.hand_out()
+            _hand_out(sent, begun, entries)
+            alone = {key: entry for key, entry in entries.items() if key[2] not in groups}
             found = self._look(entries.values())
-            self._log(alone, merge_all(alone))
+            self._log(alone.values())
             for group in groups:
                 members = [entry for (*_, of, _), entry in entries.items() if of is group]
                 self._log(members, self._merging.merge(members, group, iteration))
@@ -173,6 +184,7 @@ class IterationBuffer:
     def flush(self) -> None:
         """Log what was measured so far, and wait for it."""
         with self._lock:
+            self._turn_to_begun()
             if self.iteration is not None:
                 self.end(self.iteration)
             self._write_read(wait=True)
@@ -186,8 +198,7 @@ class IterationBuffer:
         """Log what needs no other rank: they may be gone."""
         with self._lock:
             entries, sent = self._begin_anew()
-            for rows in sent:
-                rows.hand_out()
+            _hand_out(sent, self._begun, entries)
             lost = sum(key[2] is not None for key in entries)
             if lost:
                 self._messages.warning(
@@ -197,45 +208,67 @@ class IterationBuffer:
             self._write_read(wait=True)
             found = self._look(entries.values())  # what is bad is logged even if other ranks may have more of it
             rest = [entry for key, entry in entries.items() if key[2] is None or entry.first is not None]
-            self._log(rest, merge_all(rest))
+            self._log(rest)
             if entries:
                 self._reporter.end(next(iter(entries.values())).iteration, found)
 
     def prepare_anew(self) -> None:
         """Have everything looked up again for each tensor, its iteration too."""
         with self._lock:
-            self._forget_entries()
-            self.fast.clear()
             for rows in self.devices.values():
                 rows.hand_out()
-            for key in [key for key, entry in self.entries.items() if not entry.calls]:
-                del self.entries[key]  # `begin` made it
+            self._collect()
+            for tap in self._standing:
+                tap.take = tap.entries = None
+            self._standing.clear()
 
-    def _forget_entries(self) -> None:
-        for tap in self.fast:
-            tap.is_fast = False
-            tap.entries = None
+    def series(self, tap: Tap) -> Series:
+        """Return what a tensor is in all iterations that do the same with it."""
+        assert tap.action is not None
+        with self._lock:
+            if tap.series is None or tap.series.action is not tap.action:
+                tap.series = Series(tap.layer, tap.tensor, tap.action)
+            return tap.series
+
+    def stand(self, tap: Tap, take: Take) -> Series:
+        """Have a tensor taken as it comes from now on, in all iterations that do the same with it."""
+        with self._lock:
+            series = self.series(tap)
+            tap.take = self._standing[tap] = take
+            self._begun = tap.step
+            return series
 
     def begin(self, iteration: int) -> None:
-        """Look up what an iteration does with the tensors that wait: for all at once, before the first comes."""
+        """Look up what an iteration does with the tensors that are taken as they come: for all, before the first."""
         with self._lock:
-            for tap in self.fast:
-                if tap.is_fast or not tap.waits or tap.actions is None or tap.action is None:
-                    continue
-                if tap.actions.at(iteration) is tap.action:
-                    tap.step, tap.entries, tap.is_fast = iteration, self.entries, True
-                    tap.entry = TensorMeasurements(tap.layer, tap.tensor, iteration, tap.action)
-                    self.entries[tap.layer, tap.tensor, None, tap.action] = tap.entry
+            self._begun = iteration
+            for tap, take in self._standing.items():
+                actions, series = tap.actions, tap.series
+                same = actions is not None and series is not None and actions.at(iteration) is series.action
+                tap.take = take if same else None
+
+    def _collect(self) -> None:
+        """Keep what was measured alone of tensors that are taken as they come."""
+        for tap in self._standing:
+            if (series := tap.series) is not None and series.calls:
+                calls = _calls_of(series, self._begun, self.entries)
+                count = len(series.calls)
+                calls += series.calls[:count]
+                del series.calls[:count]  # other threads may have added more
 
     def _begin_anew(self) -> tuple[dict[Key, TensorMeasurements], list[SentRows]]:
-        self._forget_entries()
-        entries, self.entries, self.iteration = self.entries, {}, None
         sent = [on_its_way for rows in self.devices.values() if (on_its_way := rows.send()) is not None]
         self._small.measure_all()
+        self._collect()
+        entries, self.entries, self.iteration = self.entries, {}, None
+        if any(entry.changed for entry in entries.values()):
+            _hand_out(sent, self._begun, entries)
         for key in [key for key, entry in entries.items() if entry.changed]:
             entry = entries.pop(key)
             self.at_once.add((entry.layer, entry.tensor))
-            self.fast = {tap: None for tap in self.fast if (tap.layer, tap.tensor) not in self.at_once}
+            for tap in [tap for tap in self._standing if (tap.layer, tap.tensor) == (entry.layer, entry.tensor)]:
+                del self._standing[tap]
+                tap.take = tap.series = tap.entries = None
             self._messages.warning(
                 f"{entry.tensor!r} of layer {entry.layer!r} is not logged in iteration {entry.iteration}: it was "
                 "changed in place before it was measured; from now on it is measured at once"
@@ -249,16 +282,24 @@ class IterationBuffer:
 
     def _write_read(self, *, wait: bool) -> None:
         """Log the iterations whose values have come, in order."""
-        while self._unread and (wait or all(rows.ready() for rows in self._unread[0][1])):
+        while self._unread and (wait or all(rows.ready() for rows in self._unread[0][2])):
             self._write(*self._unread.popleft())
 
-    def _write(self, entries: list[TensorMeasurements], sent: list[SentRows]) -> None:
-        for rows in sent:
-            if rows.has_bad():
-                rows.hand_out()
-        found = self._look(entries)
-        self._log(entries, merge_all(entries, sent))
-        self._reporter.end(entries[0].iteration, found)
+    def _write(self, iteration: int, entries: dict[Key, TensorMeasurements], sent: list[SentRows]) -> None:
+        if any(rows.has_bad() for rows in sent):
+            _hand_out(sent, iteration, entries)
+        merged = [rows.merged() for rows in sent]
+        known = {key[3] for key, entry in entries.items() if entry.calls}
+        if known and any(series.action in known for all_series, _ in merged for series in all_series):
+            _hand_out(sent, iteration, entries)  # some calls of a tensor were measured alone
+            merged = []
+        found = self._look(entries.values())
+        records = Records(iteration)
+        for all_series, of_them in merged:
+            add_rows(records, all_series, of_them)
+        self._sinks.write(records)
+        self._log(entries.values())
+        self._reporter.end(iteration, found)
 
     def _look(self, entries: Iterable[TensorMeasurements]) -> list[Bad]:
         """Return the tensors with NaN or Inf, in the order of computation, and let their entries know their place."""
@@ -271,12 +312,25 @@ class IterationBuffer:
             entry.first = orders[id(bad)], bad.place
         return found
 
-    def _log(self, entries: Iterable[TensorMeasurements], merged: Iterable[dict[str, Any]]) -> None:
-        records: Records | None = None
-        for entry, of_it in zip(entries, merged, strict=True):
+    def _log(self, entries: Iterable[TensorMeasurements], merged: Iterable[dict[str, Any]] | None = None) -> None:
+        entries, records = list(entries), dict[int, Records]()
+        for entry, of_it in zip(entries, merge_all(entries) if merged is None else merged, strict=True):
             if MOMENTS in of_it:
-                if records is None:
-                    records = Records(entry.iteration)
-                entry.add_to(records, of_it)
-        if records is not None:
-            self._sinks.write(records)
+                entry.add_to(records.setdefault(entry.iteration, Records(entry.iteration)), of_it)
+        for of_iteration in records.values():
+            self._sinks.write(of_iteration)
+
+
+def _calls_of(series: Series, iteration: int, entries: dict[Key, TensorMeasurements]) -> Calls:
+    """Return the calls of a tensor among entries."""
+    key = (series.layer, series.tensor, None, series.action)
+    entry = entries.get(key)
+    if entry is None:
+        entry = entries[key] = TensorMeasurements(series.layer, series.tensor, iteration, series.action)
+    return entry.calls
+
+
+def _hand_out(sent: Iterable[SentRows], iteration: int, entries: dict[Key, TensorMeasurements]) -> None:
+    """Add rows to the calls of their tensors, one by one."""
+    for rows in sent:
+        rows.hand_out(lambda series: _calls_of(series, iteration, entries))

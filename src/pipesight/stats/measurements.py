@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
-from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipesight.stats.actions import Action
-from pipesight.stats.moments.cuda_moments import Calls, DeviceRow, SentRows, merge_calls
+from pipesight.stats.moments.cuda_moments import Calls, DeviceRow, merge_calls
 from pipesight.stats.moments.moments import LaterMoments, Moments
-from pipesight.stats.moments.quantity import MOMENTS
+from pipesight.stats.moments.quantity import MOMENTS, Quantity
 from pipesight.stats.nonfinite import Bad, Layers, Place, whole_spot
 from pipesight.stats.sinks.record import Name, Records
 
-__all__ = ["Statistics", "TensorMeasurements", "merge_all"]
+__all__ = ["Statistics", "TensorMeasurements", "add_rows", "merge_all"]
 
 
 class TensorMeasurements:
@@ -31,7 +32,6 @@ class TensorMeasurements:
     """
 
     __slots__ = ("action", "bad_ranks", "calls", "first", "iteration", "layer", "tensor")
-    one_by_one: ClassVar[bool] = False
 
     def __init__(self, layer: str, tensor: str, iteration: int, action: Action) -> None:
         self.layer, self.tensor, self.iteration, self.action = layer, tensor, iteration, action
@@ -81,13 +81,42 @@ def _names(layer: str, tensor: str, labels: tuple[str, ...]) -> tuple[Name, ...]
     return tuple((layer, tensor, label) for label in labels)
 
 
-def merge_all(entries: Sequence[TensorMeasurements], sent: Iterable[SentRows] = ()) -> list[dict[str, Any]]:
-    """Return one record a source for each entry, none for one without a call that counts.
+class Named(Protocol):
+    """A tensor with what is done with it."""
 
-    Args:
-        entries: What was measured.
-        sent: Rows on their way from devices that were not handed out to the entries.
-    """
+    layer: str
+    tensor: str
+    action: Action
+
+
+Formula: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+
+
+def add_rows(records: Records, tensors: Sequence[Named], rows: NDArray[np.float64]) -> None:
+    """Add what is to be logged of tensors that have neither NaN nor Inf, given their moments, a row each."""
+    for formulas, members, names in _alike(tuple(tensors)):
+        values = np.stack([of_rows(rows[members]) for of_rows in formulas], 1)
+        records.add(names, values.ravel().tolist())
+
+
+@lru_cache(maxsize=16)  # steps repeat themselves
+def _alike(tensors: tuple[Named, ...]) -> list[tuple[list[Formula], list[int], list[Name]]]:
+    """Return the tensors of which the same is logged, by their places, with the names of all values."""
+    alike: dict[tuple[Quantity, ...], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        alike.setdefault(tensor.action.quantities, []).append(i)
+    found = []
+    for quantities, members in alike.items():
+        formulas = [quantity.formulas for quantity in quantities if quantity.formulas is not None]
+        labels = [quantity.label for quantity in quantities]
+        names = [(tensors[i].layer, tensors[i].tensor, label) for i in members for label in labels]
+        if formulas:
+            found.append((formulas, members, names))
+    return found
+
+
+def merge_all(entries: Sequence[TensorMeasurements]) -> list[dict[str, Any]]:
+    """Return one record a source for each entry, none for one without a call that counts."""
     merged: list[dict[str, Any]] = [{} for _ in entries]
     on_device: list[tuple[dict[str, Any], str, list[DeviceRow]]] = []
     for entry, result in zip(entries, merged, strict=True):
@@ -101,10 +130,6 @@ def merge_all(entries: Sequence[TensorMeasurements], sent: Iterable[SentRows] = 
                 result[source.key] = reduce(lambda a, b: a.merge(b), map(_resolve, records))
     for (result, key, _), moments in zip(on_device, merge_calls([rows for *_, rows in on_device]), strict=True):
         result[key] = moments
-    results = {id(entry): result for entry, result in zip(entries, merged, strict=True)}
-    for owner, moments in chain.from_iterable(rows.merged() for rows in sent):
-        result = results.get(id(owner), {})
-        result[MOMENTS] = result[MOMENTS].merge(moments) if MOMENTS in result else moments
     return merged
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipesight import context
 from pipesight._torch.tensors import in_transform, is_capturing_stream, is_transformed
+from pipesight.context import Where
 from pipesight.stats.actions import Action, TensorActions, action_for, actions_for
 from pipesight.stats.config import Config
 from pipesight.stats.config.rules import StatisticRequest, TensorRule
@@ -38,7 +39,7 @@ from pipesight.stats.rank_merging import RankMerging
 from pipesight.stats.recomputation import is_recomputing
 from pipesight.stats.registry import Registry
 from pipesight.stats.sinks import Sinks
-from pipesight.stats.watched_tensor import Tap, Trial
+from pipesight.stats.watched_tensor import Series, Tap, Trial
 
 __all__ = ["StatsSession"]
 
@@ -177,56 +178,38 @@ class StatsSession:
 
     def measure_quickly(self, tap: Tap, tensor: Tensor) -> bool:
         """Measure a tensor as `log_tensor_stats` does, if that takes a kernel or a copy alone; else return False."""
-        if not tap.is_fast and not self._prepare_quickly(tap):
+        if not self._prepare_quickly(tap):
             return False
         where = context.current()
         if not on_gpu(tensor):
-            return where is not None and not self.is_captured() and self._copy_small(tap, tensor, where)
+            return not self.is_captured() and self._take_small(tensor, self._pending.series(tap), where, tap)
         if tensor.dtype not in QUICK or type(tensor) not in ORDINARY or is_transformed(tensor) or not has_kernels(CUDA):
             return False
         if is_capturing_stream():
             return self.is_captured()
+        rows = self._pending.rows(tensor.get_device())
         if tap.waits:
-            return self.put_aside(tap, tensor, where)
+            return rows.measure_later(tensor, self._pending.stand(tap, rows.measure_later), where)
         if not is_quick(tensor):
             return False
         number = next(self._numbers)
         spot = number if where is None else (number, where.partition, where.microbatch, where.phase)
-        rows = self._pending.rows(tensor.get_device())
         row = rows.measure_quickly(tensor, tap.powers)
         assert tap.entry is not None
         tap.entry.calls.append(((row,), spot))
         if tap.trial is not None and tap.trial.step == tap.step:
             tap.trial.at_once.append(row)
-            rows.measure_later(tensor, tap.powers, tap.trial, spot)
+            rows.measure_later(tensor, tap.trial, where)
         return True
 
-    def _copy_small(self, tap: Tap, tensor: Tensor, where: context.Where) -> bool:
-        """Copy a tensor, to be measured with others, if it is small; else return False."""
-        assert tap.action is not None
-        assert tap.entry is not None
-        row = self._pending.small(tensor, tap.action.sources[0])
-        if row is None:
+    def _take_small(self, tensor: Tensor, series: Series, where: Where | None, stands: Tap | None = None) -> bool:
+        """Copy a tensor of a pipeline's task, to be measured with others, if it is small; else return False."""
+        row = None if where is None else self._pending.small(tensor, series.action.sources[0])
+        if row is None or where is None:
             return False
-        tap.entry.calls.append(((row,), (next(self._numbers), where.partition, where.microbatch, where.phase)))
-        if not tap.is_fast:
-            tap.is_fast = True
-            self._pending.fast[tap] = None
-        return True
-
-    def put_aside(self, tap: Tap, tensor: Tensor, where: context.Where | None) -> bool:
-        """Have a tensor measured with others, if its tap is fast and they still take it; else return False.
-
-        Called for each tensor of each layer, so what can be checked for many at once is not checked here.
-        """
-        if not on_gpu(tensor):
-            return where is not None and self._copy_small(tap, tensor, where)
-        if not tap.waits or tensor.dtype not in QUICK or is_transformed(tensor):
-            return False
-        device = tensor.get_device()
-        rows, number = self._devices.get(device) or self._pending.rows(device), next(self._numbers)
-        spot = number if where is None else (number, where.partition, where.microbatch, where.phase)
-        rows.measure_later(tensor, tap.powers, tap.entry, spot)  # type: ignore[arg-type]
+        series.calls.append(((row,), (next(self._numbers), where.partition, where.microbatch, where.phase)))
+        if stands is not None:
+            self._pending.stand(stands, self._take_small)
         return True
 
     def _prepare_quickly(self, tap: Tap) -> bool:
@@ -237,15 +220,13 @@ class StatsSession:
             tap.entry = self._pending.entry(tap.layer, tap.tensor, tap.step, tap.action, None)
             tap.entries = self._pending.entries
             self.met = True
-            if tap.waits:
-                tap.is_fast = True
-                self._pending.fast[tap] = None
         return True
 
     def count_from(self, step: int) -> None:
         """Give the step under way another number."""
-        self.step_count = step
-        self.prepare_anew()
+        if step != self.step_count:
+            self.step_count = step
+            self.prepare_anew()
 
     def prepare_anew(self) -> None:
         """Look up again what there is to do with each tensor: the step is another one, or a watch has ended."""
@@ -253,7 +234,8 @@ class StatsSession:
 
     def measure_waiting(self) -> None:
         """Measure what waits to be measured together, before somebody else gets hold of it."""
-        self._pending.measure_waiting()
+        if not self.is_captured():  # what waits is of an earlier step, and must not become part of the graph
+            self._pending.measure_waiting()
 
     def _prepare(self, tap: Tap) -> None:
         """Look up what there is to do with a tensor in the step that has begun."""
@@ -262,13 +244,13 @@ class StatsSession:
         tap.action = action = actions.at(tap.step) if actions else None
         tap.quick = False
         if action is not None:
+            tap.powers = action.sources[0].powers if action.sources else False
             if tap.waits is None and (tap.trial is None or not tap.trial.at_once):
-                tap.trial = Trial(tap.step)
+                tap.trial = Trial(tap.step, tap.powers)
             elif tap.trial is not None and tap.trial.ready:
                 tap.waits, tap.trial = tap.trial.passed, None
             if tap.waits and (tap.layer, tap.tensor) in self._pending.at_once:
                 tap.waits = False
-            tap.powers = action.sources[0].powers if action.sources else False
             tap.quick = (
                 len(action.sources) == 1
                 and not action.custom
@@ -440,6 +422,7 @@ class StatsSession:
             finally:
                 self._actions_of = _NoActions()
                 (self._pending.flush_alone if alone else self._pending.flush)()
+                self.prepare_anew()
                 self._reporter.close()
         finally:
             self.merging.close()

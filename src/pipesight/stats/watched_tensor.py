@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import itertools
+from collections.abc import Callable
+from typing import ClassVar, TypeAlias
 
+from torch import Tensor
+
+from pipesight.context import Where
 from pipesight.stats.actions import Action, TensorActions
 from pipesight.stats.measurements import TensorMeasurements
 from pipesight.stats.moments.cuda_moments import Calls, DeviceRow
 
-__all__ = ["Tap", "Trial"]
+__all__ = ["Series", "Take", "Tap", "Trial"]
+
+_codes = itertools.count()
+
+
+class Series:
+    """A tensor of a watched layer with what is done with it, the same step after step.
+
+    Attributes:
+        calls: What was measured of it alone in the step under way, as `TensorMeasurements.calls`. Most calls are
+            measured together with those of others, and stay with those.
+        code: Its number among all series.
+        powers: Whether its third and fourth moments are wanted.
+    """
+
+    __slots__ = ("action", "calls", "code", "layer", "powers", "tensor")
+    one_by_one: ClassVar[bool] = False
+
+    def __init__(self, layer: str, tensor: str, action: Action) -> None:
+        self.layer, self.tensor, self.action = layer, tensor, action
+        self.powers = action.sources[0].powers
+        self.calls: Calls = []
+        self.code = next(_codes)
+
+
+Take: TypeAlias = Callable[[Tensor, Series, Where | None], bool]
+"""Has a tensor measured with others, or returns False."""
 
 
 class Trial:
@@ -21,11 +52,11 @@ class Trial:
         calls: What was measured with others.
     """
 
-    __slots__ = ("at_once", "calls", "step")
+    __slots__ = ("at_once", "calls", "code", "powers", "step")
     one_by_one: ClassVar[bool] = True
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, powers: bool) -> None:
+        self.step, self.powers, self.code = step, powers, next(_codes)
         self.at_once: list[DeviceRow] = []
         self.calls: Calls = []
 
@@ -50,9 +81,10 @@ class Tap:
     Attributes:
         actions: What to do with it in each step.
         action: What to do with it in that step.
-        is_fast: Whether nothing remains to be looked up in this step: it waits on a GPU, or is copied elsewhere.
+        take: Takes it in this step, if nothing remains to be looked up: it waits on a GPU, or is copied elsewhere.
+        series: What `take` is told that it is.
         quick: Whether one kernel is all that it takes on a GPU, or a copy elsewhere.
-        entry: Where its calls are kept.
+        entry: Where its calls are kept, without `take`.
         powers: Whether its third and fourth moments are wanted.
         trial: Whether it can wait to be measured with others, while that is found out.
         waits: Whether it can.
@@ -65,11 +97,12 @@ class Tap:
         "actions",
         "entries",
         "entry",
-        "is_fast",
         "layer",
         "powers",
         "quick",
+        "series",
         "step",
+        "take",
         "tensor",
         "trial",
         "waits",
@@ -79,8 +112,10 @@ class Tap:
         self.layer, self.tensor = layer, tensor
         self.actions: TensorActions | None = None
         self.action: Action | None = None
+        self.take: Take | None = None
+        self.series: Series | None = None
         self.entry: TensorMeasurements | None = None
-        self.quick = self.powers = self.is_fast = False
+        self.quick = self.powers = False
         self.trial: Trial | None = None
         self.waits: bool | None = None
         self.step = -1

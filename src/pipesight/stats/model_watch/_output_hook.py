@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
-from pipesight._torch.autograd import hook_gradient, in_backward, tensor_hooks
-from pipesight._torch.tensors import in_transform
-from pipesight.context import Where, current
+from pipesight._torch.autograd import current_backward, hook_gradient, tensor_hooks
+from pipesight._torch.tensors import in_transform, is_transformed
+from pipesight.context import current
 from pipesight.stats.model_watch._hook import Hook
 from pipesight.stats.model_watch._readable import numbers
 from pipesight.stats.recomputation import is_recomputing
@@ -21,8 +21,6 @@ __all__ = ["GradientHook", "OutputHook", "Watcher"]
 
 KEY = -1  # of a gradient hook among those of its tensor
 MOST_JOINED = 16  # layers that one hook serves
-
-PutAside: TypeAlias = Callable[[Tap, Tensor, Where | None], bool]
 
 
 class Watcher(Protocol):
@@ -55,30 +53,22 @@ class OutputHook(Hook):
 
     Args:
         watch: Who logs.
-        put_aside: Has a tensor measured with others, or returns False.
         outputs: What the output is logged as.
         gradient: What its gradient is logged by.
     """
 
-    def __init__(
-        self,
-        watch: Watcher,
-        put_aside: PutAside,
-        outputs: tuple[Tap, ...],
-        gradient: GradientHook | None,
-    ) -> None:
+    def __init__(self, watch: Watcher, outputs: tuple[Tap, ...], gradient: GradientHook | None) -> None:
         super().__init__(self._after_layer)
-        self._watch, self._put_aside, self._outputs, self._gradient = watch, put_aside, outputs, gradient
-        self._first = outputs[0] if gradient is None or outputs else gradient.tap
+        self._watch, self._outputs, self._gradient = watch, outputs, gradient
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Is called by the layer, with its arguments and its output."""
         if (
             is_compiling()
             or type(output) is not Tensor
-            or not (self._watch.inside and self._first.is_fast)
+            or not self._watch.inside
             or in_transform()
-            or in_backward()
+            or current_backward() != -1
         ):
             super().__call__(module, args, output)
             return
@@ -86,14 +76,10 @@ class OutputHook(Hook):
         if where is not None and is_recomputing():
             return
         for tap in self._outputs:
-            if not (tap.is_fast and self._put_aside(tap, output, where)):
+            if (take := tap.take) is None or not take(output, tap.series, where):  # type: ignore[arg-type]
                 self._watch.log(tap, (output,))
         gradient = self._gradient
-        if (
-            gradient is not None
-            and output.requires_grad
-            and not (gradient.tap.is_fast and hook_gradient(output, KEY, gradient))
-        ):
+        if gradient is not None and (gradient.tap.take is None or not hook_gradient(output, KEY, gradient)):
             self._hook_gradients(gradient, (output,))
 
     def _after_layer(self, _: nn.Module, args: Any, output: Any) -> None:
@@ -116,21 +102,23 @@ class GradientHook:
 
     Args:
         watch: Who logs.
-        put_aside: Has a gradient measured with others, or returns False.
         taps: What the gradient is logged as.
+        as_it_is: Whether it is logged as it comes; else the watcher changes it first.
     """
 
-    __slots__ = ("_joined", "_put_aside", "_watch", "tap", "taps")
+    __slots__ = ("_as_it_is", "_joined", "_watch", "tap", "taps")
 
-    def __init__(self, watch: Watcher, put_aside: PutAside, *taps: Tap) -> None:
-        self._watch, self._put_aside, self.taps, self.tap = watch, put_aside, taps, taps[0]
+    def __init__(self, watch: Watcher, taps: tuple[Tap, ...], *, as_it_is: bool) -> None:
+        self._watch, self._as_it_is, self.taps, self.tap = watch, as_it_is, taps, taps[0]
         self._joined: dict[GradientHook, GradientHook] = {}
 
     def __call__(self, gradient: Tensor) -> None:
         """Is called by the tensor."""
+        is_plain = self._as_it_is and type(gradient) is Tensor and not is_transformed(gradient)
         where = current()
         for tap in self.taps:
-            if not (tap.is_fast and type(gradient) is Tensor and self._put_aside(tap, gradient, where)):
+            take = tap.take if is_plain else None
+            if take is None or not take(gradient, tap.series, where):  # type: ignore[arg-type]
                 self._watch.log_gradient(tap, gradient)
 
     def put_on(self, tensor: Tensor) -> RemovableHandle | None:
@@ -151,5 +139,5 @@ class GradientHook:
     def _and(self, other: GradientHook) -> GradientHook:
         joined = self._joined.get(other)
         if joined is None:
-            joined = self._joined[other] = GradientHook(self._watch, self._put_aside, *self.taps, *other.taps)
+            joined = self._joined[other] = GradientHook(self._watch, (*self.taps, *other.taps), as_it_is=self._as_it_is)
         return joined

@@ -100,7 +100,6 @@ class Watch:
         self._part = part_of(model)
         self._wrapped, self._model = self._part.module, _unwrapped(self._part.module)
         self._what = f"this {type(self._model if isinstance(model, nn.Module) else model).__name__}"
-        self._put_gradient_aside = session.put_aside if self._part.replicas == 1 else _not_aside
         self.layers: dict[str, tuple[str, ...]] = {}
         self._handles: list[RemovableHandle] = []
         self._leaves: list[RemovableHandle] = []  # hooks of tensors that outlive the step
@@ -247,8 +246,7 @@ class Watch:
         outputs = tuple(Tap(name, t) for t in OUTPUTS if t in tensors)
         if outputs or "gradient" in tensors:
             gradient = self._gradient_hook(name, "gradient") if "gradient" in tensors else None
-            hook = OutputHook(self, self._session.put_aside, outputs, gradient)
-            self._layer_hooks.after(layer, hook)
+            self._layer_hooks.after(layer, OutputHook(self, outputs, gradient))
         if "weight" in tensors or "wgrad" in tensors:
             self._weights.add(name, layer, tensors)
         for tensor in tensors:
@@ -258,7 +256,7 @@ class Watch:
                 self._differentiated |= tensor in ("gradient", "dgrad")
 
     def _gradient_hook(self, name: str, tensor: str) -> GradientHook:
-        return GradientHook(self, self._put_gradient_aside, Tap(name, tensor))
+        return GradientHook(self, (Tap(name, tensor),), as_it_is=self._part.replicas == 1)
 
     def _attach_to_inputs(self, name: str, layer: nn.Module) -> None:
         gradient = self._gradient_hook(name, "dgrad")
@@ -387,7 +385,7 @@ class Watch:
 
     def differentiates(self, gradient: GradientHook) -> bool:
         """Whether a gradient of this forward will be logged."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._session.is_captured():
             return False
         # Without auto_step, the backward may belong to another step than the forward.
         return not self._auto or (self._model.training and self._wants(gradient.tap))
@@ -448,11 +446,6 @@ def _check_arguments(model: object, config: object) -> None:
         )
     call = f"watch(model, {shown(model)})" if isinstance(model, str | os.PathLike) else "watch(model, config)"
     raise TypeError(f"model of watch() must be an nn.Module (model: {shown(model)}); call {call}")
-
-
-def _not_aside(*_: object) -> bool:
-    """Leave it to `Watch.log_gradient`, which scales it."""
-    return False
 
 
 def _forget_compiled(model: nn.Module) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import attrgetter, or_
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipesight._torch.tensors import current_gpu, is_transformed, raw_stream
+from pipesight.context import Where
 from pipesight.stats.moments._flat_pieces import ORDINARY, flat_pieces, plain
 from pipesight.stats.moments.cpu_moments import measure_on_device
 from pipesight.stats.moments.cuda_launch import QUICK, Kernels
@@ -146,24 +148,29 @@ class RowOwner(Protocol):
 
     Attributes:
         calls: To it is added ``((row,), spot)``, or ``(None, spot)`` where the tensor changed before it was measured.
+        code: A number that no other owner has whose tensors are measured on the device.
+        powers: Whether the third and fourth moments are wanted.
         one_by_one: Whether it wants each row, not only what they merge to.
     """
 
     calls: Calls
+    code: int
+    powers: bool
     one_by_one: ClassVar[bool]
 
 
-_version, _dtype, _one_by_one = attrgetter("_version"), attrgetter("dtype"), attrgetter("one_by_one")
+_version, _dtype, _code = map(attrgetter, ("_version", "dtype", "code"))
+_how = attrgetter("powers", "one_by_one")
 
 
-_Waiting: TypeAlias = tuple[Tensor, int, bool, RowOwner, Any]  # with its version, whether powers, its owner and spot
+_Waiting: TypeAlias = tuple[Tensor, int, RowOwner, Any]  # with its version, its owner and spot
 
 
 class _Batch(NamedTuple):
     """Rows that one kernel wrote: the owners of each call, and their rows from the start on."""
 
     start: int
-    rows: list[int]
+    rows: Sequence[int]
     owners: tuple[RowOwner, ...]
     spots: tuple[Any, ...]
 
@@ -182,31 +189,34 @@ class SentRows:
         """Whether any tensor has NaN or Inf; waits for the device."""
         return self._readback.has_bad()
 
-    def hand_out(self) -> None:
-        """Give each owner its rows, one by one."""
+    def hand_out(self, calls_of: Callable[[Any], Calls]) -> None:
+        """Add the rows of each owner to its calls, one by one."""
         for start, rows, owners, spots in self._batches:
             for row, owner, spot in zip(rows, owners, spots, strict=True):
-                owner.calls.append(((DeviceRow.of(self._readback, start + row),), spot))
-        self._batches.clear()
+                calls_of(owner).append(((DeviceRow.of(self._readback, start + row),), spot))
+        self._batches = []
 
-    def merged(self) -> Iterator[tuple[RowOwner, Moments]]:
-        """Yield the owners whose rows were not handed out, and the moments of all their calls; waits for the device."""
+    def merged(self) -> tuple[list[Any], NDArray[np.float64]]:
+        """Return the owners whose rows were not handed out, by their codes, and for each the row of all its calls.
+
+        Waits for the device.
+        """
         each = [owner for batch in self._batches for owner in batch.owners]
         if not each:
-            return
-        ids = list(map(id, each))
-        owners = dict(zip(ids, each, strict=True))
-        numbers = dict(zip(owners, range(len(owners)), strict=True))
-        codes = np.array([numbers[key] for key in ids])
+            return [], np.empty((0, len(FIELDS)))
+        codes = np.array(list(map(_code, each)))
+        order = np.argsort(codes, kind="stable")
+        codes = codes[order]
+        starts = np.flatnonzero(np.concatenate(([True], codes[1:] != codes[:-1])))
+        counts = np.diff(starts, append=len(codes))
         rows = self._readback.rows[np.concatenate([np.array(batch.rows) + batch.start for batch in self._batches])]
-        counts = np.bincount(codes)
-        rows, ends = rows[np.argsort(codes, kind="stable")], np.cumsum(counts)
-        members = list(owners.values())
+        rows = rows[order]
+        merged = np.empty((len(starts), len(FIELDS)))
         for count in np.unique(counts):  # those with as many calls, at once
             alike = np.flatnonzero(counts == count)
-            places = (ends[alike] - count)[None, :] + np.arange(count)[:, None]
-            merged = merge_rows(torch.from_numpy(rows[places])).tolist()
-            yield from ((members[k], Moments(*row)) for k, row in zip(alike.tolist(), merged, strict=True))
+            places = starts[alike][None, :] + np.arange(count)[:, None]
+            merged[alike] = merge_rows(torch.from_numpy(rows[places])).numpy()
+        return [each[place] for place in order[starts].tolist()], merged
 
 
 class _Lane:
@@ -214,9 +224,10 @@ class _Lane:
 
     Attributes:
         used: How many rows of the blocks are taken, of those that were skipped at the end of a block too.
+        bytes_left: How much more memory may wait to be measured.
     """
 
-    def __init__(self, device: torch.device, scratch_rows: int) -> None:
+    def __init__(self, device: torch.device, scratch_rows: int, most_bytes: int) -> None:
         self.stream = torch.cuda.current_stream()
         # Memory of the kernels, which follow each other: the programs' rows, and how many of them have ended.
         self._rows = torch.empty(TOGETHER * scratch_rows, len(FIELDS), dtype=torch.float64, device=device)
@@ -224,12 +235,12 @@ class _Lane:
         self.rows, self.done = self._rows.data_ptr(), self._done.data_ptr()
         self._device = device
         self.waiting: deque[_Waiting] = deque()  # threads append without a lock
-        self.bytes_waiting = 0
+        self.most_bytes = self.bytes_left = most_bytes
         self.begin()
 
     def take_waiting(self) -> list[_Waiting]:
         """Return tensors that wait to be measured, as many as a kernel takes; they wait no longer."""
-        self.bytes_waiting = 0
+        self.bytes_left = self.most_bytes
         return [self.waiting.popleft() for _ in range(min(TOGETHER, len(self.waiting)))]
 
     def begin(self) -> None:
@@ -262,7 +273,9 @@ class _Lane:
         self._left = -self.used % ROWS
         return block.data_ptr() + at * ROW_BYTES, given
 
-    def reserve_batch(self, count: int, rows: list[int], owners: tuple[RowOwner, ...], spots: tuple[Any, ...]) -> int:
+    def reserve_batch(
+        self, count: int, rows: Sequence[int], owners: tuple[RowOwner, ...], spots: tuple[Any, ...]
+    ) -> int:
         """Return the address of new rows, fewer than in a block, that belong to owners."""
         if count > self._left:
             self._add_blocks(1)
@@ -301,11 +314,16 @@ class DeviceRows:
         row.moments()
 
     Several threads, each with its stream, may measure at once.
+
+    Args:
+        device: A GPU.
+        numbers: Count the tensors, also those of other devices.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, numbers: Iterator[int] | None = None) -> None:
         self.device = device
         self._index = device.index
+        self._numbers = itertools.count() if numbers is None else numbers
         self._lock = threading.Lock()
         self._kernels = Kernels(device)
         self._most_bytes = torch.cuda.get_device_properties(device).total_memory >> MEMORY_SHIFT
@@ -333,24 +351,31 @@ class DeviceRows:
         self._kernels.measure(x, powers, stream, lane.rows, lane.done, address)
         return row
 
-    def measure_later(self, x: Tensor, powers: bool, owner: RowOwner, spot: Any) -> None:
-        """Measure a tensor together with others, until `flush` at the latest.
+    def measure_later(self, x: Tensor, owner: RowOwner, where: Where | None) -> bool:
+        """Measure a tensor together with others, until `flush` at the latest; return False if it is elsewhere.
+
+        Called for each tensor of each layer: what can be checked for many at once is not checked here.
 
         Args:
-            x: Of a dtype in `QUICK`. It must not change until then.
-            powers: Whether the third and fourth moments are wanted.
+            x: It must not change until then.
             owner: Gets the row, or None where torch knows that the tensor has changed.
-            spot: When and where the tensor was.
+            where: The place of the tensor in a pipeline.
         """
+        if x.get_device() != self._index:
+            return False
         stream = raw_stream(self._index)
         lane = self._lanes.get(stream) or self._add_lane(stream)
-        lane.waiting.append((x, x._version, powers, owner, spot))
-        lane.bytes_waiting += x.nbytes
-        if len(lane.waiting) >= TOGETHER or lane.bytes_waiting >= self._most_bytes:
+        number = next(self._numbers)
+        spot = number if where is None else (number, where.partition, where.microbatch, where.phase)
+        waiting = lane.waiting
+        waiting.append((x, x._version, owner, spot))
+        lane.bytes_left -= x.nbytes
+        if lane.bytes_left <= 0 or len(waiting) >= TOGETHER:
             with self._lock:
-                waiting = lane.take_waiting()
-            if waiting:
-                self._measure_waiting(lane, waiting)
+                some = lane.take_waiting()
+            if some:
+                self._measure_waiting(lane, some)
+        return True
 
     def flush(self) -> None:
         """Measure all tensors that wait."""
@@ -372,41 +397,43 @@ class DeviceRows:
             return
         alike: dict[tuple[torch.dtype, bool], list[_Waiting]] = {}
         for item in waiting:
-            x, version, powers, owner, spot = item
+            x, version, owner, spot = item
             if x._version != version or not (address := x.data_ptr()):
                 owner.calls.append((None, spot))
-            elif owner.one_by_one or address % 16 or not is_dense(x):
-                owner.calls.append(((self.measure_one(x, powers=powers),), spot))
+            elif owner.one_by_one or x.dtype not in QUICK or address % 16 or not is_dense(x):
+                owner.calls.append(((self.measure_one(x, powers=owner.powers),), spot))
             else:
-                alike.setdefault((x.dtype, powers), []).append(item)
+                alike.setdefault((x.dtype, owner.powers), []).append(item)
         for items in alike.values():
             self._measure_alike(lane, items)
 
     def _measure_alike(self, lane: _Lane, waiting: list[_Waiting]) -> bool:
         """Measure tensors by one kernel, if it takes them all; one that several layers returned is measured once."""
-        tensors, versions, powers, owners, spots = zip(*waiting, strict=True)
+        tensors, versions, owners, spots = zip(*waiting, strict=True)
         ids = list(map(id, tensors))
         known = dict(zip(ids, tensors, strict=True))
-        distinct, rows = list(known.values()), list(range(len(tensors)))
-        if len(distinct) < len(tensors):
+        distinct = tensors
+        rows: Sequence[int] = range(len(tensors))
+        if len(known) < len(tensors):
             places = dict(zip(known, rows, strict=False))
-            rows = [places[key] for key in ids]
+            distinct, rows = tuple(known.values()), [places[key] for key in ids]
+        dtypes, ways = {*map(_dtype, distinct)}, {*map(_how, owners)}
+        (powers, one_by_one), dtype = next(iter(ways)), next(iter(dtypes))
+        if len(dtypes) > 1 or len(ways) > 1 or one_by_one or dtype not in QUICK:
+            return False
         addresses = list(map(Tensor.data_ptr, distinct))
         if (
             tuple(map(_version, tensors)) != versions
-            or len({*map(_dtype, distinct)}) > 1
-            or len({*powers}) > 1
             or not all(addresses)
             or reduce(or_, addresses) & 15
             or not all(map(Tensor.is_contiguous, distinct))
             or any(map(Tensor.is_neg, distinct))
-            or any(map(_one_by_one, owners))
         ):
             return False
         with self._lock:
             out = lane.reserve_batch(len(distinct), rows, owners, spots)
         sizes = list(map(Tensor.numel, distinct))
-        self._kernels.measure_many(distinct[0].dtype, addresses, sizes, powers[0], lane.rows, lane.done, out)
+        self._kernels.measure_many(dtype, addresses, sizes, powers, lane.rows, lane.done, out)
         return True
 
     def measure(self, tensors: Sequence[Tensor], *, powers: bool = False) -> list[DeviceRow]:
@@ -462,6 +489,11 @@ class DeviceRows:
             batches += [_Batch(batch.start + start, *batch[1:]) for batch in of_lane]
         return SentRows(readback, batches)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be measured, or was measured and is not on its way yet."""
+        return not any(lane.waiting or lane.used for lane in self._lanes.values())
+
     def hand_out(self) -> None:
         """Give the owners what was measured so far, and is not on its way yet."""
         self.flush()
@@ -470,7 +502,7 @@ class DeviceRows:
                 lane.hand_out()
 
     def _add_lane(self, stream: int) -> _Lane:
-        return self._lanes.setdefault(stream, _Lane(self.device, self._kernels.scratch_rows))
+        return self._lanes.setdefault(stream, _Lane(self.device, self._kernels.scratch_rows, self._most_bytes))
 
     def _reserve(self, count: int) -> tuple[_Lane, int, list[DeviceRow]]:
         stream = raw_stream(self._index)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipesight.stats.config.rules import StatisticRequest
@@ -59,12 +61,14 @@ class Quantity:
         source: The key of its source.
         make: Makes its source.
         formula: From the record to the number.
+        formulas: Of moments: from rows of them to the numbers.
     """
 
     label: str
     source: str
     make: Callable[[], Source]
     formula: Callable[[Any], float]
+    formulas: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None
     powers: bool = False
     smallest: bool = False
 
@@ -78,7 +82,8 @@ def quantity(request: StatisticRequest, tensor: str) -> Quantity:
     """
     statistic = STATISTICS.get(request.name)
     if statistic is not None:
-        return Quantity(request.label, MOMENTS, moments, statistic.formula, statistic.powers, statistic.smallest)
+        of_one, of_many = statistic.formula, statistic.formulas
+        return Quantity(request.label, MOMENTS, moments, of_one, of_many, statistic.powers, statistic.smallest)
     if request.name in CAST_STATISTICS:
         cast = CAST_STATISTICS[request.name]
         blocks = "columns" if cast.columnwise else "rows"

@@ -14,6 +14,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipesight.stats.moments.moments import Moments
 
@@ -22,21 +26,55 @@ __all__ = ["STATISTICS", "Statistic", "needs"]
 NAN = math.nan
 
 
+Column: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The moments of many tensors, field by field."""
+
+    count: Column
+    nans: Column
+    infs: Column
+    zeros: Column
+    min: Column
+    max: Column
+    mean: Column
+    m2: Column
+    l1: Column
+    smallest: Column
+    m3: Column
+    m4: Column
+
+
 @dataclass(frozen=True, slots=True)
 class Statistic:
     """A named value that follows from moments.
 
     Attributes:
         name: as a configuration spells it.
-        formula: from the moments to the value.
+        of_columns: from the moments of tensors that have finite elements to their values.
         fields: the fields of the moments that it reads.
         doc: the formula as text, for the documentation.
     """
 
     name: str
-    formula: Callable[[Moments], float]
+    of_columns: Callable[[Columns], Column]
     fields: frozenset[str]
     doc: str
+
+    def formula(self, moments: Moments) -> float:
+        """Return the value that follows from the moments of one tensor."""
+        return float(self.formulas(np.array([moments.row()]))[0])
+
+    def formulas(self, rows: NDArray[np.float64]) -> Column:
+        """Return the values that follow from rows of moments, a row for each tensor."""
+        columns = Columns(*rows.T)
+        with np.errstate(all="ignore"):
+            values = self.of_columns(columns)
+        if not self.fields.isdisjoint({"nans", "infs"}):  # what is not finite is counted even if nothing else is there
+            return values
+        return np.where(columns.count, values, NAN)
 
     @property
     def powers(self) -> bool:
@@ -49,79 +87,77 @@ class Statistic:
         return not self.fields.isdisjoint({"smallest", "zeros"})
 
 
-def minimum(m: Moments) -> float:
+def minimum(m: Columns) -> Column:
     """The least element: min x."""
-    return m.min if m.count else NAN
+    return m.min
 
 
-def maximum(m: Moments) -> float:
+def maximum(m: Columns) -> Column:
     """The greatest element: max x."""
-    return m.max if m.count else NAN
+    return m.max
 
 
-def mean(m: Moments) -> float:
+def mean(m: Columns) -> Column:
     """1/n · Σ x."""
-    return m.mean if m.count else NAN
+    return m.mean
 
 
-def std(m: Moments) -> float:
+def std(m: Columns) -> Column:
     """√( 1/(n-1) · Σ (x - mean)² ): unbiased, NaN for one element."""
-    return math.sqrt(m.m2 / (m.count - 1)) if m.count > 1 else NAN
+    return np.where(m.count > 1, np.sqrt(m.m2 / (m.count - 1)), NAN)
 
 
-def l1_norm(m: Moments) -> float:
+def l1_norm(m: Columns) -> Column:
     """Σ |x|."""
-    return m.l1 if m.count else NAN
+    return m.l1
 
 
-def l2_norm(m: Moments) -> float:
+def l2_norm(m: Columns) -> Column:
     """√( Σ x² )."""
-    return math.hypot(math.sqrt(m.m2), math.sqrt(m.count) * m.mean) if m.count else NAN
+    return np.hypot(np.sqrt(m.m2), np.sqrt(m.count) * m.mean)
 
 
-def rms(m: Moments) -> float:
+def rms(m: Columns) -> Column:
     """√( 1/n · Σ x² )."""
-    return math.hypot(math.sqrt(m.m2 / m.count), m.mean) if m.count else NAN
+    return np.hypot(np.sqrt(m.m2 / m.count), m.mean)
 
 
-def amax(m: Moments) -> float:
+def amax(m: Columns) -> Column:
     """The greatest magnitude: max |x|."""
-    return m.amax
+    return np.maximum(-m.min, m.max)
 
 
-def dynamic_range(m: Moments) -> float:
+def dynamic_range(m: Columns) -> Column:
     """log₂ max |x| - log₂ min { |x| : x ≠ 0 }, NaN when every x is 0."""
-    if not m.count or not 0 < m.smallest < math.inf:
-        return NAN
-    return math.log2(m.amax) - math.log2(m.smallest)
+    return np.where((m.smallest > 0) & (m.smallest < math.inf), np.log2(amax(m)) - np.log2(m.smallest), NAN)
 
 
-def zeros_percent(m: Moments) -> float:
+def zeros_percent(m: Columns) -> Column:
     """100 · #{ x = 0 } / n."""
-    return 100 * m.zeros / m.count if m.count else NAN
+    return 100 * m.zeros / m.count
 
 
-def nans(m: Moments) -> float:
+def nans(m: Columns) -> Column:
     """The number of NaNs."""
-    return float(m.nans)
+    return m.nans
 
 
-def infs(m: Moments) -> float:
+def infs(m: Columns) -> Column:
     """The number of infinities, of both signs."""
-    return float(m.infs)
+    return m.infs
 
 
-def numel(m: Moments) -> float:
+def numel(m: Columns) -> Column:
     """The number of elements: n, the NaNs and the infinities."""
-    return float(m.count + m.nans + m.infs)
+    return m.count + m.nans + m.infs
 
 
-def kurtosis(m: Moments) -> float:
+def kurtosis(m: Columns) -> Column:
     """Σ (x - mean)⁴ · n / ( Σ (x - mean)² )²: 3 for a normal distribution (no excess), NaN when all x are equal."""
-    return m.count * (m.m4 / m.m2) / m.m2 if m.count and m.m2 else NAN
+    return np.where(m.m2 != 0, m.count * (m.m4 / m.m2) / m.m2, NAN)
 
 
-def _statistic(name: str, formula: Callable[[Moments], float], *fields: str) -> Statistic:
+def _statistic(name: str, formula: Callable[[Columns], Column], *fields: str) -> Statistic:
     return Statistic(name, formula, frozenset(fields), (formula.__doc__ or "").strip())
 
 
