@@ -52,7 +52,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     def reset_accelerator(device_index=None, /):
         found.forget(0)
 
-    if hasattr(torch, "accelerator"):
+    if hasattr(getattr(torch, "accelerator", None), "memory"):
         monkeypatch.setattr(torch.accelerator.memory, "memory_stats", memory_stats)
         monkeypatch.setattr(torch.accelerator.memory, "reset_peak_memory_stats", reset_accelerator)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -100,7 +100,7 @@ def test_a_program_is_told_its_own_peak(allocator):
     allocator.add(-750)
     meter.most_since(GPU)
     assert peak() == 800
-    if hasattr(torch, "accelerator"):
+    if hasattr(getattr(torch, "accelerator", None), "memory"):
         found = torch.accelerator.memory.memory_stats(0)
         assert found == {"allocated_bytes.all.current": 50, "allocated_bytes.all.peak": 800}
     torch.cuda.memory.reset_peak_memory_stats()
