@@ -40,6 +40,7 @@ def test_terminal(report, width):
     assert max(map(len, text.splitlines())) <= width
     for part in ("Step time", "Throughput", "Step 0,", "data loading", "metrics", "Slowest modules", "Your spans"):
         assert part in text
+    assert "Your instants: dropped in step 3\n" in text
     assert "Pipeline(model, cuts=" in " ".join(text.split())
     assert render(report, ascii=True).isascii()
 

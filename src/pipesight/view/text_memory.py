@@ -53,8 +53,9 @@ def memory_block(found: MemoryReport, style: Style) -> list[str]:
     layers = sorted((layer for layer in found.layers if layer.kept), key=lambda layer: -layer.kept)
     if layers:
         named = ", ".join(f"{_name(style.plain(layer.name))} {size(layer.kept)}" for layer in layers[:LAYERS])
-        rest = f", and {count_of(len(layers) - LAYERS, 'more layer')}" if len(layers) > LAYERS else ""
-        lines += style.wrapped(f"Layers that keep most for each micro-batch: {named}{rest}", indent="    ", first="  ")
+        rest = f", and {len(layers) - LAYERS:,} more" if len(layers) > LAYERS else ""
+        what = "Layers that keep most for each micro-batch" if found.partitions else "Modules that keep most of a call"
+        lines += style.wrapped(f"{what}: {named}{rest}", indent="    ", first="  ")
     return lines
 
 

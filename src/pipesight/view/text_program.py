@@ -221,9 +221,10 @@ def module_table(program: ProgramReport, style: Style) -> list[str]:
 
 
 def own_span_table(report: Report, style: Style) -> list[str]:
-    """List the spans that the user recorded."""
+    """List the spans and the instants that the user recorded."""
+    instants = _instants(report, style)
     if not report.own_spans:
-        return []
+        return instants
     table = [[style.paint(cell, "dim") for cell in ("span", "spans", "time", "mean", "longest")]]
     for span in report.own_spans[:SPANS]:
         mean = span.total / max(span.count, 1)
@@ -234,7 +235,18 @@ def own_span_table(report: Report, style: Style) -> list[str]:
     lines += [f"  {line}" for line in laid]
     if len(report.own_spans) > SPANS:
         lines.append(style.paint(f"  and {len(report.own_spans) - SPANS} more", "dim"))
-    return lines
+    return [*lines, *instants]
+
+
+def _instants(report: Report, style: Style) -> list[str]:
+    steps: dict[str, list[int]] = {}
+    for moment in report.moments:
+        own = steps.setdefault(moment.name, [])
+        if moment.step not in own:
+            own.append(moment.step)
+    shown = [f"{style.plain(name)} in {numbers(own)}" for name, own in [*steps.items()][:SPANS]]
+    more = f", and {len(steps) - SPANS} more" if len(steps) > SPANS else ""
+    return style.wrapped(f"Your instants: {', '.join(shown)}{more}", indent="  ", first="") if shown else []
 
 
 def curve_lines(report: Report, style: Style) -> list[str]:
