@@ -39,11 +39,7 @@ STEP_FUNCTION = "_step_microbatches"
 
 
 def check_supported() -> None:
-    """Refuse a torch whose schedules cannot do what ``pipesight.distributed`` asks of them.
-
-    Raises:
-        RuntimeError: This torch is too old.
-    """
+    """Raise ``RuntimeError`` if this torch's schedules cannot do what ``pipesight.distributed`` asks of them."""
     if not SUPPORTED:
         raise RuntimeError(
             f"pipesight.distributed needs torch 2.10 or newer, but this is torch {torch.__version__}: "

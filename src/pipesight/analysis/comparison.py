@@ -71,11 +71,7 @@ def title_of(part: str) -> str:
 
 
 def compare(first: Report, second: Report) -> Comparison:
-    """Compare two runs, the second with the first.
-
-    Raises:
-        ValueError: One of them has no complete step.
-    """
+    """Compare two runs, the second with the first; ``ValueError`` if one has no complete step."""
     one, other = _steps_of(first), _steps_of(second)
     names = [name for name in one.quantities if name in other.quantities]
     quantities = {name: Difference(one.quantities[name], other.quantities[name]) for name in names}

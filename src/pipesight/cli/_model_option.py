@@ -32,11 +32,7 @@ class ModelError(ValueError):
 
 
 def find_model(name: str) -> nn.Module:
-    """Return the model that ``module:factory`` returns, or is.
-
-    Raises:
-        ModelError: There is none.
-    """
+    """Return the model that ``module:factory`` returns, or is; `ModelError` if there is none."""
     from torch import nn
 
     found = _find(name, "--model")

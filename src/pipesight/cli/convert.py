@@ -6,14 +6,13 @@ import argparse
 import contextlib
 import errno
 import gzip
-import os
-import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from pipesight._plurals import count_of, plural
+from pipesight._whole_file import whole_file
 from pipesight.cli._failures import failing_in_one_line
 from pipesight.runs.chrome_trace import chrome_trace
 from pipesight.runs.reading.descriptions import folder_of_runs, runs_inside
@@ -173,22 +172,12 @@ def _opened(output: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
         with output.open("wb") as file:
             yield file
     else:
-        final = output.resolve()
-        partial = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}")
-        try:
-            raw = partial.open("xb")  # does not follow a link
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(output)) from None
-        try:
-            with raw:
-                if output.suffix != ".gz":
-                    yield raw
-                else:
-                    with gzip.GzipFile(final.stem, "wb", LEVEL, raw) as packed:
-                        yield packed
-            partial.replace(final)
-        finally:
-            partial.unlink(missing_ok=True)
+        with whole_file(output.resolve()) as raw:
+            if output.suffix != ".gz":
+                yield raw
+            else:
+                with gzip.GzipFile(output.stem, "wb", LEVEL, raw) as packed:
+                    yield packed
 
 
 # Output.

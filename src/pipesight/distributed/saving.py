@@ -59,11 +59,7 @@ def complete(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def latest(folder: str | os.PathLike[str]) -> str | None:
-    """Return the name of the latest checkpoint that can be read; ``None`` if there is none at all.
-
-    Raises:
-        ValueError: There are some, but all are incomplete.
-    """
+    """Return the name of the latest checkpoint; ``None`` without any, ``ValueError`` if all are incomplete."""
     broken: dict[Path, str] = {}
     for path in reversed(complete(folder)):
         if (why := _damage(path)) is None:

@@ -159,11 +159,7 @@ class StepLosses:
         return (guess * self._scale).to(loss.dtype).expand_as(loss)
 
     def finish(self) -> tuple[Tensor, float | Tensor]:
-        """Return the loss of the whole batch, and what the gradients must be multiplied by.
-
-        Raises:
-            ValueError: No factor makes the gradients right.
-        """
+        """Return the batch's loss and the factor of the gradients; ``ValueError`` if none makes these right."""
         values = [value for value in self._values if value is not None]
         if self._are_there():
             return self._finish_there(values)

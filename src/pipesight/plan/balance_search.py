@@ -52,11 +52,7 @@ class FoundBalance:
 
 
 def find_balance(blocks: StageCosts, *, limit: float = math.inf) -> FoundBalance:
-    """Return the fastest cut that needs at most ``limit`` bytes on any device.
-
-    Raises:
-        ValueError: There are more stages than layers.
-    """
+    """Return the fastest cut that needs at most ``limit`` bytes on any device; ``ValueError`` with too few layers."""
     check_partitions(blocks.layers, blocks.setting.stages)
     search = _Search(blocks, limit)
     # With several blocks per device there is no good bound for partial cuts, so more are considered.

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesight import context
+from pipesight._whole_file import whole_file
 from pipesight.context import Observer, Where
 from pipesight.logs.context_filter import logger as task_logger
 from pipesight.logs.task_lines import MESSAGE
@@ -175,9 +176,8 @@ class LogCapture:
         while kept < len(lines) and lines[kept].startswith(b"    "):  # continues a line that is removed
             size -= len(lines[kept])
             kept += 1
-        other = self.path.with_name(f".{self.path.name}")
-        other.write_bytes(b"".join(lines[kept:]))
-        other.replace(self.path)
+        with whole_file(self.path) as file:
+            file.write(b"".join(lines[kept:]))
         self.left_out += sum(not line.startswith(b"    ") for line in lines[:kept])
         self._size = size
 

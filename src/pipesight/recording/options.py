@@ -15,11 +15,7 @@ __all__ = ["RecordingOptions", "level_number"]
 
 
 def level_number(level: str | int) -> int:
-    """Return the number of a level of `logging`.
-
-    Raises:
-        ValueError: There is no such level.
-    """
+    """Return the number of a level of `logging`; ``ValueError`` if there is no such level."""
     if isinstance(level, int) and not isinstance(level, bool):
         return level
     number = logging.getLevelNamesMapping().get(str(level).strip().upper())

@@ -55,12 +55,7 @@ class Recorders:
         """Whether the current step is recorded."""
 
     def check(self) -> None:
-        """Read the statistics configuration, before anything is written or removed.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            ConfigError: It has mistakes.
-        """
+        """Read the statistics configuration, and raise what is wrong with it, before anything is written or removed."""
         if self._options.stats is not None:
             self._config = check_config(self._options.stats)
 

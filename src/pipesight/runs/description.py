@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
@@ -14,6 +13,7 @@ from typing import Any
 from pipesight._logger import own_logger
 from pipesight._os_facts import current_folder, processors
 from pipesight._version import __version__
+from pipesight._whole_file import whole_file
 from pipesight.runs.directory import RunDirectory
 from pipesight.runs.format import FORMAT, FORMAT_VERSION
 
@@ -66,16 +66,10 @@ class Description:
         """Add facts, and write the file; if that fails, training goes on."""
         self._facts.update(facts)
         self.written = time.monotonic()
-        partial = self._file.with_name(f".{self._file.name}.{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                partial.write_text(json.dumps(self._facts, indent=1) + "\n")
-                partial.replace(self._file)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    partial.unlink(missing_ok=True)
-                raise
+            with whole_file(self._file) as file:
+                file.write(f"{json.dumps(self._facts, indent=1)}\n".encode())
         except OSError as error:
             if not self._complained:
                 self._complained = True

@@ -20,11 +20,7 @@ _GZIP = 31  # zlib's number for it
 
 
 class TraceDownload:
-    """The bytes to send, piece by piece.
-
-    Raises:
-        FileNotFoundError: The run has no trace.
-    """
+    """The bytes to send, piece by piece; ``FileNotFoundError`` if the run has no trace."""
 
     def __init__(self, run: Path) -> None:
         self._run, self._files = run, find_traces(run)

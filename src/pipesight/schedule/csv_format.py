@@ -76,11 +76,7 @@ def schedule_from_csv(text: str, *, name: str = "csv", recompute: Sequence[bool]
 
 
 def actions_from_csv(text: str) -> list[list[Action]]:
-    """Read what each device does, sends and receives included.
-
-    Raises:
-        ValueError: A cell is no action.
-    """
+    """Read what each device does, sends and receives included; ``ValueError`` if a cell is no action."""
     lines = list(csv.reader(io.StringIO(text, newline="")))
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()

@@ -26,11 +26,7 @@ def target_of() -> tuple[Registry, str] | None:
 
 
 def python_files(dirs: str | Path | Iterable[str | Path] | None) -> list[Path]:
-    """Return the Python files of folders and of the folders in them, in order of their names.
-
-    Raises:
-        FileNotFoundError: A folder is missing.
-    """
+    """Return the Python files of folders and those in them, by name; ``FileNotFoundError`` if a folder is missing."""
     folders = [dirs] if isinstance(dirs, str | Path) else list(dirs or ())
     files: list[Path] = []
     for folder in folders:
@@ -50,11 +46,7 @@ def _hidden(file: Path) -> bool:
 
 
 def execute(file: Path, registry: Registry) -> None:
-    """Run a file as a module of its own.
-
-    Raises:
-        ImportError: It cannot be run; the error it raised is the cause.
-    """
+    """Run a file as a module of its own; ``ImportError``, with its error as the cause, if that fails."""
     name = f"pipesight_features_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None

@@ -97,11 +97,7 @@ def action_for(rules: Iterable[tuple[TensorRule, Serve | None]], tensor: str) ->
 
 
 def actions_for(config: Config, registry: Registry, layer: str, tensor: str, gemm: str | None) -> TensorActions | None:
-    """Return what the configuration says of a tensor; ``None`` for nothing.
-
-    Raises:
-        ConfigError: Two sections select the layer.
-    """
+    """Return what the configuration says of a tensor, ``None`` for nothing; `ConfigError` if two sections do."""
     section = config.section_for(layer)
     if section is None:
         return None

@@ -27,11 +27,7 @@ def running_or_none() -> StatsSession | None:
 
 
 def running() -> StatsSession:
-    """Return the session.
-
-    Raises:
-        RuntimeError: There is none.
-    """
+    """Return the session; ``RuntimeError`` if there is none."""
     session = running_or_none()
     if session is None:
         raise RuntimeError("statistics are not initialized; call initialize(config_file, ...) first")

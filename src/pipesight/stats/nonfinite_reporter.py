@@ -62,11 +62,7 @@ class NonfiniteReporter:
         self._waiting: dict[int, str] = {}  # lines that another rank may have more reason to write
 
     def look(self, bad: Bad, first: Bad, actions: Collection[str], tensor: Tensor) -> None:
-        """Dump a tensor if it is the first of its iteration so far, or raise, as the actions say.
-
-        Raises:
-            NonfiniteError: The actions include ``"raise"``.
-        """
+        """Dump a tensor if it is the first of its iteration so far, or raise `NonfiniteError`, as the actions say."""
         with self._lock:
             if "dump" in actions:
                 known = self._dumped[0] if self._dumped is not None else None

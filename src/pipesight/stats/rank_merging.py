@@ -56,11 +56,7 @@ class RankMerging:
         return self._group
 
     def set_group(self, group: dist.ProcessGroup | None, layer: str | None = None) -> None:
-        """Merge over a group: all layers, or one.
-
-        Raises:
-            ValueError: This rank is not in it.
-        """
+        """Merge over a group, for all layers or one; ``ValueError`` if this rank is not in it."""
         if group is not None and _initialized():
             _check_member(group)
         if layer is None:

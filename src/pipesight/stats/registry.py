@@ -187,11 +187,7 @@ class Registry:
         return tuple(self._features.get(namespace, ()))
 
     def feature(self, namespace: str, name: str) -> Any:
-        """Return a feature object.
-
-        Raises:
-            KeyError: There is none of that name.
-        """
+        """Return a feature object; ``KeyError`` if there is none of that name."""
         return self._features[namespace][name]
 
     def features_for(self, api_name: str, namespace: str = BASE) -> Mapping[str, Any]:

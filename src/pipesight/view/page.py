@@ -7,12 +7,12 @@ import gzip
 import html
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipesight._whole_file import whole_file
 from pipesight.view.page_assets import fill_page
 from pipesight.view.payload import LIMITS, Limits, page_payload
 
@@ -125,17 +125,8 @@ def _beside(run_path: Path, name: str) -> Path:
 
 
 def _write(page: str, path: Path) -> Path:
-    """Write a file so that it appears only when complete."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        with unfinished.open("x", encoding="utf-8") as file:  # follows no link that somebody put there
-            file.write(page)
-        unfinished.replace(path)
-    except OSError as error:
-        error.filename = str(path)  # which the caller knows, unlike the other
-        raise
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write(page.encode())
     return path
 
 

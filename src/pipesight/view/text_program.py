@@ -43,11 +43,7 @@ _COLOURS = {"forward": "green", "recompute": "yellow", "backward": "cyan", "loss
 
 
 def program_blocks(report: Report, program: ProgramReport, style: Style, *, step: int | None) -> list[list[str]]:
-    """Return the blocks between the verdict and the findings.
-
-    Raises:
-        ValueError: There is no such step.
-    """
+    """Return the blocks between the verdict and the findings; ``ValueError`` if there is no such step."""
     drawn = program.typical if step is None else step
     return [
         _speed(program, style),
@@ -87,11 +83,7 @@ def _speed(program: ProgramReport, style: Style) -> list[str]:
 
 
 def step_lines(program: ProgramReport, number: int, style: Style) -> list[str]:
-    """Draw a step: one line for each rank, a letter for what takes most of each cell's time.
-
-    Raises:
-        ValueError: There is no such step.
-    """
+    """Draw a step, a line a rank, a letter for what takes most of a cell's time; ``ValueError`` without it."""
     steps = program.all_steps
     rows = np.flatnonzero(steps.step == number)
     if not len(rows):

@@ -68,11 +68,7 @@ class DrawnStep:
 def draw_step(
     report: Report, step: int, *, width: int, replica: int = DRAWN, glyphs: Glyphs | None = None
 ) -> DrawnStep:
-    """Draw the first mini-batch of a step, its lines and their labels in ``width`` characters.
-
-    Raises:
-        ValueError: There is no such step.
-    """
+    """Draw the first mini-batch of a step in ``width`` characters with labels; ``ValueError`` without such a step."""
     glyphs = Glyphs() if glyphs is None else glyphs
     minibatches = report.minibatches
     rows = np.flatnonzero((minibatches.step == step) & (minibatches.replica == replica))

@@ -50,11 +50,7 @@ class State:
 
 
 def check_place(path: Path) -> None:
-    """Check that there is a run, or that one may still appear.
-
-    Raises:
-        NotARunError: There is something else at that path.
-    """
+    """Raise `NotARunError` if there is something else than a run, so that none may still appear."""
     if path.is_dir() and (why := refusal(path / RUN_FILE, path)) is not None:
         raise NotARunError(f"{path / RUN_FILE}: {why}")
     if path.exists() and not path.is_dir() and not path.is_file():

@@ -36,11 +36,7 @@ def is_dataset(path: Path) -> bool:
 
 
 def check_schema(path: Path) -> None:
-    """Refuse a dataset whose columns are not those of this version.
-
-    Raises:
-        NotARunError: the version differs, or cannot be read.
-    """
+    """Raise `NotARunError` if the columns of a dataset are not those of this version, or cannot be read."""
     from pipesight.runs.reading._duckdb_sql import SCHEMA
     from pipesight.runs.reading.duckdb_events import schema_of
 

@@ -92,11 +92,7 @@ class DuckEvents:
         return Path(self._folder.name)
 
     def read(self, sources: Sequence[Source], *, foreign: bool = False) -> None:
-        """Add the events of some files: of all of them or, if one fails, of none.
-
-        Raises:
-            UnreadableError: One of them is damaged, or gone.
-        """
+        """Add the events of some files: of all or, if one is damaged or gone (`UnreadableError`), of none."""
         import duckdb
 
         run = self._database.execute
@@ -148,11 +144,7 @@ class DuckEvents:
         return {number: FileFacts(*facts) for number, *facts in rows}
 
     def write(self, folder: Path) -> int:
-        """Write every event as Parquet, in files per rank; return the number of events.
-
-        Raises:
-            OSError: the disk is full, for example.
-        """
+        """Write every event as Parquet, in files per rank; return the number of events. ``OSError`` on a full disk."""
         import duckdb
 
         rows = "SELECT * FROM dataset" if self._is_dataset else sql.DATASET
@@ -169,11 +161,7 @@ class DuckEvents:
 
     @classmethod
     def of_parquet(cls, folder: Path) -> Self:
-        """Query the Parquet files that `write` made; they are not copied.
-
-        Raises:
-            NotARunError: the files are damaged.
-        """
+        """Query the Parquet files that `write` made, without a copy; `NotARunError` if they are damaged."""
         import duckdb
 
         made = cls()
@@ -222,11 +210,7 @@ class DuckEvents:
 
 
 def schema_of(file: Path) -> int:
-    """Return the version of the columns of a Parquet file; 1 if it has none.
-
-    Raises:
-        NotARunError: the file is damaged.
-    """
+    """Return the version of the columns of a Parquet file, 1 without one; `NotARunError` if it is damaged."""
     import duckdb
 
     query = f"SELECT value::VARCHAR FROM parquet_kv_metadata({_quoted(Path(glob.escape(str(file))))}) WHERE key = "

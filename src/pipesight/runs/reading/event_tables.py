@@ -48,11 +48,7 @@ class Table:
         return type(self)(**{name: column[rows] for name, column in self.columns().items()})
 
     def to_pandas(self) -> Any:
-        """Return the table as a pandas ``DataFrame``, a column for each of its own.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
+        """Return the table as a pandas ``DataFrame``, a column for each of its own; ``ImportError`` without pandas."""
         try:
             pandas = importlib.import_module("pandas")
         except ImportError as error:

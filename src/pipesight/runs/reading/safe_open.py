@@ -62,22 +62,13 @@ def without_refused(paths: Iterable[Path], run: Path, refuse: Callable[[Path, st
 
 
 def check_plain(path: Path, run: Path) -> None:
-    """Check that a file of a run may be read.
-
-    Raises:
-        RefusedError: It is not a plain file, or it is outside the run.
-    """
+    """Raise `RefusedError` if a file is not a plain one, or is outside the run."""
     if (why := refusal(path, run)) is not None:
         raise RefusedError(errno.EINVAL, why, str(path))
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a plain file for reading; nothing else is ever opened.
-
-    Raises:
-        RefusedError: It is not a plain file.
-        OSError: It cannot be opened.
-    """
+    """Open a plain file for reading; nothing else is ever opened, but raises `RefusedError`."""
     _check_mode(os.stat(path).st_mode, path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
@@ -89,12 +80,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        ValueError: it does not contain one.
-        OSError: the file cannot be read.
-    """
+    """Return the JSON object in a file; ``ValueError`` if there is none."""
     try:
         with open_plain(path) as file:
             value = json.loads(file.read())

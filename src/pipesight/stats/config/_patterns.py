@@ -67,11 +67,7 @@ class Pattern:
         object.__setattr__(self, "_compiled", _compile(self.pattern))
 
     def match(self, names: Iterable[str]) -> dict[str, bool]:
-        """Return of each name whether the pattern is found in it.
-
-        Raises:
-            ConfigError: That would take too long.
-        """
+        """Return of each name whether the pattern is found in it; `ConfigError` if that takes too long."""
         found: dict[str, bool] = {}
         hard = []
         for name in dict.fromkeys(names):

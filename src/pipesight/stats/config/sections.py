@@ -117,22 +117,14 @@ class Config:
     _found: dict[str, Section | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def section_for(self, layer_name: str) -> Section | None:
-        """Return the enabled section that selects a layer; ``None`` if none does.
-
-        Raises:
-            ConfigError: Two sections select it.
-        """
+        """Return the enabled section that selects a layer, ``None`` without one; `ConfigError` if two do."""
         try:
             return self._found[layer_name]
         except KeyError:
             return self.select([layer_name]).get(layer_name)
 
     def select(self, layer_names: Iterable[str]) -> dict[str, Section]:
-        """Return the section of each layer that one selects.
-
-        Raises:
-            ConfigError: Two sections select one layer; it names all such layers.
-        """
+        """Return the section of each layer that one selects; `ConfigError` names all that two select."""
         selected: dict[str, Section] = {}
         mistakes = []
         layer_names = list(layer_names)
@@ -180,11 +172,7 @@ def load(config: str | Path | Mapping[str, Any], registry: Registry | None = Non
 
 
 def selection_of(layers: Mapping[str, Any]) -> Selection:
-    """Return what the ``layers`` of a section select.
-
-    Raises:
-        ConfigError: They have mistakes; the error lists them all.
-    """
+    """Return what the ``layers`` of a section select; `ConfigError` lists all mistakes."""
     mistakes = Mistakes(read_dict({"layers": layers}))
     selection = check_layers(layers, ("layers",), mistakes)
     if mistakes:

@@ -53,11 +53,7 @@ class Selection:
                     self._known[name] = matches
 
     def matches(self, layer_name: str) -> bool:
-        """Say whether the layer is selected.
-
-        Raises:
-            ConfigError: The pattern takes too long.
-        """
+        """Say whether the layer is selected; `ConfigError` if the pattern takes too long."""
         known = self._known.get(layer_name)
         if known is None:
             known = self._decide(layer_name)

@@ -67,11 +67,7 @@ class Steps:
 
     @staticmethod
     def from_settings(settings: Mapping[str, Any], *, inclusive: bool = False) -> Steps:
-        """Take the steps from the settings of a feature.
-
-        Raises:
-            ValueError: They make no sense; `step_mistakes` says all that is wrong.
-        """
+        """Take the steps from the settings of a feature; ``ValueError`` if they make no sense, see `step_mistakes`."""
         for key, text in step_mistakes(settings, inclusive=inclusive):
             raise ValueError(f"{key}: {text}")
         ranges = settings.get("start_end_list")

@@ -30,11 +30,7 @@ class LineFile:
         self._file = -1
 
     def open(self) -> None:
-        """Open the file, and make its folder.
-
-        Raises:
-            OSError: that is not possible.
-        """
+        """Open the file, and make its folder; ``OSError`` where that is not possible."""
         if self._file >= 0:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)

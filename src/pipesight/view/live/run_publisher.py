@@ -118,11 +118,7 @@ class Publisher:
         return drawn
 
     def metrics(self) -> str:
-        """Return the metrics of the last steps, as Prometheus reads them.
-
-        Raises:
-            DrawingError: This revision cannot be read; the next may be.
-        """
+        """Return the last steps' metrics for Prometheus; `DrawingError` if this revision cannot be read."""
         with self._reading:
             news = self._news
             if self._measured[0] != news.revision:
