@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import time
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -138,22 +140,56 @@ def test_a_tensor_that_is_left_there_cannot_be_differentiated() -> None:
         (objective(output) + pipe.blocks[1].aux.sum()).backward()
 
 
-def test_a_state_for_the_next_call_is_refused() -> None:
-    """The next micro-batch has read it before it is written."""
+class Keeping(Model):
+    """Keeps something from one call for the next: reads it in the first partition, writes it in the last."""
 
-    class Recurrent(Model):
-        state: Tensor | None = None
+    state: Any = None
+    memory: ClassVar[dict[str, Tensor]] = {}
 
-        def forward(self, x: Tensor) -> Any:
-            states, aux = super().forward(x if self.state is None else x + self.state)
-            self.state = states[:, -1].detach()
-            return states, aux
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.kept: Any = {"dict": {}, "list": [], "ring": deque([torch.zeros(4)], 1), "object": Context()}.get(kind)
+        self.register_buffer("buffer", torch.zeros(4))
+        self.settings = {"scale": 0}
 
-    pipe = Pipeline(Recurrent(), CUTS, chunks=2)
-    with pytest.raises(RuntimeError, match=r"Recurrent\.state is read in partition 0 and written in partition 2"):
-        pipe(torch.randn(4, 4))
-    pipe.chunks = 1
-    pipe(torch.randn(2, 4))
+    def forward(self, x: Tensor) -> Any:
+        read, write = WAYS[self.kind]
+        before = read(self)
+        states, aux = super().forward(x if before is None else x + before)
+        write(self, states[:, -1].detach().mean(0))
+        return states, aux
+
+
+WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any]]] = {
+    "attribute": (lambda m: m.state, lambda m, new: setattr(m, "state", new)),
+    "number": (lambda m: m.state, lambda m, new: setattr(m, "state", (m.state or 0) + 1)),
+    "new list": (lambda m: m.state and m.state[0], lambda m, new: setattr(m, "state", [new])),
+    "dict": (lambda m: m.kept.get("state"), lambda m, new: m.kept.update(state=new)),
+    "list": (lambda m: m.kept[-1] if m.kept else None, lambda m, new: m.kept.append(new)),
+    "ring": (lambda m: m.kept[0], lambda m, new: m.kept.append(new)),
+    "object": (lambda m: m.kept.first, lambda m, new: setattr(m.kept, "first", new)),
+    "numbers": (lambda m: m.settings["scale"], lambda m, new: m.settings.update(scale=m.settings["scale"] + 1)),
+    "buffer": (lambda m: m.buffer, lambda m, new: m.buffer.copy_(new)),
+    "new buffer": (lambda m: m.buffer, lambda m, new: setattr(m, "buffer", new)),
+    "class": (lambda m: m.memory.get("state"), lambda m, new: m.memory.update(state=new)),
+}
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_state_for_the_next_call_is_refused(kind: str) -> None:
+    """The next micro-batch reads it before it is written, wherever it is. One after the other, they train as ever."""
+    batches = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(1))
+    pipe = Pipeline(Keeping(kind), CUTS, chunks=2)
+    with pytest.raises(RuntimeError, match=r"one call of the model for the next|the next call of|another (one|micro)"):
+        [pipe(x) for x in batches]
+    Keeping.memory.clear()
+    expected = [objective(plain(x)).item() for plain in [Keeping(kind)] for x in batches]
+    Keeping.memory.clear()
+    pipe = Pipeline(Keeping(kind), CUTS)
+    for x, truth in zip(batches, expected, strict=True):
+        assert objective(pipe(x)).item() == pytest.approx(truth, rel=1e-5)
+    Keeping.memory.clear()
 
 
 def test_what_micro_batches_append_is_all_there_afterwards() -> None:
@@ -166,7 +202,7 @@ def test_what_micro_batches_append_is_all_there_afterwards() -> None:
         def forward(self, x: Tensor) -> Any:
             states, aux = super().forward(x)
             self.sizes.append(len(x))
-            self.sums[len(self.sums)] = self.sums[len(self.sums) - 1] + 1 if self.sums else states.sum()
+            self.sums[len(self.sums)] = states.sum()
             return states, aux
 
     pipe = Pipeline(Logging(), CUTS, chunks=2)

@@ -197,17 +197,17 @@ def test_one_worker_for_all_partitions(checkpoint: Any) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "v-half"])
 def test_partitions_run_forwards_side_by_side(schedule: str) -> None:
     """While a micro-batch is in the last partition of its way down, the next one has begun."""
-    began = threading.Event()
+    began, looked_on = threading.Event(), threading.Event()
 
     class First(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            if current_microbatch() == 1:
+            if current_microbatch() == 1 and looked_on.is_set():
                 began.set()
             return x
 
     class Last(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            if current_microbatch() == 0 and not is_recomputing():
+            if current_microbatch() == 0 and not is_recomputing() and looked_on.is_set():
                 assert began.wait(timeout=20), "micro-batch 1 has not begun"
             return x
 
@@ -223,6 +223,8 @@ def test_partitions_run_forwards_side_by_side(schedule: str) -> None:
         schedule=schedule,
         loss_fn=nn.functional.mse_loss,
     )
+    pipe.step(torch.randn(4, 2), torch.randn(4, 2))  # in which micro-batches follow each other
+    looked_on.set()
     pipe.step(torch.randn(4, 2), torch.randn(4, 2))
 
 
@@ -362,6 +364,9 @@ def test_v_half_holds_half_of_what_1f1b_holds() -> None:
             checkpoint="never",
             loss_fn=nn.CrossEntropyLoss(),
         )
+        pipe.step(*rows(12))  # in which the pipeline looks on, and micro-batches follow each other
+        for counter in workers:
+            counter.most = 0
         with uncollected():
             pipe.step(*rows(12))
         assert pipe.ran["workers"] == order

@@ -7,66 +7,28 @@ next micro-batch has by then written there, too. So what a micro-batch writes is
     micro-batch 1                     self.mask = b ──────────────────────────> self.mask is b
     everyone else                                                               self.mask is b, the last one
 
-What it did not write itself, it reads as it is; a number that it reads before it writes it is a counter, which all
-share. A tensor that another micro-batch wrote, or that is read after the call, has a graph that is not the reader's. It
+What it did not write itself, it reads as the micro-batch before has left it; that raises if this may not have come so
+far. A tensor that another micro-batch wrote, or that is read after the call, has a graph that is not the reader's. It
 can be looked at, but not differentiated.
 
 A list, dict, set or plain object that was there before and is filled in place is one for each micro-batch, too; see
 `filled_attributes`.
-
-A module whose attributes are written gets a class that derives from its own, which looks them up.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copyreg
 import functools
-import threading
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from pipesight._nested import map_tensors, tensors_in
-from pipesight._patches import Patches
-from pipesight._torch.module_internals import forward_hook_tables
-from pipesight.pipeline.filled_attributes import CONTAINERS, Copies, fillable, kept, may_fill
+from pipesight._nested import PLAIN, map_tensors
+from pipesight.pipeline.filled_attributes import CONTAINERS, Contents, Copies, Place, items, put
 from pipesight.pipeline.guard import guard
+from pipesight.pipeline.seen_changes import Lesson, ModelAttributes
 
-__all__ = ["Attributes", "ModelAttributes", "PassAttributes", "watch_attributes"]
-
-
-class ModelAttributes:
-    """The attributes of a model that hold something which it may fill in place.
-
-    Args:
-        model: The model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = {id(m): m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)}
-        self._found: list[tuple[nn.Module, str]] = []
-        self.hooks: list[Any] = []
-        """Those that fill something."""
-        self._tables = [table for module in self.modules.values() for table in forward_hook_tables(module)]
-        self._calls, self._known = 0, (0, 0)
-
-    def filled(self) -> list[tuple[nn.Module, str]]:
-        """Return them, for a mini-batch that is about to begin, and watch them, and those kept from call to call."""
-        known = _assigned.count, sum(map(len, self._tables))
-        if self._calls < 2 or self._known != known:
-            self._calls, self._known = self._calls + 1, known
-            self.hooks = []
-            self._found = list(fillable(self.modules.values()))
-            for module, name in (*self._found, *kept(self.modules.values())):
-                if not any(name in table for table in (module._parameters, module._buffers, module._modules)):
-                    _derive(module, name)
-            for table in self._tables:
-                table.update({key: _OwnHook(hook) for key, hook in table.items() if may_fill(hook)})
-                self.hooks += [hook.hook for hook in table.values() if isinstance(hook, _OwnHook)]
-        return self._found
+__all__ = ["Attributes", "PassAttributes"]
 
 
 class PassAttributes:
@@ -74,37 +36,43 @@ class PassAttributes:
 
     Args:
         count: How many they are.
-        model: What the model has; modules that are made in a call are its own.
+        model: What is known of the model; modules that are made in a call are its own.
+        partitions: How many there are.
     """
 
-    def __init__(self, count: int = 1, model: ModelAttributes | None = None) -> None:
-        self.count = count
+    def __init__(self, count: int = 1, model: ModelAttributes | None = None, partitions: int = 1) -> None:
+        self.count, self._model = count, model
         self.modules: Container[int] = () if model is None else model.modules
-        self.last: dict[tuple[int, str], nn.Module] = {}
+        self.filled: Container[Place] = () if model is None else model.filled
+        self.shared: dict[Place, set[int]] = {} if model is None or partitions == 1 else model.shared
+        self.last: dict[tuple[int, str], tuple[nn.Module, int]] = {}
+        """The modules, and which micro-batch has written there."""
         self.readers: dict[tuple[int, str], int] = {}
         """The first partitions that read what their micro-batch had not written."""
-        self.filled: dict[tuple[int, str], Any] = {}
-        """What may be filled in place, as it was before all micro-batches."""
+        self.writers: dict[tuple[int, str], int] = {}
+        """The last partitions that write."""
+        self.learns = model is not None and model.learns(count)
+        self.shares = self.learns or min(count, partitions) == 1
+        """Whether micro-batches come one after the other, and fill the originals."""
+        self.stale = {} if model is None or self.shares else model.stale
+        self.first = Contents() if model is None else model.contents(filled=not self.learns)
+        """What is in containers before all micro-batches."""
         self.copies: dict[int, Copies] = {}
         """Those of each micro-batch."""
-        self._first = Copies()
-        self.function_of: Callable[[Any], Any] = lambda function: function
-        if model is not None and count > 1:
-            for module, name in model.filled():
-                if name in vars(module):
-                    self.filled[id(module), name] = self._first.of(vars(module)[name])
-            for hook in model.hooks:
-                self._first.function_of(hook)
-            self.function_of = self._first.function_of
+        self.lesson = Lesson(model, partitions, self.first) if model is not None and self.learns else None
 
-    def end(self) -> None:
+    def end(self, *, failed: bool = False) -> None:
         """Put back what micro-batches have filled, and let nobody differentiate what is left in the modules."""
         for _, copies in sorted(self.copies.items()):
-            copies.write_back(self._first.original, _guarded_item)
-        for (_, name), module in self.last.items():
+            copies.write_back(_guarded_item)
+        for _, value, _ in [*self.first.changes()] if self.shares else ():
+            put(value, {key: map_tensors(_guarded_item, item) for key, item in items(value).items()})
+        for (_, name), (module, _) in self.last.items():
             if name in vars(module):
                 vars(module)[name] = map_tensors(functools.partial(_guarded, module, name), vars(module)[name])
-        self.last, self.copies, self.filled = {}, {}, {}
+        if self._model is not None and self.learns and not failed:
+            self._model.learned(self.count)
+        self.last, self.copies, self.lesson = {}, {}, None
 
 
 class Attributes:
@@ -116,39 +84,48 @@ class Attributes:
     """
 
     def __init__(self, all: PassAttributes, i: int = 0) -> None:
-        self._all = all
-        self._copies = all.copies[i] = Copies()
+        self._all, self._i = all, i
+        self._copies = Copies(all.first, all.stale if i else None)
+        if not all.shares:
+            all.copies[i] = self._copies
         self.modules = all.modules
         self.partition = 0
         """Where the micro-batch is now."""
+        self.repeats = False
+        """Whether it is computed once more, which leaves nothing behind."""
         self._written: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
-        self._read: set[tuple[int, str]] = set()  # before they were written, as a counter is
+        self._inside: dict[tuple[int, str], Contents] = {}  # containers that it has written, and what was in them
 
-    def note(self, module: nn.Module, name: str, value: Any, *, counts: bool = False) -> None:
-        """Keep what was just written into an attribute, unless it is a number that goes on from what was there.
-
-        Args:
-            module: Whose attribute it is.
-            name: That of the attribute.
-            value: What was written.
-            counts: Whether it may go on from what was there: that is not known, since nobody watched yet.
+    def note(self, module: nn.Module, name: str, value: Any, before: Any = None) -> None:
+        """Keep what was just written into an attribute in the place of what was there ``before``.
 
         Raises:
-            RuntimeError: A tensor is read in an earlier partition, where the next micro-batch may have been by now.
+            RuntimeError: It is read in an earlier partition, where the next micro-batch may have been by now.
         """
         key = id(module), name
-        self._all.last[key] = module
-        if counts:
-            self._read.add(key)
-        has_tensors = next(tensors_in(value), None) is not None
-        if has_tensors or key not in self._read or type(value) in CONTAINERS:
-            self._written[key] = (module, value)
-        reader = self._all.readers.get(key, self.partition)
-        if has_tensors and self._all.count > 1 and reader < self.partition:
+        self._written[key] = (module, value)
+        self._inside.pop(key, None)
+        if self.repeats:
+            return
+        self._all.last[key] = module, self._i
+        if type(value) in CONTAINERS:
+            self._inside[key] = Contents([(key, value)])
+        if type(value) not in PLAIN or type(before) not in PLAIN or value != before:
+            self._note_writer(module, name)
+
+    def _note_writer(self, module: nn.Module, name: str) -> None:
+        key = id(module), name
+        self._all.writers[key] = max(self._all.writers.get(key, self.partition), self.partition)
+        if self._all.readers.get(key, self.partition) < self.partition:
+            self._refuse(module, name)
+
+    def _refuse(self, module: nn.Module, name: str) -> None:
+        if self._all.count > 1:
+            key = id(module), name
             raise RuntimeError(
-                f"{type(module).__name__}.{name} is read in partition {reader} and written in partition "
-                f"{self.partition}, for the next call of the model: in a pipeline, that has begun by then; keep no "
-                "state from one call to the next, write it before the first cut, or use chunks=1"
+                f"{type(module).__name__}.{name} is read in partition {self._all.readers[key]} and written in "
+                f"partition {self._all.writers[key]}, for the next call of the model: in a pipeline, that has begun by "
+                "then; keep no state from one call to the next, write it before the first cut, or use chunks=1"
             )
 
     def forget(self, module: nn.Module, name: str) -> None:
@@ -160,134 +137,56 @@ class Attributes:
         key = id(module), name
         if key in self._written:
             return self._written[key][1]
-        if key in self._all.filled:
-            return self._copies.of(self._all.filled[key])
-        self._read.add(key)
+        if self.repeats:
+            return self._copies.of(left, (module, name))
         self._all.readers[key] = min(self._all.readers.get(key, self.partition), self.partition)
-        return map_tensors(functools.partial(_guarded, module, name), left) if key in self._all.last else left
+        if (reached := self._all.shared.get((module, name))) is not None:
+            reached.add(self.partition)
+            if len(reached) > 1 and (module, name) not in self._all.filled:
+                self._all.writers[key] = max(reached)
+                self._refuse(module, name)
+        if key in self._all.last:
+            if self._all.writers.get(key, 0) > self.partition or self._all.last[key][1] > self._i:
+                self._refuse(module, name)
+            left = map_tensors(functools.partial(_guarded, module, name), left)
+        is_own = not self._all.shares and (module, name) in self._all.filled
+        return self._copies.of(left, (module, name)) if is_own else left
 
     def function(self, function: Any) -> Any:
         """Return a function that fills what this micro-batch has, instead of what it was made with."""
-        return self._copies.function_of(self._all.function_of(function))
+        return function if self._all.shares and not self.repeats else self._copies.function_of(function)
+
+    def note_buffer(self, module: nn.Module, name: str) -> None:
+        """Note that another buffer was put in the place of one."""
+        if self._all.lesson is not None:
+            self._all.lesson.change((module, name), self.partition)
+
+    def end_task(self) -> None:
+        """Note what was changed in this partition."""
+        for key, inside in [*self._inside.items()]:
+            module, value = self._written[key]
+            if any(True for _ in inside.changes()):
+                self._inside[key] = Contents([(key, value)])
+                self._note_writer(module, key[1])
+        if self._all.lesson is not None:
+            self._all.lesson.end_task(self.partition, self._written)
+
+    def end(self) -> None:
+        """Note what was filled by this micro-batch."""
+        if self._all.lesson is not None:
+            self._all.lesson.end_micro_batch(self._i, checks=self._all.count > 1)
 
     def values(self) -> Attributes | None:
-        """Return a copy to compute with once more, with values alone; None if nothing was written."""
-        if not self._written and not self._all.filled:
+        """Return a copy to compute with once more, with values alone; None if nothing was written or filled."""
+        if not self._written and not self._all.first:
             return None
         other = Attributes(PassAttributes())
-        other.modules, other._all.filled, other._all.function_of = self.modules, self._all.filled, self._all.function_of
+        other.modules, other.repeats = self.modules, True
+        filled = [value for _, value, _ in self._all.first.changes()] if self._all.shares else ()
+        other._copies = self._copies.again(_value, filled)
         pairs = self._written.items()
-        other._written = {key: (module, map_tensors(_value, value)) for key, (module, value) in pairs}
-        other._copies = self._copies.copied(_value)
+        other._written = {key: (module, other._copies.of(value, (module, key[1]))) for key, (module, value) in pairs}
         return other
-
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Let this thread write and read these within the block."""
-        before, _here.attributes = _here.attributes, self
-        try:
-            yield
-        finally:
-            _here.attributes = before
-
-
-class _PerThread(threading.local):
-    attributes: Attributes | None = None
-
-
-class _Assigned:
-    """How often a list, dict or set was put into an attribute of a module, outside calls of models."""
-
-    count = 0
-
-
-_here, _assigned = _PerThread(), _Assigned()
-_deriving = threading.Lock()
-
-
-@functools.cache
-def watch_attributes() -> None:
-    """Notice from now on, for good, what is written into attributes of modules."""
-    Patches().wrap(nn.Module, "__setattr__", _write, may_raise=True)
-
-
-def _write(original: Callable[..., None], module: nn.Module, name: str, value: Any) -> None:
-    attributes = _here.attributes
-    if attributes is None or id(module) not in attributes.modules:
-        original(module, name, value)
-        if attributes is None and type(value) in CONTAINERS:
-            _assigned.count += 1
-        return
-    before = vars(module).get(name)
-    original(module, name, value)
-    if vars(module).get(name) is value:
-        counts = isinstance(before, (int, float)) and not isinstance(vars(type(module)).get(name), _Attribute)
-        _derive(module, name)
-        attributes.note(module, name, value, counts=counts)
-
-
-def _derive(module: nn.Module, name: str) -> None:
-    """Let a module look an attribute up with the micro-batch that asks."""
-    cls = type(module)
-    if isinstance(vars(cls).get(name), _Attribute):
-        return
-    with _deriving:
-        if _OWN not in vars(cls := type(module)):
-            known = (sub for sub in cls.__subclasses__() if vars(sub).get(_OWN) is cls)
-            object.__setattr__(module, "__class__", next(known, None) or _derived(cls))
-        setattr(type(module), name, _Attribute(name))
-
-
-_OWN = "_pipesight_derived_from"
-
-
-def _derived(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a class like that of a module; copies and pickles of the module have its own."""
-
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        made: Any = cls.__reduce_ex__(self, protocol)
-        if not isinstance(made, tuple):
-            return made
-        arguments = tuple(cls if one is type(self) else one for one in made[1])
-        return (_new if made[0] is copyreg.__newobj__ else made[0], arguments, *made[2:])  # type: ignore[attr-defined]
-
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    metaclass: Any = type(cls)
-    derived: type[nn.Module] = metaclass(cls.__name__, (nn.Module,), {**names, _OWN: cls, "__reduce_ex__": reduce})
-    derived.__bases__ = (cls,)  # not at once: that would call its `__init_subclass__`, which may keep a list of classes
-    return derived
-
-
-def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
-    return cls.__new__(cls, *args)
-
-
-class _Attribute:
-    """Looks up an attribute of a module."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, module: Any, owner: Any) -> Any:
-        if module is None:
-            return getattr(vars(owner)[_OWN], self._name)
-        left = vars(module)[self._name] if self._name in vars(module) else self._of_class(module, owner)
-        attributes = _here.attributes
-        return left if attributes is None else attributes.read(module, self._name, left)
-
-    def __set__(self, module: Any, value: Any) -> None:
-        vars(module)[self._name] = value
-
-    def __delete__(self, module: Any) -> None:
-        if _here.attributes is not None:
-            _here.attributes.forget(module, self._name)
-        if self._name not in vars(module):
-            raise AttributeError(self._name)
-        del vars(module)[self._name]
-
-    def _of_class(self, module: Any, owner: Any) -> Any:
-        found = getattr(vars(owner)[_OWN], self._name)  # or `AttributeError`, and `nn.Module.__getattr__` goes on
-        return found.__get__(module, owner) if hasattr(found, "__get__") else found
 
 
 def _guarded(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
@@ -297,25 +196,6 @@ def _guarded(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
         "differentiated in another, or outside the pipeline, where that graph cannot be reached; return it from "
         "forward, or write detach() of it into the attribute",
     )
-
-
-class _OwnHook:
-    """Calls a hook that fills what the micro-batch has that calls it. Copies of a module have the hook itself."""
-
-    def __init__(self, hook: Any) -> None:
-        functools.update_wrapper(self, hook)
-        self.hook = hook
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        attributes = _here.attributes
-        return (self.hook if attributes is None else attributes.function(self.hook))(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return _itself, (self.hook,)
-
-
-def _itself(hook: Any) -> Any:
-    return hook
 
 
 def _guarded_item(tensor: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipesight._torch.module_internals import is_compiled
-from pipesight.pipeline.attributes import ModelAttributes
 from pipesight.pipeline.checkpoint import Buffers
 from pipesight.pipeline.partition import Partition, PlacedPartition, SkipRoutes, weights_changed
+from pipesight.pipeline.seen_changes import ModelAttributes
 from pipesight.pipeline.units import find_units, is_repeated
 
 __all__ = ["PlacedUnits", "Placement", "Unit"]

@@ -12,6 +12,7 @@ micro-batches are alive at once.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from pipesight.pipeline.reentrant_checkpoint import CaughtGradients
 from pipesight.pipeline.split_backward import SplitBackward
 from pipesight.pipeline.step_losses import StepLosses
 from pipesight.pipeline.trip import Trip, TripGraph
-from pipesight.pipeline.trips import TripBackward, TripEngine, Trips, TripTape
+from pipesight.pipeline.trips import TripBackward, TripEngine, Trips, TripTape, one_by_one
 from pipesight.pipeline.turns import Turns
 from pipesight.schedule.task_orders import B, F, R, W
 from pipesight.schedule.worker_orders import Task, WorkerOrders
@@ -58,14 +59,20 @@ class StepPass(TripBackward):
         )
         self.threads = engine.step_threads(self.shares, orders.flying)
         self._gradients: dict[Hashable, Packet] = {}
+        tasks: Sequence[Sequence[Task]] = orders.tasks
+        count = len(tape.minibatch.sizes)
+        needs = {task: 1 for row in tasks for task in row if task[0] in (B, R)}  # the forward
+        if placement.attributes.learns(count):
+            tasks, more = one_by_one(tasks, count)
+            needs |= more
         self.turns = Turns(
-            orders.tasks,
+            tasks,
             orders.homes,
             [thread.ident for thread in self.threads.threads],
             self.mailboxes,
             flying=orders.flying,
             alone=orders.alone,
-            needs={task: 1 for row in orders.tasks for task in row if task[0] in (B, R)},  # the forward
+            needs=needs,
         )
         self._trips = _StepTrips(self, tape, placement, losses)
         self._split: dict[tuple[int, int], SplitBackward] = {}
@@ -84,7 +91,7 @@ class StepPass(TripBackward):
             self.tape.graphs, self._gradients = {}, {}
             raise
         finally:
-            self._trips.attributes.end()
+            self._trips.attributes.end(failed=sys.exception() is not None)
             del self._trips  # it has this step, and what it holds would wait for the garbage collector
         for partition in self.partitions:
             partition.new = False
@@ -107,6 +114,7 @@ class StepPass(TripBackward):
             while task is not None:
                 while task is not None and task[0] == F:
                     self._trips.travel(task[1], self.tape.call, own)
+                    self.turns.supply([((F, task[1] + 1, 0), 1)])
                     task = self._next_after((F, task[1], self.n - 1))
                 if task is None:
                     break

@@ -29,7 +29,8 @@ from pipesight._torch.autograd import DIFFERENTIATING, around_functions, next_se
 from pipesight._torch.function_modes import DEVICE_GETTERS, innermost_mode
 from pipesight._torch.module_internals import forward_hook_tables, not_compiled
 from pipesight.context import Kept
-from pipesight.pipeline.attributes import Attributes, watch_attributes
+from pipesight.pipeline.attribute_access import used, watch_attributes
+from pipesight.pipeline.attributes import Attributes
 from pipesight.pipeline.dependencies import Place
 from pipesight.pipeline.entering import EnteredArguments
 from pipesight.pipeline.local_graph import LocalGraph, edge_of, enter, leads_to_roots
@@ -88,6 +89,8 @@ class Trip(TorchFunctionMode):
         self._starts: list[int] = []
         self.roots = Roots(trips.n)
         self.attributes = Attributes(trips.attributes, i)
+        self._lesson = trips.attributes.lesson
+        self._looks = self._cuts_graph or self._moves or self._lesson is not None
         self._calls = 0
         self._unit: Unit | None = None
         self._entered: EnteredArguments | None = None  # its arguments
@@ -110,9 +113,9 @@ class Trip(TorchFunctionMode):
         _here.trip = self
         self._given = args, kwargs
         self._begin_task(0)
-        self._look(self._cuts_graph or self._moves)
+        self._look(self._looks)
         try:
-            with self.attributes.used(), around_functions(self._call_function):
+            with used(self.attributes), around_functions(self._call_function):
                 output = model(*args, **kwargs)
             while self.j < self._trips.n - 1:  # the model did not call the other cuts
                 self._switch()
@@ -136,6 +139,7 @@ class Trip(TorchFunctionMode):
     def finish(self) -> None:
         """End the last task, and let go of all graphs."""
         self._end_task()
+        self.attributes.end()
         # This thread may not run again before others have gone on, and would keep alive what they free.
         self.graphs.clear()
         self.roots.clear()
@@ -182,6 +186,7 @@ class Trip(TorchFunctionMode):
     def _end_task(self, outputs: Any = ()) -> None:
         trips, where = self._trips, self._trips.wheres[self.j]
         end_task()
+        self.attributes.end_task()
         if self._grad:
             self.graphs[self.j].marks = where.marks
             self.roots.check(self.j)
@@ -247,7 +252,7 @@ class Trip(TorchFunctionMode):
             return
         if sys.exception() is not self._handled:  # which the model may catch
             self._leave_unit()
-            self._look(self._cuts_graph or self._moves)
+            self._look(self._looks)
             return
         self._busy = True
         try:
@@ -266,7 +271,7 @@ class Trip(TorchFunctionMode):
             begin_task(self._trips.minibatch.randomness, (self.i, self.j, f"after {self._calls}"))
         finally:
             self._busy = False
-        self._look(self._cuts_graph or self._moves)
+        self._look(self._looks)
 
     def _leave_unit(self) -> None:
         checkpoint, self._checkpoint = self._checkpoint, None
@@ -347,6 +352,8 @@ class Trip(TorchFunctionMode):
 
     def _enter_leaf(self, tensor: Tensor) -> Tensor:
         """Return a parameter, a mask, an index: as it is, or its copy on this device."""
+        if self._lesson is not None:
+            self._lesson.use(tensor, self.j)
         j, device = self.j, self._placement.devices[self.j]
         if tensor.requires_grad and isinstance(tensor, nn.Parameter) and not self._placement.is_known(tensor, j):
             self._placement.use(tensor, j)

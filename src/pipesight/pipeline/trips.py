@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -128,7 +130,7 @@ class Trips(Pass):
     ) -> None:
         super().__init__(tape, len(tape.minibatch.sizes), tape.minibatch.engine.workers.forward_pace)
         self.placement = placement
-        self.attributes = PassAttributes(self.m, placement.attributes)
+        self.attributes = PassAttributes(self.m, placement.attributes, self.n)
         self.called: set[int] = set()
         """The partitions whose first module was called."""
         self._copies, self._copying = tape.copies, threading.Lock()
@@ -161,12 +163,16 @@ class Trips(Pass):
                 self.tape.parameters[partition.j] = partition.trainable()
         shares, used = self.minibatch.engine.workers.shares, threads.threads[: self.m]
         homes = [d for j in range(self.n) for d, share in enumerate(shares) if j in share]
-        orders = [_turns(self.m, share) for share in shares]
-        self.turns = Turns(orders, homes, [thread.ident for thread in used], self.mailboxes, flying=len(used))
+        orders: Sequence[Sequence[Task]] = [_turns(self.m, share) for share in shares]
+        needs: dict[Task, int] = {}
+        if self.attributes.learns:
+            orders, needs = one_by_one(orders, self.m)
+        threads_used = [thread.ident for thread in used]
+        self.turns = Turns(orders, homes, threads_used, self.mailboxes, flying=len(used), needs=needs)
         try:
             self.run_jobs(threads, [functools.partial(self._travel_on, call)] * len(used))
         finally:
-            self.attributes.end()
+            self.attributes.end(failed=sys.exception() is not None)
         self.tape.note_versions(self.partitions)
         return [self._outputs[i] for i in range(self.m)]
 
@@ -175,6 +181,7 @@ class Trips(Pass):
         with contextlib.suppress(AbortedError):
             while (task := self.turns.next()) is not None:
                 self.travel(task[1], call, own)
+                self.turns.supply([((F, task[1] + 1, 0), 1)])
                 self.turns.end((F, task[1], self.n - 1))
 
     def travel(self, i: int, call: SplitCall, own: Where) -> None:
@@ -295,6 +302,18 @@ def _turns(m: int, partitions: tuple[int, ...]) -> tuple[Task, ...]:
     if _adjacent(partitions):  # a thread stays with its micro-batch
         return tuple((F, i, j) for i in range(m) for j in partitions)
     return tuple((F, i, j) for i, j in gpipe_tasks(F, m, partitions))
+
+
+def one_by_one(orders: Sequence[Sequence[Task]], count: int) -> tuple[Sequence[Sequence[Task]], dict[Task, int]]:
+    """Return orders, and what tasks wait for, by which a micro-batch begins when the one before has ended its forward.
+
+    >>> one_by_one([((0, 0, 0), (0, 1, 0), (0, 0, 2), (0, 1, 2))], 2)
+    ([[(0, 0, 0), (0, 0, 2), (0, 1, 0), (0, 1, 2)]], {(0, 1, 0): 1})
+    """
+    forwards = [[i for kind, i, _ in row if kind == F] for row in orders]
+    if any(row != sorted(row) for row in forwards):
+        orders = [sorted(row, key=operator.itemgetter(1)) for row in orders]
+    return orders, {(F, i, 0): 1 for i in range(1, count)}
 
 
 class TripBackward(BackwardPass):

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipesight import context
 from pipesight._torch.autograd import next_sequence_number
+from pipesight.pipeline.attribute_access import used
 from pipesight.pipeline.attributes import Attributes
 from pipesight.pipeline.checkpoint import Buffers, SavedBuffers, versions_of
 from pipesight.pipeline.flattening import flatten
@@ -98,7 +99,7 @@ class UnitCheckpoint:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
                 if self._written is not None:
-                    stack.enter_context(self._written.used())
+                    stack.enter_context(used(self._written))
                 for state in self._autocast:
                     kind, enabled, dtype = state
                     if state != (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
