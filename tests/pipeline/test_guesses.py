@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 
@@ -84,6 +85,28 @@ def test_the_model_is_asked_whether_it_takes_all_of_a_table(way, x, warns):
     assert [("takes all of it" in str(warning.message)) for warning in caught] == [True] * warns
     if not warns:
         torch.testing.assert_close(found, [pipe.module(x, other)] * 2)
+
+
+def test_a_wrong_call_does_not_change_what_right_ones_are():
+    """What failed is forgotten; labels that were too few for a batch are cut again when there are enough."""
+    x, labels = rand(8, 4), torch.randint(4, (8,))
+    model = Labelled().double()
+    for wrong in (3, 4):  # of 4, each micro-batch gets all, as it has 4 samples
+        for pipe in (Pipeline(model, ["second"], devices=["cpu", "cpu"], chunks=2) for _ in range(2)):
+            with contextlib.suppress(ValueError, RuntimeError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                pipe(x, labels[:wrong])
+            torch.testing.assert_close(pipe(x, labels), model(x, labels))
+
+
+class Labelled(Attending):
+    """Has a loss of labels."""
+
+    def __init__(self):
+        super().__init__("ignores")
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(super().forward(x, x), labels)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class BatchDims:
         more: Iterable[str] = (),
         model: nn.Module | None = None,
     ) -> None:
-        self._model, self._asked = model, set[str]()
+        self.model, self._asked = model, set[str]()
         parameters = list(signature.parameters.values()) if signature is not None else []
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._positional = [p.name for p in parameters if p.kind in kinds]
@@ -87,18 +87,18 @@ class BatchDims:
         other = copy.copy(self)
         other._rules = {**self._rules, name: rule}
         other._seen, other._warned = dict(self._seen), set(self._warned)
-        other._model = None
+        other.model = None
         return other
 
     def learn(self, name: str, rule: Rule) -> None:
         """Note what one is, as if the user had said it."""
         self._rules[name] = rule
 
-    def model_for(self, name: str) -> nn.Module | None:
-        """Return the model if it was not asked before whether it takes all of an argument."""
-        model = None if name in self._asked else self._model
+    def is_new(self, name: str) -> bool:
+        """Tell once whether the model was not asked before about an argument."""
+        new = name not in self._asked
         self._asked.add(name)
-        return model
+        return new
 
     def listed(self, rule: Rule) -> set[str]:
         """Return the names with this rule."""
@@ -113,6 +113,19 @@ class BatchDims:
                 continue
             if not any(path == name or path.startswith(f"{name}.") for path in everything):
                 self._warn(name, f"batch_dim names {name!r}, but the call has only {', '.join(sorted(given))}")
+
+    def seen(self) -> dict[str, tuple[bool, int, tuple[int, ...]]]:
+        """Return what was guessed so far."""
+        return dict(self._seen)
+
+    def forget_but(self, seen: Mapping[str, tuple[bool, int, tuple[int, ...]]]) -> None:
+        """Forget what was guessed since `seen`, in a call that failed."""
+        self._seen = dict(seen)
+
+    def follows(self, name: str) -> None:
+        """Note that this is cut with the samples, whatever it was taken for before."""
+        self._seen.pop(name, None)
+        self._warned.add(name)
 
     def seen_whole(self, name: str) -> bool:
         """Whether this was not of the size of the batch in an earlier call."""

@@ -56,6 +56,8 @@ class SplitCall:
     """The argument from which the size of the batch is known."""
     _whole: dict[str, list[Tensor]]
     """What micro-batches got of tensors of which each got all, if it is no copy."""
+    _seen: dict[str, Any]
+    """What was guessed in earlier calls."""
 
     def original(self, value: Any) -> Any:
         """Return the caller's tensor, list, mapping or object for which a micro-batch got ``value``, if it did."""
@@ -93,7 +95,10 @@ class SplitCall:
         """
         try:
             yield
-        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        except BaseException as error:
+            self.dims.forget_but(self._seen)
+            if not isinstance(error, (RuntimeError, ValueError, IndexError, AssertionError)):
+                raise
             if self.sizes == [0]:
                 error.add_note(f"the batch has no samples, as {self._source!r} has none")
             told = handed_out(self._shares, self._source, self.sizes) if len(self.sizes) > 1 else ""
@@ -157,6 +162,17 @@ def split_call(
             call, so that it can be noticed if an argument is cut in one call and not in another.
     """
     dims = batch_dim if isinstance(batch_dim, BatchDims) else BatchDims(batch_dim)
+    seen = dims.seen()
+    try:
+        return _split(args, kwargs, chunks, dims, seen)
+    except BaseException:
+        dims.forget_but(seen)
+        raise
+
+
+def _split(
+    args: Sequence[Any], kwargs: Mapping[str, Any], chunks: int, dims: BatchDims, seen: dict[str, Any]
+) -> SplitCall:
     names = [dims.name_of(position) for position in range(len(args))]
     names = [str(position) if name in kwargs else name for position, name in enumerate(names)]
     given = dict(zip(names, args, strict=True)) | dict(kwargs)
@@ -173,11 +189,19 @@ def split_call(
         first = next((share for share in shares if share.name == source and isinstance(share.value, Tensor)), None)
         for share in shares:
             why = doubt(share, first, size, sizes[0])
-            unclear = not why and first is not None and is_unclear(share, first)
-            taken = _ways_taken(args, kwargs, chunks, share, size, dims) if unclear else (True, False)
+            known = share.guessed and isinstance(share.value, Tensor) and dims.seen_whole(share.name)
+            if known and share.value.size(dims.default) == size:
+                asked = dims.model is not None and size >= 4
+                if asked and _ways_taken(args, kwargs, chunks, share, dims.default, size, dims) == (True, False):
+                    dims.follows(share.name)  # what was not cut then was a mistake, such as too few labels
+                    return _split(args, kwargs, chunks, dims, seen)
+                dims.remember(share.name, True, size, share.value.shape)
+                continue
+            unclear = not why and first is not None and is_unclear(share, first) and dims.is_new(share.name)
+            taken = _ways_taken(args, kwargs, chunks, share, share.dim, size, dims) if unclear else (True, False)
             if taken == (False, True):
                 dims.learn(share.name, None)
-                return split_call(args, kwargs, chunks, dims)
+                return _split(args, kwargs, chunks, dims, seen)
             if taken == (True, True):
                 why = (
                     f"has as many rows as the batch has samples, {size} (shape: {list(share.value.shape)}), and was "
@@ -210,6 +234,7 @@ def split_call(
         _containers=containers,
         _shares=shares,
         _source=source,
+        _seen=seen,
         _whole={
             names[0]: mine
             for names, mine, cut, held in zip(flat.names, pieces, cuts, flat.held, strict=True)
@@ -219,14 +244,21 @@ def split_call(
 
 
 def _ways_taken(
-    args: Sequence[Any], kwargs: Mapping[str, Any], chunks: int, share: Share, size: int, dims: BatchDims
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    chunks: int,
+    share: Share,
+    dim: int | None,
+    size: int,
+    dims: BatchDims,
 ) -> tuple[bool, bool]:
     """Return whether the model takes an argument cut, and whether all of it, with the samples of a micro-batch."""
-    if size < 4 or (model := dims.model_for(share.name)) is None:  # one sample is broadcast, which proves nothing
+    if dims.model is None or size < 2:
         return True, False
-    rules = (dims.with_rule(share.name, share.dim), dims.with_rule(share.name, None))
-    cut, whole = (split_call(args, kwargs, min(chunks, size // 2), rule) for rule in rules)
-    return ways_taken(model, share.name, cut.positional, cut.arguments[0], whole.arguments[0])
+    rules = (dims.with_rule(share.name, dim), dims.with_rule(share.name, None))
+    cut, whole = (split_call(args, kwargs, min(chunks, max(size // 2, 2)), rule) for rule in rules)
+    taken = ways_taken(dims.model, share.name, cut.positional, cut.arguments[0], whole.arguments[0])
+    return taken if size >= 4 or not taken[0] else (True, False)  # one sample is broadcast, which proves nothing
 
 
 def _rows(tensor: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:
@@ -308,10 +340,11 @@ class _Batch:
         if exact and self.size and tensor.dim() > rule and tensor.size(rule) and tensor.size(rule) % self.size == 0:
             return rule  # so many rows for each sample
         if tensor.dim() > rule and tensor.size(rule) == self.size:
-            whole = guessed and dims.seen_whole(name)
+            if guessed and dims.seen_whole(name):
+                return None
             if guessed:
                 dims.remember(name, True, self.size, tensor.shape)
-            return None if whole else rule
+            return rule
         if exact:
             raise ValueError(
                 f"{name!r} must have {self.size} samples in dimension {rule}, or so many rows for each (shape: "

@@ -126,7 +126,8 @@ class Stepper:
         losses = StepLosses(self.loss_of, self.merging, call, targets, scale)
         pipe._ran = {"schedule": orders.name, "workers": list(orders.homes)}
         run = StepPass(tape, pipe._placement, orders, losses)
-        total = run.run_step()
+        with call.watched():
+            total = run.run_step()
         if pipe.training:
             pipe._note_idle(run.called)
         loss, factor = losses.finish()
