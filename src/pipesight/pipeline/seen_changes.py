@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from pipesight._nested import PLAIN
 from pipesight._torch.module_internals import forward_hook_tables
@@ -107,7 +106,7 @@ class ModelAttributes:
         """Return the tensors that a model may change in place: buffers, frozen parameters, those in attributes."""
         found: dict[Place, Tensor] = dict(contents.tensors())
         for module in self.modules.values():
-            if not isinstance(module, _NormBase):  # running statistics may be updated in any order
+            if not isinstance(module, _WITH_STATISTICS):
                 for table in (module._parameters, module._buffers, vars(module)):
                     found |= {(module, name): one for name, one in table.items() if isinstance(one, Tensor)}
         return found
@@ -180,6 +179,11 @@ def _there(owner: Any, name: Any) -> list[Any]:
         return [vars(owner)[name]] if name in vars(owner) else []
     return [value for (_, number), value in contents_of((), [owner]) if number == name]
 
+
+_WITH_STATISTICS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)  # which may be updated in any order
 
 _FIXED = (type, FunctionType, ModuleType, property, staticmethod, classmethod, LookedUp)
 
