@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipesight._formatting import rough_percent, time
+from pipesight.analysis.chance import alike
 from pipesight.analysis.recorded_operations import RecordedOperations
 from pipesight.analysis.slow_causes import TOGETHER, WORTH, Cause, Fixes, doing, names_of
 from pipesight.analysis.step_times import StepTimes
@@ -25,8 +26,6 @@ FEWEST = 8
 """The fewest steps since a change, and before it."""
 SURE = 4.5
 """Standard deviations of chance from which the last steps take longer than those before."""
-LIKEST = 0.95
-"""How like the one before a step is taken to be at most."""
 REPLAYED = 20
 """The most steps that are replayed, of those since a change and of those before it."""
 
@@ -68,20 +67,15 @@ def slower_since(period: Column) -> int | None:
 
 
 def _wanders(period: Column, split: int) -> bool:
-    """Whether steps are so like the step before them that their means differ as much without any change.
-
-    Where a step's deviation from its mean is r times that of the step before, a mean of n of them varies as that of
-    n (1 - r) / (1 + r) steps would that know nothing of each other.
-    """
+    """Whether steps are so like the step before them that their means differ as much without any change."""
     parts = period[:split], period[split:]
     apart = [part - np.median(part) for part in parts]
     most = 4 * max(float(np.median(np.abs(np.concatenate(apart)))), 1e-9)
     apart = [np.clip(part, -most, most) for part in apart]  # a few long steps are no noise
     squares = sum(float((part**2).sum()) for part in apart)
     count = len(period)
-    alike = sum(float((part[1:] * part[:-1]).sum()) for part in apart) / max(squares, 1e-9)
-    alike = min(max(alike + (1 + 3 * alike) / count, 0.0), LIKEST)  # short series look less alike than they are
-    spread = np.sqrt(squares / count * (1 / split + 1 / (count - split)) * (1 + alike) / (1 - alike))
+    likeness = alike([np.concatenate(apart)])
+    spread = np.sqrt(squares / count * (1 / split + 1 / (count - split)) * (1 + likeness) / (1 - likeness))
     return bool(np.median(parts[1]) - np.median(parts[0]) < SURE * spread)
 
 

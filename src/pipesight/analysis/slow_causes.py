@@ -15,6 +15,7 @@ import numpy as np
 
 from pipesight._formatting import rough_percent
 from pipesight._plurals import plural
+from pipesight.analysis.chance import beyond_chance
 from pipesight.analysis.usual_durations import UsualDurations
 from pipesight.runs.reading.event_tables import Column, Operations
 from pipesight.runs.reading.operation_kinds import KINDS, codes_of, collectives, computing, number_of
@@ -61,12 +62,16 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fix:
-    """A cause that can be removed; ``wide``: it is named only if nothing narrower is."""
+    """A cause that can be removed; one that is ``wide`` is named only if nothing narrower is.
+
+    One that is there ``by_chance`` is not named: some place loses as much on any busy machine.
+    """
 
     cause: Cause
     make: Callable[[], Column]
     """Returns the durations without it."""
     wide: bool = False
+    by_chance: bool = False
 
 
 class Fixes:
@@ -88,6 +93,8 @@ class Fixes:
         self._rank = np.zeros(int(self._worker.max()) + 1, np.int64)
         self._rank[self._worker] = operations.rank
         self._computing = np.isin(operations.kind, computing())
+        steps, self._step = np.unique(operations.step, return_inverse=True)
+        self._steps = len(steps)
 
     def greedy(self, run: Callable[..., Column], *, now: float, ideal: float) -> tuple[Cause, ...]:
         """Remove the largest cause, then the largest that is left, and so on.
@@ -119,13 +126,15 @@ class Fixes:
         """Yield what may be removed next."""
         kind = self._operations.kind
         over = np.where(self._computing, durations - usual, 0.0)
-        by_worker = np.bincount(self._worker, over, len(self._rank))
-        yield self._slow_ranks(durations, usual, over, by_worker)
+        by_step = self._by_step(self._worker, over)
+        yield self._slow_ranks(durations, usual, over, by_step)
         has_replicas = len(self._rank) > self._stages
         if has_replicas and self._stages > 1:
-            replica = int(by_worker.reshape(-1, self._stages).sum(axis=1).argmax())
+            by_replica = by_step.reshape(-1, self._stages, self._steps).sum(axis=1)
+            replica = int(by_replica.sum(axis=1).argmax())
             own = self._computing & (self._operations.replica == replica)
-            yield _Fix(Cause("replica", 0.0, replica=replica), lambda: np.where(own, usual, durations))
+            cause, chance = Cause("replica", 0.0, replica=replica), self._is_chance(by_replica, replica)
+            yield _Fix(cause, lambda: np.where(own, usual, durations), by_chance=chance)
         if "stage" not in done and self._stages > 1 and (has_replicas or not self._before):
             stage = int(self._usual.stages.argmax())
             yield _Fix(Cause("stage", 0.0, stage=stage), lambda: durations * self._usual.even_stages)
@@ -150,13 +159,15 @@ class Fixes:
     def _with_ideal(self, durations: Column, kind: int) -> Column:
         return np.where(self._operations.kind == kind, self._ideal, durations)
 
-    def _slow_ranks(self, durations: Column, usual: Column, over: Column, by_worker: Column) -> _Fix:
+    def _slow_ranks(self, durations: Column, usual: Column, over: Column, by_step: Column) -> _Fix:
         """The ranks that compute longest beyond what is usual, of the slowest 3%."""
+        by_worker = by_step.sum(axis=1)
         most = np.argsort(-by_worker, kind="stable")[: max(1, round(SLOWEST * self._workers))]
         most = most[by_worker[most] >= ALIKE * by_worker[most[0]]]
         own = self._computing & np.isin(self._worker, most)
         cause = Cause("rank", 0.0, tuple(self._rank[most].tolist()), operation=self._main_kind(over, own))
-        return _Fix(cause, lambda: np.where(own, usual, durations))
+        chance = self._is_chance(by_step, int(most[0]))
+        return _Fix(cause, lambda: np.where(own, usual, durations), by_chance=chance)
 
     def _slow_link(self, durations: Column, messages: Column) -> _Fix:
         """The link whose messages take longest beyond the median of all."""
@@ -165,12 +176,23 @@ class Fixes:
         lower = np.where(from_above, stage - 1, stage) % self._stages
         link = self._operations.replica.astype(np.int64) * self._stages + lower
         received = np.isin(self._operations.kind, [number_of("forward-recv"), number_of("backward-recv")])
-        over = np.bincount(link[received], (durations - self._ideal)[received], len(self._rank))
-        worst = int(over.argmax())
+        by_step = self._by_step(link, np.where(received, durations - self._ideal, 0.0))
+        worst = int(by_step.sum(axis=1).argmax())
         ends = (worst, worst - worst % self._stages + (worst + 1) % self._stages)
         own = messages & (link == worst)
         cause = Cause("link", 0.0, tuple(self._rank[[*ends]].tolist()))
-        return _Fix(cause, lambda: np.where(own, self._ideal, durations))
+        return _Fix(cause, lambda: np.where(own, self._ideal, durations), by_chance=self._is_chance(by_step, worst))
+
+    def _by_step(self, place: Column, over: Column) -> Column:
+        """Return what each place loses in each step."""
+        found = np.bincount(place * self._steps + self._step, over, len(self._rank) * self._steps)
+        return found.reshape(-1, self._steps)
+
+    def _is_chance(self, by_step: Column, place: int) -> bool:
+        there = np.flatnonzero(by_step.any(axis=1))
+        return place in there and not beyond_chance(
+            by_step[there], int(np.searchsorted(there, place)), kinds=len(LOCAL)
+        )
 
 
 def _best(
@@ -187,7 +209,7 @@ def _best(
         worth = []
         for fix, share in zip(fixes, shares, strict=True):
             least = MOSTLY * noise if fix.cause.kind in local else 0.0
-            if fix.wide == wide and share >= max(WORTH, least):
+            if fix.wide == wide and not fix.by_chance and share >= max(WORTH, least):
                 worth.append((fix, share))
         if not worth:
             continue

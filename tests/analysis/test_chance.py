@@ -1,0 +1,53 @@
+"""Whether a place loses more than chance explains, with noise that is made: how often some place is blamed for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipesight.analysis.chance import alike, beyond_chance
+
+
+def noise(seed: int, places: int, steps: int, like: float) -> np.ndarray:
+    """Return normal noise, in which a step is like the one before it."""
+    new = np.random.default_rng(seed).standard_normal((places, steps + 100))
+    for step in range(1, steps + 100):
+        new[:, step] = like * new[:, step - 1] + np.sqrt(1 - like**2) * new[:, step]
+    return new[:, 100:]
+
+
+def blamed(lost: np.ndarray) -> bool:
+    return beyond_chance(lost, int(lost.mean(axis=1).argmax()))
+
+
+@pytest.mark.parametrize("like", [0.0, 0.5])
+@pytest.mark.parametrize(("places", "steps"), [(2, 12), (4, 12), (16, 40)])
+def test_equal_places_are_not_blamed(places, steps, like):
+    """In one of a hundred jobs, the slowest of equal places is blamed, and not in many more if noise comes in runs."""
+    found = sum(blamed(noise(seed, places, steps, like)) for seed in range(400))
+    assert found <= (12 if like == 0 else 40)
+
+
+@pytest.mark.parametrize("cause", ["always", "half of the time", "once"])
+def test_causes_are_seen(cause):
+    """A place that is slow all the time, half of it, or once for long, is told from noise that is there, too."""
+    for seed in range(50):
+        lost = noise(seed, 4, 12, 0.3)
+        lost[2] += {
+            "always": 5.0,
+            "half of the time": 10.0 * (np.arange(12) >= 6),
+            "once": 60.0 * (np.arange(12) == 6),
+        }[cause]
+        assert beyond_chance(lost, 2)
+
+
+def test_what_is_alike():
+    """Steps that know nothing of each other are not alike; those of a slow wave are, however few there are."""
+    found = [np.mean([alike([*noise(seed, 4, 20, like)]) for seed in range(100)]) for like in (0.0, 0.4, 0.8)]
+    assert found == pytest.approx([0.0, 0.4, 0.8], abs=0.15)
+
+
+def test_too_little_to_compare():
+    """With one place, or two steps, nothing is known of chance."""
+    assert beyond_chance(np.ones((1, 20)), 0)
+    assert beyond_chance(np.ones((4, 2)), 0)
