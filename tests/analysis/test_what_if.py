@@ -129,6 +129,17 @@ def test_causes(tmp_path, compute, kind, words):
         assert [cause.kind for cause in alone.causes] == [kind]
 
 
+def sometimes_faster(step, replica, task):
+    return MEANS[task[0]] * (0.5 if random.Random(f"{step} {replica} {task}").random() < 0.2 else 1.0)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_nobody_is_slow(tmp_path, stages):
+    """Where all workers are faster than usual at times, and never slower, none is slow."""
+    found = found_in(MadeJob(2, stages, compute=sometimes_faster), tmp_path)
+    assert not any(cause.kind in ("rank", "replica", "link") for cause in found.causes)
+
+
 def only_lengths(step, replica, task):
     return MEANS[task[0]] * (1 + 3 * random.Random(f"{step} {replica} {task[2]}").random() ** 4)
 

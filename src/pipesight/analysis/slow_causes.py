@@ -163,10 +163,10 @@ class Fixes:
         """The ranks that compute longest beyond what is usual, of the slowest 3%."""
         by_worker = by_step.sum(axis=1)
         most = np.argsort(-by_worker, kind="stable")[: max(1, round(SLOWEST * self._workers))]
-        most = most[by_worker[most] >= ALIKE * by_worker[most[0]]]
+        chance = self._is_chance(by_step, int(most[0]))
+        most = most[by_worker[most] >= ALIKE * by_worker[most[0]]]  # none, if all are faster than usual
         own = self._computing & np.isin(self._worker, most)
         cause = Cause("rank", 0.0, tuple(self._rank[most].tolist()), operation=self._main_kind(over, own))
-        chance = self._is_chance(by_step, int(most[0]))
         return _Fix(cause, lambda: np.where(own, usual, durations), by_chance=chance)
 
     def _slow_link(self, durations: Column, messages: Column) -> _Fix:
