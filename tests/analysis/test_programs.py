@@ -199,7 +199,9 @@ def test_curves(made):
         ("memory allocated", (1,), (3.0,)),
         ("memory reserved", (1,), (5.0,)),
     ]
-    assert report.verdict.text.startswith("The loss is not finite in step 1.")
+    assert report.verdict.text.startswith(
+        "The loss is not finite in step 1. Which tensor was so first, pipesight run --stats tells."
+    )
     (moment,) = report.moments
     assert (moment.name, moment.step, json.loads(moment.values)) == ("dropped", 1, {"lr": 0.1})
 

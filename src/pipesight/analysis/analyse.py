@@ -150,12 +150,13 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     program = run.program()
     own_spans = program.where(is_own(program))
     curves = curves_of(points, edges)
+    # Statistics are read before the remarks are taken: reading them may leave some.
+    nonfinite = first_nonfinite(run.statistics(words=NONFINITE_KEYS), layers=[entry.name for entry in layers])
     verdict = with_losses(
         with_waits(verdict_on(overall, pipelines, changes, slowed=replays is not None and bool(replays.causes)), held),
         curves,
+        watched=nonfinite is not None,
     )
-    # Statistics are read before the remarks are taken: reading them may leave some.
-    nonfinite = first_nonfinite(run.statistics(words=NONFINITE_KEYS), layers=[entry.name for entry in layers])
     report = Report(
         **_identity(run),
         replicas=replicas,
@@ -255,11 +256,13 @@ def _without_tasks(run: Run, steps: range | None) -> Report:
         changes = program_changes(program, run.description)
         points = run.points()
         curves = curves_of(points, program.edges())
+        nonfinite = first_nonfinite(run.statistics(words=NONFINITE_KEYS))
+        verdict = with_waits(program_verdict(program, changes, run), program.waits.held)
         return Report(
             **_identity(run),
             remarks=(*remarks_on(run), *remarks_on_program(program), *remarks_on_memory(points)),
-            verdict=with_losses(with_waits(program_verdict(program, changes, run), program.waits.held), curves),
-            nonfinite=first_nonfinite(run.statistics(words=NONFINITE_KEYS)),
+            verdict=with_losses(verdict, curves, watched=nonfinite is not None),
+            nonfinite=nonfinite,
             left=ExcludedSteps(program.warm_up),
             program=program,
             lead=pipelining_lead(program, run.description),

@@ -88,11 +88,12 @@ def with_ending(verdict: Verdict, run: Run) -> Verdict:
     return replace(verdict, text=f"{verdict.text} {text}")
 
 
-def with_losses(verdict: Verdict, curves: Sequence[Curve]) -> Verdict:
-    """Say in which step the loss was not finite first."""
+def with_losses(verdict: Verdict, curves: Sequence[Curve], *, watched: bool = True) -> Verdict:
+    """Say in which step the loss was not finite first and, where no tensors were ``watched``, how to find the cause."""
     for curve in curves:
         if curve.name == "loss" and (step := curve.first_nonfinite) is not None:
-            return replace(verdict, text=f"The loss is not finite in step {step}. {verdict.text}")
+            how = "" if watched else " Which tensor was so first, pipesight run --stats tells."
+            return replace(verdict, text=f"The loss is not finite in step {step}.{how} {verdict.text}")
     return verdict
 
 
