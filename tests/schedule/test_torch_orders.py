@@ -30,12 +30,17 @@ ORDERS = {
 }
 
 
+torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch_schedules, "ScheduleDualPipeV"), reason="this torch has schedules of an earlier time"
+)
+
+
 def of_torch(name, n, v, m):
     """Return torch's schedule; it needs of its stages only how many there are."""
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     module, facts = nn.Linear(1, 1), {"num_stages": n * v, "group_size": n, "group_rank": 0}
     stages = [SimpleNamespace(submod=module, stage_index=k, is_last=False, **facts) for k in range(v)]
-    return getattr(schedules, name)(stages, m, loss_fn=lambda *_: None)
+    return getattr(torch_schedules, name)(stages, m, loss_fn=lambda *_: None)
 
 
 def flat(rows):
@@ -102,11 +107,10 @@ def test_orders_of_torch(name):
 )
 def test_torch_reads_files(ours, tmp_path):
     """Torch reads the orders that it has no class for, too, and adds the sends and receives that we expect."""
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     facts = {"num_stages": ours.stages, "group_size": ours.devices, "group_rank": 0, "is_last": False}
     mine = [s for s, home in enumerate(ours.device_of_stage) if home == 0]
     stages = [SimpleNamespace(submod=nn.Linear(1, 1), stage_index=s, **facts) for s in mine]
-    runtime = schedules._PipelineScheduleRuntime(stages, ours.chunks, loss_fn=lambda *_: None)
+    runtime = torch_schedules._PipelineScheduleRuntime(stages, ours.chunks, loss_fn=lambda *_: None)
     (tmp_path / "ours.csv").write_text(schedule_to_csv(ours))
     runtime._load_csv(tmp_path / "ours.csv")
     assert [line.split(",") for line in schedule_to_csv(ours).splitlines()] == flat(runtime.pipeline_order)

@@ -73,6 +73,8 @@ def test_torch_splits_there():
     """The code splits a model where the plan does, as torch's own `pipeline` understands it."""
     import torch
 
+    if not hasattr(pytest.importorskip("torch.distributed.pipelining.schedules"), "ScheduleDualPipeV"):
+        pytest.skip("this torch cannot split an nn.Sequential whose layers are referred to by index")
     names = [str(k) for k in range(5)]
     text = plan_as("torch", *planned(balance=(2, 1, 2), names=names))
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in names))
