@@ -144,7 +144,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         type=_part,
         default=(1, 1),
         metavar="K/N",
-        help="of distributed or predictions, the K-th of N parts; with --json, its rows join those of the other parts",
+        help="of distributed, predictions or stragglers, the K-th of N parts; with --json, its rows join those of the "
+        "other parts",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="replace the sections of these benchmarks in a file of results"

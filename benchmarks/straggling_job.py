@@ -156,18 +156,18 @@ def run(number: int, causes: int, folder: Path, mesh: Any) -> None:
 
 
 def main() -> None:
-    """Run all that are asked for, in one job."""
+    """Make the runs that are asked for, in one job."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=int, required=True)
-    parser.add_argument("--causes", type=int, required=True, help="the first of them, that are slowed")
+    parser.add_argument("--causes", type=int, required=True, help="how many of all runs, the first, are slowed")
+    parser.add_argument("numbers", type=int, nargs="+", help="of the runs to make")
     options = parser.parse_args()
     torch.set_num_threads(1)
     init_process_group("gloo")
     receive = dist.irecv
     dist.irecv = lambda *arguments, **more: Late(receive(*arguments, **more))  # type: ignore[assignment]
     mesh = init_device_mesh("cpu", (STAGES, REPLICAS), mesh_dim_names=("pp", "dp"))
-    for number in range(options.runs):
+    for number in options.numbers:
         run(number, options.causes, options.folder, mesh)
     dist.barrier()
     dist.destroy_process_group()
