@@ -74,7 +74,7 @@ def is_compiled(module: nn.Module) -> bool:
     """Tell whether a module was compiled, by ``torch.compile(module)`` or by ``module.compile()``."""
     call = module._compiled_call_impl
     while isinstance(call, _Interception):
-        call = call.inner if call.compiled else None
+        call = call.compiled
     return "_orig_mod" in vars(module).get("_modules", ()) or call is not None
 
 
@@ -84,32 +84,38 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 class _Interception:
-    """Stands where torch keeps the compiled call of a module: calls go there, and copies of a module do without it."""
+    """Stands where torch keeps the compiled call of a module: calls go there, and copies of a module do without it.
 
-    __slots__ = ("_around", "compiled", "inner")
+    It does not keep the module, which has it, so that the module is freed with its last owner.
+    """
 
-    def __init__(self, inner: Callable[..., Any], compiled: bool, around: Callable[..., Any]) -> None:
-        self.inner, self.compiled, self._around = inner, compiled, around
+    __slots__ = ("_around", "_module", "compiled")
+
+    def __init__(self, module: nn.Module, around: Callable[..., Any]) -> None:
+        self.compiled, self._around, self._module = module._compiled_call_impl, around, weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._around(self.inner, args, kwargs)
+        inner = self.compiled
+        if inner is None:
+            module = self._module()
+            assert module is not None  # which makes this call
+            inner = module._call_impl
+        return self._around(inner, args, kwargs)
 
 
 def intercept_calls(
     module: nn.Module, around: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 ) -> None:
     """Let ``around`` make the calls of a module, hooks included: it gets the call and its arguments."""
-    compiled = module._compiled_call_impl
-    inner = module._call_impl if compiled is None else compiled
     # What `torch.compile` returned would set the attribute of what it was given.
-    vars(module)["_compiled_call_impl"] = _Interception(inner, compiled is not None, around)
+    vars(module)["_compiled_call_impl"] = _Interception(module, around)
 
 
 def release_calls(module: nn.Module) -> None:
     """Undo the last `intercept_calls`, unless something else has taken its place."""
     call = vars(module).get("_compiled_call_impl")
     if isinstance(call, _Interception):
-        vars(module)["_compiled_call_impl"] = call.inner if call.compiled else None
+        vars(module)["_compiled_call_impl"] = call.compiled
 
 
 def uncompiled(value: Any) -> Any:

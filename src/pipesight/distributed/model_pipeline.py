@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
@@ -101,7 +103,8 @@ class ModelPipeline:
         self._move_buffers()
         self.outline = ModelOutline(module, self._unit_names, self.cuts, mesh.device)
         plan = None if self._sample is None else self._plan(self._sample)
-        self.placement = Placement(module, self._parts(plan), self._rank_of, mesh)
+        rank_of = functools.partial(self._kind.rank_of, ranks=mesh.length)
+        self.placement = Placement(module, self._parts(plan), rank_of, mesh)
         if recipe is not None:
             self._fill_parameters(recipe)
         self.placement.hold()
@@ -121,7 +124,7 @@ class ModelPipeline:
             self.dims,
             self._loss,
             self._loss_weight,
-            self.adjust,
+            weakref.WeakMethod(self.adjust),  # this has the runner
             self.model,
             self._mesh,
             ScheduleRunner(self._kind, self.stages, self._mesh.length),

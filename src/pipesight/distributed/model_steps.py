@@ -38,8 +38,8 @@ def _whole(output: Any) -> Any:
 class ModelStepRunner(CallRunner):
     """Makes the calls of a pipeline of any model.
 
-    ``adjusted`` is called with a plan if it moves parameters or units between partitions; ``settings`` are as for
-    :class:`CallRunner`.
+    ``adjusted`` returns what is called with a plan if it moves parameters or units between partitions; ``settings`` are
+    as for :class:`CallRunner`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ModelStepRunner(CallRunner):
         dims: BatchDims,
         loss: Callable[[Any], Any],
         loss_weight: Any,
-        adjusted: Callable[[Plan], None],
+        adjusted: Callable[[], Callable[[Plan], None] | None],
         *settings: Any,
     ) -> None:
         super().__init__(*settings)
@@ -286,7 +286,8 @@ class ModelStepRunner(CallRunner):
         different = list({id(plan): plan for plan in plans}.values())
         if len(different) != len(self._placed) or any(a is not b for a, b in zip(different, self._placed, strict=True)):
             for plan in different:
-                self._adjusted(plan)
+                if (adjusted := self._adjusted()) is not None:
+                    adjusted(plan)
             self._placed = different
 
     def _weigh(

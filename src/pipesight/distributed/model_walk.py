@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -45,8 +46,7 @@ class Doors:
         first = {modules[cut]: k for k, cut in enumerate(cuts, start=1)}
         names = {module: name for name, module in self.units.items()}
         for module in dict.fromkeys([*self.units.values(), *first]):
-            around = functools.partial(self._enter, names.get(module), first.get(module))
-            intercept_calls(module, around)
+            intercept_calls(module, functools.partial(_enter, weakref.ref(self), names.get(module), first.get(module)))
 
     @contextlib.contextmanager
     def swapping(self, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
@@ -60,9 +60,10 @@ class Doors:
     def _swap(self, tensor: Tensor) -> Tensor:
         return self._swapped.get(id(tensor), (tensor, tensor))[1]
 
-    def _enter(
+    def enter(
         self, unit: str | None, cut: int | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Make the call of a module."""
         walk = self.walk
         if walk is None:
             if self._swapped:
@@ -74,6 +75,19 @@ class Doors:
             return call(*args, **kwargs)
         with without_function_overrides():  # stand-ins would not tell the walk what they are
             return walk.call_unit(unit, call, args, kwargs)
+
+
+def _enter(
+    doors: weakref.ref[Doors],
+    unit: str | None,
+    cut: int | None,
+    call: Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Make the call of a module, which does not keep the doors that it belongs to."""
+    there = doors()
+    return call(*args, **kwargs) if there is None else there.enter(unit, cut, call, args, kwargs)
 
 
 class Walk(TorchFunctionMode):
