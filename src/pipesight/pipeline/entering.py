@@ -26,7 +26,7 @@ class EnteredArguments:
     ::
 
         entered = EnteredArguments(change)
-        args, kwargs = entered.enter(args), entered.enter(kwargs)
+        args, kwargs = entered.enter_call(args, kwargs)
         module(*args, **kwargs)
         entered.leave()
 
@@ -38,6 +38,12 @@ class EnteredArguments:
         self._change = change
         self._copies: list[tuple[Any, Any, list[tuple[Any, Any]]]] = []  # the caller's, the copy, what was in it
         self._originals: dict[int, tuple[Any, Any]] = {}  # by id: what was passed, and what it stands for
+
+    def enter_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with their tensors replaced."""
+        enter = self.enter
+        entered = tuple([item if type(item) in PLAIN else enter(item) for item in args])
+        return entered, {key: item if type(item) in PLAIN else enter(item) for key, item in kwargs.items()}
 
     def enter(self, value: Any) -> Any:
         """Return a value with its tensors replaced; the value itself if none is."""

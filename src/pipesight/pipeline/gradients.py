@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -41,9 +43,17 @@ class GradientSum:
         self._parameters: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
         self._owned: set[int] = set()
+        self._usual: tuple[list[int], list[Tensor]] = [], []
+        """The ids of parameters that were added to together, and their sums: most micro-batches have the same ones."""
 
     def add(self, parameters: Iterable[Tensor], gradients: list[Tensor | None]) -> None:
         """Add one gradient per parameter, and empty the list, so that no gradient outlives its addition."""
+        parameters = list(parameters)
+        keys = list(map(id, parameters))
+        if keys == self._usual[0] and keys and not any(map(operator.is_, gradients, itertools.repeat(None))):
+            add_each(self._usual[1], gradients)  # type: ignore[arg-type]
+            gradients[:] = [None] * len(gradients)
+            return
         sums, terms = [], []
         for k, parameter in enumerate(parameters):
             gradient, gradients[k] = gradients[k], None
@@ -61,6 +71,8 @@ class GradientSum:
                 terms.append(gradient)
         if sums:
             add_each(sums, terms)
+        if len(sums) == len(keys):
+            self._usual = keys, sums
 
     def tensors(self) -> list[Tensor]:
         """Return the sums so far."""
@@ -70,6 +82,7 @@ class GradientSum:
         """Add all of another sum, and empty that one."""
         gradients: list[Tensor | None] = list(other._sums.values())
         other._sums.clear()
+        other._usual = [], []
         self._owned |= other._owned - self._sums.keys()
         self.add(other._parameters.values(), gradients)
 
@@ -77,6 +90,7 @@ class GradientSum:
         """Multiply all sums by a number, which may be on a GPU."""
         if factor == 1 if isinstance(factor, float) else not self._sums:
             return
+        self._usual = [], []
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for key, total in self._sums.items():
             if key not in self._owned:
@@ -89,6 +103,7 @@ class GradientSum:
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """Remove and return the sum for ``parameter``."""
+        self._usual = [], []
         total = self._sums.pop(id(parameter), None)
         # A lone term can be a view of the caller's own gradient, which must not become `parameter.grad`.
         if total is not None and id(parameter) not in self._owned and is_view(total):

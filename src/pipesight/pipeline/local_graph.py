@@ -104,12 +104,14 @@ class LocalGraph:
         gradients.clear()
         skips = [edge for _, edge in self.arriving]
         # The caller may have frozen parameters since.
-        all_inputs = (*self.ins, *skips, *[p if p.requires_grad else None for p in self.parameters])
+        all_inputs = [*self.ins, *skips, *[p if p.requires_grad else None for p in self.parameters]]
         inputs = [one for one in all_inputs if one is not None]
         if not ends or not inputs:
             return [None] * len(self.ins), [None] * len(skips), [None] * len(self.parameters)
-        found = iter(run_graph(ends, inputs, retain=retain))
-        of_all = [None if one is None else next(found) for one in all_inputs]
+        of_all = run_graph(ends, inputs, retain=retain)
+        if len(inputs) < len(all_inputs):
+            found = iter(of_all)
+            of_all = [None if one is None else next(found) for one in all_inputs]
         first_skip, first_parameter = len(self.ins), len(self.ins) + len(skips)
         return of_all[:first_skip], of_all[first_skip:first_parameter], of_all[first_parameter:]
 

@@ -52,6 +52,7 @@ class PlacedUnits(PlacedPartition):
         familiar = {id(t) for t in known}
         new = [leaf for leaf in leaves if id(leaf) not in familiar]
         self.guests.update((id(leaf), leaf) for leaf in new)
+        self.new |= bool(new)  # a micro-batch that is under way may use them, too
         return new
 
     def check_weights(self, weights: list[Tensor], versions: list[int]) -> None:

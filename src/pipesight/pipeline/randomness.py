@@ -248,9 +248,9 @@ class _Random:
         self._dropout = next(((p, a.name, a.default_value) for p, a in arguments if a.name.startswith("dropout")), None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        task, operator = _here.task, self._operator
+        operator = self._operator
         with without_key(self._ours):
-            if task is None or self._is_certain(args, kwargs) or torch.compiler.is_compiling():
+            if self._is_certain(args, kwargs) or (task := _here.task) is None or torch.compiler.is_compiling():
                 return operator(*args, **kwargs)
             device = _device_of(args, kwargs)
             if device is None:

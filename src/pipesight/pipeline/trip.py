@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipesight._nested import map_tensors, tensors_in
+from pipesight._nested import PLAIN, map_tensors, tensors_in
 from pipesight._torch.autograd import DIFFERENTIATING, around_functions, next_sequence_number, sequence_number
-from pipesight._torch.function_modes import DEVICE_GETTERS, innermost_mode
+from pipesight._torch.function_modes import DEVICE_GETTERS, innermost_mode, pop_mode, push_mode
 from pipesight._torch.module_internals import forward_hook_tables, not_compiled
 from pipesight.context import Kept
 from pipesight.pipeline.attribute_access import used, watch_attributes
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from pipesight.pipeline.trips import Trips
 
 __all__ = ["Trip", "TripGraph", "hook", "is_under_way"]
+
+_HOLD_NOTHING = PLAIN | {torch.dtype, torch.device, torch.Size, slice}
 
 
 @dataclass(slots=True)
@@ -90,7 +92,8 @@ class Trip(TorchFunctionMode):
         self.roots = Roots(trips.n)
         self.attributes = Attributes(trips.attributes, i)
         self._lesson = trips.attributes.lesson
-        self._looks = self._cuts_graph or self._moves or self._lesson is not None
+        self._sees_leaves = self._moves or self._lesson is not None  # also those that do not learn
+        self._looks = self._cuts_graph or self._sees_leaves
         self._calls = 0
         self._unit: Unit | None = None
         self._entered: EnteredArguments | None = None  # its arguments
@@ -99,6 +102,7 @@ class Trip(TorchFunctionMode):
         self._given: Any = ()  # the arguments of the model
         self._looking = False  # the mode is on the stack
         self._busy = False  # what runs now is the engine's own
+        self._start = 0  # autograd's number when the task began
 
     # From beginning to end.
 
@@ -162,13 +166,14 @@ class Trip(TorchFunctionMode):
             self._switch(arguments)
 
     def _switch(self, arguments: Any = ()) -> None:
-        self._busy = True
+        rests = self._rest()
         try:
             self._end_task(arguments)
             self._trips.go_on(self.i, self.j)
             self._begin_task(self.j + 1)
         finally:
             self._busy = False
+            self._look(rests or self._looking)
 
     def _begin_task(self, j: int) -> None:
         trips = self._trips
@@ -176,8 +181,9 @@ class Trip(TorchFunctionMode):
         self._calls = 0
         where = trips.enter(j)
         if self._grad:
-            self._starts.append(next_sequence_number())
-            graph = TripGraph(j, floor=self._starts[j])
+            self._start = next_sequence_number()
+            self._starts.append(self._start)
+            graph = TripGraph(j, floor=self._start)
             graph.parameters = [*trips.tape.parameters[j], *self._inputs]
             self.graphs.append(graph)
         trips.begin(where, trips.partitions[j], self.i, "forward", checkpointing=self._checkpointed)
@@ -215,19 +221,21 @@ class Trip(TorchFunctionMode):
         unit = self._placement.units.get(module)
         if unit is None:
             return None
-        self._busy = True
+        rests = self._rest()
         try:
             return self._enter_unit(unit, args, kwargs)
         finally:
             self._busy = False
+            if rests and (self._unit is None or not (unit.closed.get(self._grad) or unit.is_compiled)):
+                self._look(True)
 
     def _enter_unit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trips, where = self._trips, self._trips.wheres[self.j]
         if unit not in trips.placement.placed[self.j].seen:
             trips.placement.settle(unit, self.j)
-        if self._cuts_graph or self._moves:
+        if self._looks:
             self._entered = EnteredArguments(self._enter_tensor)
-            args, kwargs = self._entered.enter(args), self._entered.enter(kwargs)
+            args, kwargs = self._entered.enter_call(args, kwargs)
         self._unit, self._handled = unit, sys.exception()
         self._calls += 1
         where.layer = unit.name
@@ -236,8 +244,6 @@ class Trip(TorchFunctionMode):
             where.observers.layer_started(where)
         task = (self.i, self.j, f"forward {self._calls}")
         begin_task(trips.minibatch.randomness, task)
-        if self._looking and (unit.closed.get(self._grad) or unit.is_compiled) and innermost_mode() is self:
-            self._look(False)
         if self._checkpointed and unit.is_checkpointed and torch.is_grad_enabled():
             self._checkpoint = UnitCheckpoint(
                 unit.name, unit.module, unit.buffers, args, kwargs, trips.minibatch.randomness, task, self.attributes
@@ -254,7 +260,7 @@ class Trip(TorchFunctionMode):
             self._leave_unit()
             self._look(self._looks)
             return
-        self._busy = True
+        self._rest()
         try:
             where = self._trips.wheres[self.j]
             checkpoint = self._checkpoint
@@ -271,7 +277,7 @@ class Trip(TorchFunctionMode):
             begin_task(self._trips.minibatch.randomness, (self.i, self.j, f"after {self._calls}"))
         finally:
             self._busy = False
-        self._look(self._looks)
+            self._look(self._looks)
 
     def _leave_unit(self) -> None:
         checkpoint, self._checkpoint = self._checkpoint, None
@@ -289,9 +295,17 @@ class Trip(TorchFunctionMode):
         if look != self._looking:
             self._looking = look
             if look:
-                self.__enter__()  # type: ignore[no-untyped-call]
+                push_mode(self)
             else:
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                pop_mode()
+
+    def _rest(self) -> bool:
+        """Begin what is the engine's own. Return whether that turned the mode off, which would see all of it."""
+        self._busy = True
+        rests = self._looking and innermost_mode() is self
+        if rests:
+            self._look(False)
+        return rests
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function with the tensors of earlier partitions replaced by roots of this one."""
@@ -299,6 +313,8 @@ class Trip(TorchFunctionMode):
         if self._busy or (getattr(func, "__name__", None) == "__get__" and func not in DEVICE_GETTERS):
             return func(*args, **kwargs)
         differentiates = func in DIFFERENTIATING
+        if not differentiates and self._stay(args) and (not kwargs or self._stay(kwargs.values())):
+            return func(*args, **kwargs)
         if self._cuts_graph and differentiates:
             self._busy = True
             try:
@@ -342,11 +358,24 @@ class Trip(TorchFunctionMode):
                 f"partition (cuts: {self._placement.names[1:]})"
             )
 
+    def _stay(self, arguments: Iterable[Any]) -> bool:
+        """Whether no argument is replaced, as is seen at once: nearly all are tensors of this partition, or numbers."""
+        if self._sees_leaves:
+            return False
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                node = argument.grad_fn
+                if argument.requires_grad if node is None else sequence_number(node) < self._start:
+                    return False
+            elif type(argument) not in _HOLD_NOTHING:
+                return False
+        return True
+
     def _enter_tensor(self, tensor: Tensor) -> Tensor:
         node = tensor.grad_fn
         if node is None:
-            return self._enter_leaf(tensor)
-        if self._cuts_graph and (number := sequence_number(node)) < self._starts[self.j]:
+            return self._enter_leaf(tensor) if self._sees_leaves or tensor.requires_grad else tensor
+        if self._cuts_graph and (number := sequence_number(node)) < self._start:
             return self._root_of(tensor, number)
         return tensor
 
