@@ -8,7 +8,6 @@ the gradients of its output and puts those of its input into ``(i, j)``.
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import time
 from collections.abc import Hashable, Iterable, Sequence
@@ -96,10 +95,12 @@ class Mailboxes:
     def release(self, j: int) -> None:
         """Deliver the packets that partition j holds back."""
         held = self._held[j]
-        with contextlib.suppress(IndexError):  # another worker was faster
-            while held:
+        while held:
+            try:
                 box, packet = held.popleft()
-                self._boxes[box].put(packet)
+            except IndexError:  # another worker was faster
+                return
+            self._boxes[box].put(packet)
 
     def abort(self) -> None:
         """Make every worker stop before its next task."""

@@ -239,9 +239,9 @@ class Trips(Pass):
                     f"an autograd function of its own outside all modules (it leads to {leak}); pass that tensor to "
                     "a module as an argument, or cut elsewhere"
                 ) from None
-            # Another micro-batch that was under way may have found them too, and one after both must have each once.
-            known = {id(parameter) for parameter in self.tape.parameters[partition.j]}
-            self.tape.parameters[partition.j] += [leaf for leaf in found if id(leaf) not in known]
+            if found:  # maybe by another micro-batch that was under way, too, and one after both must have each once
+                known = {id(parameter) for parameter in self.tape.parameters[partition.j]}
+                self.tape.parameters[partition.j] += [leaf for leaf in found if id(leaf) not in known]
             self.tape.graphs[trip.i, partition.j] = graph
         return wanted
 
