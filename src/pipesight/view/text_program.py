@@ -82,8 +82,11 @@ def _speed(program: ProgramReport, style: Style) -> list[str]:
     return lines
 
 
-def step_lines(program: ProgramReport, number: int, style: Style) -> list[str]:
-    """Draw a step, a line a rank, a letter for what takes most of a cell's time; ``ValueError`` without it."""
+def step_lines(program: ProgramReport, number: int, style: Style, *, most: int | None = None) -> list[str]:
+    """Draw a step, a line a rank, a letter for what takes most of a cell's time; ``ValueError`` without it.
+
+    Of at most so many lines, the legend gets some only if all of it fits.
+    """
     steps = program.all_steps
     rows = np.flatnonzero(steps.step == number)
     if not len(rows):
@@ -107,8 +110,8 @@ def step_lines(program: ProgramReport, number: int, style: Style) -> list[str]:
     legend = ", ".join(f"{_letter(part, seen, style)} {part_title(part)}" for part in seen)
     if in_background:
         legend += f", {_BESIDE} collective in the background"
-    lines += [style.paint(line, "dim") for line in style.wrapped(legend, indent="  ")]
-    return lines
+    below = [style.paint(line, "dim") for line in style.wrapped(legend, indent="  ")]
+    return [*lines, *below] if most is None or len(lines) + len(below) <= most else lines[:most]
 
 
 def _beside(program: ProgramReport, rank: int, begin: int, end: int, room: int) -> str | None:

@@ -161,7 +161,7 @@ def _timeline(report: Report, figures: LatestStep, most: int, style: Style) -> l
     if most < 2:
         return []
     if report.program is not None:
-        return step_lines(report.program, figures.last.step, style)[:most]
+        return step_lines(report.program, figures.last.step, style, most=most)
     glyphs = Glyphs.ascii() if style.ascii else Glyphs()
     step = figures.last.step
     drawn = draw_step(report, step, width=style.width - 22, glyphs=glyphs)
