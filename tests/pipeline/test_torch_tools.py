@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesight import GPipe
+from pipesight import GPipe, Pipeline
 from support.against_plain import (
     Fn,
     assert_same,
@@ -36,6 +38,22 @@ def process_group(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+def test_shards_around_a_pipeline_and_not_inside(process_group):
+    plain, x = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), torch.randn(4, 3)
+    whole, inside = (Pipeline(copy.deepcopy(plain), ["2"], devices=["cpu", "cpu"], chunks=2) for _ in range(2))
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(whole, mesh=mesh)
+    for model in (plain, whole):
+        model(x).square().mean().backward()
+    for truth, parameter in zip(plain.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), truth.grad)
+    fully_shard(inside.module[1], mesh=mesh)
+    with pytest.raises(TypeError, match=r"FSDP shards '1' inside the pipeline"):
+        inside(x)
+    with pytest.raises(TypeError, match=r"FSDP shards '1' inside the pipeline"):
+        Pipeline(inside.module, ["2"])
 
 
 @modes

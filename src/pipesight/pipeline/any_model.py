@@ -33,7 +33,7 @@ from pipesight.pipeline.placed_units import Placement
 from pipesight.pipeline.stepping import Stepper, scale_of
 from pipesight.pipeline.trip import hook
 from pipesight.pipeline.trips import TripEngine, Trips, TripTape
-from pipesight.pipeline.units import check_cuts
+from pipesight.pipeline.units import check_cuts, refuse_shards
 from pipesight.pipeline.verification import verify_call, verify_step
 from pipesight.schedule.argument_checks import (
     CheckpointMode,
@@ -362,6 +362,7 @@ class Pipeline(nn.Module):
         """Return what runs the partitions, created on first use and again after a copy or a fork."""
         engine: TripEngine | None = self.__dict__.get("_running")
         if engine is None or not engine.workers.alive:
+            refuse_shards(self.module)  # it may be since the pipeline was made
             engine = self.__dict__["_running"] = TripEngine.of(self._placement)
         return engine
 

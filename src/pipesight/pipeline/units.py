@@ -8,11 +8,13 @@ children are looked at instead.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
-__all__ = ["check_cuts", "find_units", "is_callable", "is_repeated"]
+__all__ = ["check_cuts", "find_units", "is_callable", "is_repeated", "refuse_shards"]
 
 
 def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Module]:
@@ -40,10 +42,23 @@ def is_repeated(unit: nn.Module) -> bool:
     return next(unit.children(), None) is not None
 
 
+def refuse_shards(model: nn.Module) -> None:
+    """Raise if FSDP shards modules of a model: their weights are replaced in hooks, and have no gradients here."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    for name, module in model.named_modules() if kinds else ():
+        if isinstance(module, kinds):
+            raise TypeError(
+                f"FSDP shards {f'{name!r}' if name else 'the model'} inside the pipeline, where its weights get no "
+                "gradients; shard a pipeline in one process as a whole, fully_shard(Pipeline(...))"
+            )
+
+
 def check_cuts(model: nn.Module, cuts: Sequence[str] | None) -> list[str]:
     """Return the names of the modules that begin partitions 1, 2 and so on; raise if a model cannot be cut there."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be an nn.Module, but got {type(model).__name__}")
+    refuse_shards(model)
     if cuts is None:
         units = list(find_units(model))
         example = f"cuts=[{units[len(units) // 2]!r}]" if len(units) > 1 else "cuts=['name.of.a.module']"
