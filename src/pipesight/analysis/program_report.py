@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from pipesight.analysis.collectives import BackgroundCalls, WaitTable
 from pipesight.analysis.curves import StepEdges
 from pipesight.analysis.module_times import ModuleTimes, shows_modules, times_of_modules
-from pipesight.analysis.program_steps import ProgramSteps, find_program_steps, is_backward, is_call, is_whole_pass
+from pipesight.analysis.program_steps import (
+    ProgramSteps,
+    find_program_steps,
+    is_backward,
+    is_call,
+    is_whole_pass,
+    is_whole_step,
+)
 from pipesight.analysis.program_time import Pieces, is_own, nested_pieces, own_name, part_names, parts_of
 from pipesight.analysis.program_waits import ProgramWaits, program_waits
 from pipesight.analysis.step_times import Summary, slow_first, summary
@@ -162,6 +169,7 @@ def program_report(
         ValueError: None of the wanted steps was recorded.
     """
     steps = find_program_steps(spans)
+    spans = spans.where(~is_whole_step(spans))
     if not len(steps) or not (is_call(spans) | is_backward(spans) | is_whole_pass(spans)).any():
         return None
     if only is not None and not np.isin(steps.step, np.array(only)).any():

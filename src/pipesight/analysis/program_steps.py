@@ -6,7 +6,8 @@ begun. It ends where the next one begins, so steps leave no time out::
     |<-------------- step 3 --------------->|<-- step 4
     | fetch | forward | backward | optimizer | fetch ...
 
-A program that only calls modules, without a backward, has a step for each batch.
+A program that only calls modules, without a backward, has a step for each batch. torchtitan logs its steps themselves:
+there, the last one has an end, too.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from pipesight.runs.reading.event_codes import COMMUNICATION, DATA, EVALUATION, 
 from pipesight.runs.reading.event_tables import Column, ProgramSpans, Table
 
 __all__ = ["ProgramSteps", "find_program_steps", "is_backward", "is_call", "is_whole_pass"]
-__all__ += ["WHOLE_PASSES"]
+__all__ += ["WHOLE_PASSES", "is_whole_step"]
 
 WHOLE_PASSES = ("fwd_bwd", "forward_backward")
 """Spans of torchtitan that are a forward with its backward."""
+_WHOLE_STEPS = ("step", "train_step")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +42,7 @@ class ProgramSteps(Table):
     trains: Column
     """Whether it has a backward or an optimizer's step; in a program without any, every step counts."""
     follows: Column
-    """Whether it ends where the next begins; of the last one, what comes after is not known."""
+    """Whether its end is known: where the next begins, or where a log says that the last one ended."""
 
 
 def is_call(spans: ProgramSpans) -> Column:
@@ -59,6 +61,12 @@ def is_backward(spans: ProgramSpans) -> Column:
 def is_whole_pass(spans: ProgramSpans) -> Column:
     """Return which spans are a forward with its backward, as torchtitan logs them."""
     found: Column = (spans.category == "torchtitan") & np.isin(spans.name.astype(str), WHOLE_PASSES)
+    return found
+
+
+def is_whole_step(spans: ProgramSpans) -> Column:
+    """Return which spans are a step, as torchtitan logs them."""
+    found: Column = (spans.category == "torchtitan") & np.isin(spans.name.astype(str), _WHOLE_STEPS)
     return found
 
 
@@ -91,7 +99,10 @@ def _of_rank(spans: ProgramSpans) -> ProgramSteps:
     # Numbers of the program's own need not rise with time.
     order = np.argsort(begin, kind="stable")
     numbers, begin = numbers[order], begin[order]
-    end = np.append(begin[1:], max(int(there.end.max()), int(begin[-1])))
+    follows = np.arange(len(numbers)) < len(numbers) - 1
+    last = spans.end[is_whole_step(spans) & (spans.step == numbers[-1])]
+    follows[-1] = len(last) > 0
+    end = np.append(begin[1:], max(int(last[-1] if len(last) else there.end.max()), int(begin[-1])))
     trains = np.ones(len(numbers), bool)
     if training.any():
         trained = np.searchsorted(begin, spans.begin[training], side="right") - 1
@@ -102,7 +113,7 @@ def _of_rank(spans: ProgramSpans) -> ProgramSteps:
         begin=begin,
         end=end,
         trains=trains,
-        follows=np.arange(len(numbers)) < len(numbers) - 1,
+        follows=follows,
     )
 
 

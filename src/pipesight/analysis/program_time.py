@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesight.analysis.program_steps import ProgramSteps, is_backward, is_call
+from pipesight.analysis.program_steps import ProgramSteps, is_backward, is_call, is_whole_step
 from pipesight.runs.reading.event_codes import CHECKPOINT, COMMUNICATION, DATA, EVALUATION, OPTIMIZER, PROGRAM
 from pipesight.runs.reading.event_tables import Column, ProgramSpans
 
@@ -62,7 +62,7 @@ def is_own(spans: ProgramSpans) -> Column:
     """Return which spans are of the user's own: with names that PyTorch's have not."""
     names, which = np.unique(_joined(spans), return_inverse=True)
     own = np.array([_is_own(*str(name).split("\0")) for name in names], bool)
-    found: Column = own[which] & (spans.kind == PROGRAM) & (spans.module == "")
+    found: Column = own[which] & (spans.kind == PROGRAM) & (spans.module == "") & ~is_whole_step(spans)
     return found
 
 

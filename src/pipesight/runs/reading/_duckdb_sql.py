@@ -167,7 +167,6 @@ END""",
         WHEN name IN ('optim', 'optim_step') THEN {OPTIMIZER}
         WHEN name LIKE '%checkpoint%' THEN {CHECKPOINT}
         WHEN name = 'collect_dist_metrics' THEN {COMMUNICATION}
-        WHEN name IN ('step', 'train_step') THEN -1
         ELSE {PROGRAM} END
     ELSE -1""",
     ),
