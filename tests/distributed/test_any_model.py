@@ -1,7 +1,9 @@
 """DistributedPipeline of models that are no nn.Sequential, on real processes, compared with the plain model."""
 
 import pytest
+import torch
 
+from pipesight.distributed.stand_ins import ValueNeededError, call
 from support.torchrun import RANK, torchrun
 
 MODELS = """
@@ -248,6 +250,12 @@ def test_what_cannot_work(tmp_path):
     assert len(lines) == len(parts), output
     for line, part in zip(lines, parts, strict=True):
         assert part in line
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item])
+def test_what_has_no_values_is_not_read(read):
+    with pytest.raises(ValueNeededError, match=rf"test_any_model\.py.*asks for the values of .*{read.__name__}"):
+        call(read, (torch.empty((), device="meta"),), {}, torch.device("cpu"))
 
 
 def test_what_models_do_between_layers(tmp_path):

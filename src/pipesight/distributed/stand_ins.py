@@ -56,8 +56,10 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch
         if torch.is_autocast_enabled(device.type):
             return _call_as_if_on(device, func, args, kwargs)
         return func(*args, **kwargs)
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, TypeError) as error:
         if not _is_about_values(func, error):
+            if isinstance(error, TypeError):
+                raise
             return _call_with_zeros(func, *given, error=error)
         what = getattr(func, "__name__", str(func))
         raise ValueNeededError(
