@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from pipesight.stats.config.rules import StatisticRequest
 from pipesight.stats.moments import Moments, _rows
 from pipesight.stats.moments.cpu_moments import measure, measure_on_device
+from pipesight.stats.moments.quantity import combine, quantity
 from pipesight.stats.moments.statistic_formulas import STATISTICS
 from support import warm
 
@@ -222,6 +224,26 @@ def test_without_smallest(n):
     assert math.isnan(without.zeros)
     assert math.isnan(without.smallest)
     assert without.row()[4:9] == with_it.row()[4:9]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1000, 300_000, 3_000_001])
+def test_without_magnitudes(n, dtype):
+    """The sum of magnitudes is unknown unless asked for; nothing else changes, in extremes neither."""
+    for x in (normal(n).to(dtype), normal(n).mul(1e30).to(dtype), normal(n).index_fill(0, torch.tensor([7]), math.inf)):
+        with_it, without = measure(x), measure(x, magnitudes=False)
+        assert math.isnan(without.l1)
+        assert without.row()[:8] + without.row()[9:10] == with_it.row()[:8] + with_it.row()[9:10]
+
+
+@pytest.mark.parametrize("stats", [["min", "max", "mean", "std", "l2_norm"], ["l1_norm"], ["zeros%"], ["kurtosis"]])
+def test_only_what_is_asked_for_is_measured(stats):
+    """What a configuration does not ask for takes no pass over the tensor."""
+    (source,) = combine([quantity(StatisticRequest(name), "activation") for name in stats])
+    moments = source.measure(normal(100_000))
+    assert math.isnan(moments.l1) == ("l1_norm" not in stats)
+    assert math.isnan(moments.zeros) == ("zeros%" not in stats)
+    assert math.isnan(moments.m4) == ("kurtosis" not in stats)
 
 
 BASE = normal(600 * 500).view(600, 500)

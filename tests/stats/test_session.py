@@ -80,7 +80,7 @@ def test_a_tensor_is_read_once_for_all_features(opened, monkeypatch):
     chosen["s"]["transformer_engine"] = {"LogTensorStats": feature}
     result = opened(chosen).log_tensor_stats("fc1", torch.tensor([1.0, -2.0, 4.0]), "activation")
     assert list(result) == ["mean", "kurtosis", "cur_amax", "dynamic_range"]
-    assert calls == [{"powers": True, "smallest": True}]
+    assert calls == [{"powers": True, "smallest": True, "magnitudes": False}]
     assert result["dynamic_range"].item() == 2.0
 
 

@@ -142,7 +142,7 @@ class IterationBuffer:
 
     def small(self, tensor: Tensor, source: Source) -> LaterMoments | None:
         """Put a small tensor aside, to be measured with others; None if it is not small."""
-        return self._small.add(tensor, powers=source.powers, smallest=source.smallest)
+        return self._small.add(tensor, powers=source.powers, smallest=source.smallest, magnitudes=source.magnitudes)
 
     def end(self, iteration: int) -> None:
         """End the iteration under way, or this one if there is none: merge and log.

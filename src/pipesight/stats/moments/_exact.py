@@ -20,19 +20,19 @@ CPU = torch.device("cpu")
 NAN = math.nan
 
 
-def exact(x: Tensor, *, powers: bool, smallest: bool) -> Moments:
+def exact(x: Tensor, *, powers: bool, smallest: bool, magnitudes: bool = True) -> Moments:
     """The moments of a flat tensor of any real dtype; on another device than the CPU, of a copy of it there."""
     if x.device.type != "cpu":
         x = x.cpu()
     if x.numel() <= CHUNK:
-        return _chunk(x, powers, smallest)
+        return _chunk(x, powers, smallest, magnitudes)
     result = Moments.EMPTY
     for part in x.split(CHUNK):
-        result = result.merge(_chunk(part, powers, smallest))
+        result = result.merge(_chunk(part, powers, smallest, magnitudes))
     return result
 
 
-def _chunk(source: Tensor, powers: bool, smallest: bool) -> Moments:
+def _chunk(source: Tensor, powers: bool, smallest: bool, magnitudes: bool) -> Moments:
     count = source.numel()
     if not count:
         return Moments.EMPTY
@@ -42,7 +42,7 @@ def _chunk(source: Tensor, powers: bool, smallest: bool) -> Moments:
     low, high = float(np.minimum.reduce(numbers)), float(np.maximum.reduce(numbers))
     if not (low > -math.inf and high < math.inf):
         nans, infs = int(x.isnan().sum()), int(x.isinf().sum())
-        return _chunk(x[x.isfinite()], powers, smallest).merge(Moments(nans=nans, infs=infs))
+        return _chunk(x[x.isfinite()], powers, smallest, magnitudes).merge(Moments(nans=nans, infs=infs))
     if low == high:
         return constant(low, count)
     work = take("exact work", count, CPU, torch.float64)
@@ -52,7 +52,9 @@ def _chunk(source: Tensor, powers: bool, smallest: bool) -> Moments:
     if not LEAST < max(-low, high) < GREATEST:
         return _scaled(x, low, high, zeros, tiny)
     total = float(np.add.reduce(numbers))
-    l1 = abs(total) if low >= 0 or high <= 0 else float(np.add.reduce(np.abs(numbers, out=work.numpy())))
+    l1 = abs(total)
+    if low < 0 < high:
+        l1 = float(np.add.reduce(np.abs(numbers, out=work.numpy()))) if magnitudes else NAN
     mean = total / count
     np.subtract(numbers, mean, out=numbers)
     # What rounding left of the mean.

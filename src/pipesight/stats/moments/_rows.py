@@ -51,7 +51,7 @@ FLOAT32 = frozenset(
 )
 
 
-def in_rows(x: Tensor, *, smallest: bool, chunk: int | None = None) -> Moments:
+def in_rows(x: Tensor, *, smallest: bool, magnitudes: bool = True, chunk: int | None = None) -> Moments:
     """The moments of a flat tensor of one of the dtypes in ``FLOAT32``."""
     size = x.numel()
     if chunk is None:
@@ -59,18 +59,20 @@ def in_rows(x: Tensor, *, smallest: bool, chunk: int | None = None) -> Moments:
         if x.device.type == "cpu":
             chunk = CHUNK * min(torch.get_num_threads(), 4) * (1 if x.dtype == torch.float32 else COPIED)
     whole = size - size % ROW
-    result = Moments.EMPTY if whole == size else exact(x[whole:], powers=False, smallest=smallest)
+    result = Moments.EMPTY
+    if whole < size:
+        result = exact(x[whole:], powers=False, smallest=smallest, magnitudes=magnitudes)
     shift = _sampled_shift(x) if whole > 2 * chunk else 0.0
     for start in range(0, whole, BLOCK):
         block = x if size <= BLOCK and whole == size else x[start : min(start + BLOCK, whole)]
-        result = result.merge(_block(block, shift, min(chunk, block.numel()), smallest))
+        result = result.merge(_block(block, shift, min(chunk, block.numel()), smallest, magnitudes))
     return result
 
 
-def _block(x: Tensor, shift: float, chunk: int, smallest: bool) -> Moments:
+def _block(x: Tensor, shift: float, chunk: int, smallest: bool, magnitudes: bool) -> Moments:
     """The moments of whole rows, with one shift."""
     for _ in range(ATTEMPTS):
-        sums = _sums(x, shift, chunk, smallest)
+        sums = _sums(x, shift, chunk, smallest, magnitudes)
         if not sums.count:
             return sums.apart
         mean = sums.total / sums.count  # from the shift
@@ -82,7 +84,7 @@ def _block(x: Tensor, shift: float, chunk: int, smallest: bool) -> Moments:
             )
             return moments.merge(sums.apart) if sums.count < x.numel() else moments
         shift = _rounded(shift + mean, math.sqrt(max(m2, 0.0) / sums.count))
-    return exact(x, powers=False, smallest=smallest)
+    return exact(x, powers=False, smallest=smallest, magnitudes=magnitudes)
 
 
 def _sampled_shift(x: Tensor) -> float:
@@ -127,7 +129,7 @@ class Sums:
     apart: Moments = field(default=Moments.EMPTY)  # of the chunks that float32 cannot serve
 
 
-def _sums(x: Tensor, shift: float, chunk: int, smallest: bool) -> Sums:
+def _sums(x: Tensor, shift: float, chunk: int, smallest: bool, magnitudes: bool) -> Sums:
     """Sum whole rows, squares about ``shift``."""
     # A chunk pushes the interpreter out of the cache, so that a call costs ten times what it does elsewhere: views are
     # made beforehand.
@@ -154,7 +156,8 @@ def _sums(x: Tensor, shift: float, chunk: int, smallest: bool) -> Sums:
         part, low, high = read(part, copy)
         if low == high or not LEAST < max(-low, high) < GREATEST:
             same = low == high and math.isfinite(low)  # a chunk that overflowed holds nothing but one infinity
-            odd = constant(low, count) if same else exact(part, powers=False, smallest=smallest)
+            asked = {"powers": False, "smallest": smallest, "magnitudes": magnitudes}
+            odd = constant(low, count) if same else exact(part, **asked)
             result.apart = result.apart.merge(odd)
             for of_rows in (sums, squares, sizes):
                 of_rows.zero_()
@@ -174,7 +177,9 @@ def _sums(x: Tensor, shift: float, chunk: int, smallest: bool) -> Sums:
         torch.sum(source, 1, out=sums)
         result.total += (centre - shift) * count
         signs = low < 0 < high
-        if not signs:
+        if not magnitudes:
+            sizes.fill_(math.nan)
+        elif not signs:
             torch.add(sums, ROW * centre, out=sizes).abs_()
         elif copy is None:
             torch.abs(part, out=work)
@@ -183,7 +188,8 @@ def _sums(x: Tensor, shift: float, chunk: int, smallest: bool) -> Sums:
             part.abs_()
             torch.sum(table, 1, out=sizes)
         if smallest:
-            zeros, tiny = smallest_nonzero(part, 0.0 if signs and copy is not None else low, high, work)
+            absolute = signs and magnitudes and copy is not None
+            zeros, tiny = smallest_nonzero(part, 0.0 if absolute else low, high, work)
             result.zeros, result.tiny = result.zeros + zeros, min(result.tiny, tiny)
     total, result.squares, result.l1 = per_row.cpu().double().sum(1).tolist()  # not every device has float64
     result.total += total

@@ -26,7 +26,7 @@ NAN = math.nan
 PASS = 1 << 17  # elements that stay in the cache while the passes over them run
 
 
-def in_segments(numbers: NDArray[np.float32], sizes: Sequence[int]) -> list[Moments | None]:
+def in_segments(numbers: NDArray[np.float32], sizes: Sequence[int], *, magnitudes: bool = True) -> list[Moments | None]:
     """Return the moments of tensors of these sizes, without zeros, the least magnitude and the higher powers."""
     found: list[Moments | None] = []
     start = first = 0
@@ -34,12 +34,12 @@ def in_segments(numbers: NDArray[np.float32], sizes: Sequence[int]) -> list[Mome
         last, end = first, start
         while last < len(sizes) and (last == first or end + sizes[last] - start <= PASS):
             end, last = end + sizes[last], last + 1
-        found += _measure(numbers[start:end], np.array(sizes[first:last]))
+        found += _measure(numbers[start:end], np.array(sizes[first:last]), magnitudes)
         start, first = end, last
     return found
 
 
-def _measure(x: NDArray[np.float32], sizes: NDArray[np.int64]) -> list[Moments | None]:
+def _measure(x: NDArray[np.float32], sizes: NDArray[np.int64], magnitudes: bool) -> list[Moments | None]:
     segments = -(-sizes // ROW)
     of_tensor = np.cumsum(segments) - segments  # its first segment
     starts = np.cumsum(sizes) - sizes
@@ -50,8 +50,9 @@ def _measure(x: NDArray[np.float32], sizes: NDArray[np.int64]) -> list[Moments |
         total = np.add.reduceat(x, starts, dtype=np.float64)
         work = np.multiply(x, x)
         squares = _summed(work, offsets, of_tensor)
-        np.abs(x, out=work)
-        l1 = _summed(work, offsets, of_tensor)
+        l1 = np.full(len(sizes), NAN)
+        if magnitudes:
+            l1 = _summed(np.abs(x, out=work), offsets, of_tensor)
         mean = total / sizes
         m2 = squares - total * mean
         largest = np.maximum(-low, high)

@@ -35,7 +35,7 @@ def is_ordinary(tensor: Tensor) -> bool:
     )
 
 
-def measure(tensor: Tensor, *, powers: bool = False, smallest: bool = True) -> Moments:
+def measure(tensor: Tensor, *, powers: bool = False, smallest: bool = True, magnitudes: bool = True) -> Moments:
     """The moments of the finite elements of a tensor; NaNs and infinities are counted.
 
     Right to 1e-6 (relative, against float64) for every dtype up to float32, and to about 1e-14 for float64. The tensor
@@ -51,6 +51,7 @@ def measure(tensor: Tensor, *, powers: bool = False, smallest: bool = True) -> M
             the part on this rank is measured; see :func:`local_part`.
         powers: also ``m3`` and ``m4``, in float64, which takes several times as long.
         smallest: also ``zeros`` and ``smallest``.
+        magnitudes: also ``l1``, which is two of five passes over a large tensor.
 
     Raises:
         TypeError: for complex tensors, and for those that hold no numbers (meta, fake, inside of ``torch.func``).
@@ -61,23 +62,25 @@ def measure(tensor: Tensor, *, powers: bool = False, smallest: bool = True) -> M
         and (tensor.is_contiguous() or 0 < tensor.numel() <= SMALL)
         and not tensor.is_neg()
     ):  # nothing below would find anything else to do
-        return _flat(tensor.detach().reshape(-1), powers, smallest)
+        return _flat(tensor.detach().reshape(-1), powers, smallest, magnitudes)
     if isinstance(tensor, Tensor) and tensor.is_cuda:
         raise RuntimeError("measure() is for tensors in main memory (got one on a GPU); use measure_on_device(x)")
-    return measure_on_device(tensor, powers=powers, smallest=smallest)
+    return measure_on_device(tensor, powers=powers, smallest=smallest, magnitudes=magnitudes)
 
 
-def measure_on_device(tensor: Tensor, *, powers: bool = False, smallest: bool = True) -> Moments:
+def measure_on_device(
+    tensor: Tensor, *, powers: bool = False, smallest: bool = True, magnitudes: bool = True
+) -> Moments:
     """What :func:`measure` gives, with ordinary operations on the device of the tensor; waits for the device."""
     result = Moments.EMPTY
     with torch.no_grad():
         for piece, times in flat_pieces(plain(local_part(tensor).tensor)):
-            result = result.merge(_flat(piece, powers, smallest).repeated(times))
+            result = result.merge(_flat(piece, powers, smallest, magnitudes).repeated(times))
     return result
 
 
-def _flat(x: Tensor, powers: bool, smallest: bool) -> Moments:
+def _flat(x: Tensor, powers: bool, smallest: bool, magnitudes: bool) -> Moments:
     """The moments of a flat contiguous tensor."""
     if x.numel() > SMALL and x.dtype in FLOAT32 and not powers:
-        return in_rows(x, smallest=smallest)
-    return exact(x, powers=powers, smallest=smallest)
+        return in_rows(x, smallest=smallest, magnitudes=magnitudes)
+    return exact(x, powers=powers, smallest=smallest, magnitudes=magnitudes)

@@ -23,7 +23,7 @@ from pipesight.stats.moments.cast_statistics import CAST_STATISTICS, RECIPES, Ca
 from pipesight.stats.moments.casting import measure_cast
 from pipesight.stats.moments.cpu_moments import measure, measure_on_device
 from pipesight.stats.moments.moments import Moments
-from pipesight.stats.moments.statistic_formulas import STATISTICS
+from pipesight.stats.moments.statistic_formulas import STATISTICS, needs
 
 __all__ = ["BLOCKWISE", "MOMENTS", "Quantity", "Source", "combine", "quantity"]
 
@@ -41,6 +41,7 @@ class Source:
         from_row: From the numbers of the record to the record.
         powers: Of moments: with the third and fourth.
         smallest: Of moments: with zeros and the smallest magnitude.
+        magnitudes: Of moments: with the sum of magnitudes.
         delayed: Of casts: the format, where the scale is that of earlier steps. Then the session measures.
     """
 
@@ -49,6 +50,7 @@ class Source:
     from_row: Callable[[Sequence[float]], Any]
     powers: bool = False
     smallest: bool = False
+    magnitudes: bool = False
     delayed: str | None = None
 
 
@@ -71,6 +73,7 @@ class Quantity:
     formulas: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None
     powers: bool = False
     smallest: bool = False
+    magnitudes: bool = False
 
 
 def quantity(request: StatisticRequest, tensor: str) -> Quantity:
@@ -83,7 +86,8 @@ def quantity(request: StatisticRequest, tensor: str) -> Quantity:
     statistic = STATISTICS.get(request.name)
     if statistic is not None:
         of_one, of_many = statistic.formula, statistic.formulas
-        return Quantity(request.label, MOMENTS, moments, of_one, of_many, statistic.powers, statistic.smallest)
+        asked = needs([request.name])
+        return Quantity(request.label, MOMENTS, moments, of_one, of_many, **asked)
     if request.name in CAST_STATISTICS:
         cast = CAST_STATISTICS[request.name]
         blocks = "columns" if cast.columnwise else "rows"
@@ -99,14 +103,14 @@ def quantity(request: StatisticRequest, tensor: str) -> Quantity:
     raise ValueError(f"unknown statistic {request.name!r}{nearest(request.name, known)}")
 
 
-def moments(*, powers: bool = False, smallest: bool = False) -> Source:
+def moments(*, powers: bool = False, smallest: bool = False, magnitudes: bool = False) -> Source:
     """Return the source of moments."""
 
     def reduce(tensor: Tensor) -> Moments:
         of = measure_on_device if tensor.is_cuda else measure
-        return of(tensor, powers=powers, smallest=smallest)
+        return of(tensor, powers=powers, smallest=smallest, magnitudes=magnitudes)
 
-    return Source(MOMENTS, reduce, Moments.from_row, powers, smallest)
+    return Source(MOMENTS, reduce, Moments.from_row, powers, smallest, magnitudes)
 
 
 def _cast(key: str, cast: CastStatistic, blocks: str) -> Source:
@@ -123,7 +127,11 @@ def combine(quantities: Iterable[Quantity]) -> tuple[Source, ...]:
     """Return the sources that serve all of the quantities, each once; moments are always among them, first."""
     chosen = list(quantities)
     sources = {
-        MOMENTS: moments(powers=any(q.powers for q in chosen), smallest=any(q.smallest for q in chosen)),
+        MOMENTS: moments(
+            powers=any(q.powers for q in chosen),
+            smallest=any(q.smallest for q in chosen),
+            magnitudes=any(q.magnitudes for q in chosen),
+        ),
     }
     for q in chosen:
         if q.source not in sources:

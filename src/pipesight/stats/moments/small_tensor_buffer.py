@@ -69,9 +69,9 @@ class SmallRows:
         self._array: NDArray[np.float32]  # the same memory
         self._memory: memoryview
         self._used = 0
-        self._waiting: list[tuple[SmallRow, int, bool, bool]] = []
+        self._waiting: list[tuple[SmallRow, int, bool, bool, bool]] = []
 
-    def add(self, tensor: Tensor, *, powers: bool, smallest: bool) -> SmallRow | None:
+    def add(self, tensor: Tensor, *, powers: bool, smallest: bool, magnitudes: bool = True) -> SmallRow | None:
         """Copy a tensor that is small; return its moments to be.
 
         Most operations of torch give the interpreter away, and get it back when another thread is through with it. So
@@ -105,7 +105,7 @@ class SmallRows:
             else:
                 np.copyto(self._array[start:end].reshape(array.shape), array)
             self._used = end
-            self._waiting.append((row, size, powers, smallest))
+            self._waiting.append((row, size, powers, smallest, magnitudes))
         return row
 
     def measure_all(self) -> None:
@@ -118,11 +118,13 @@ class SmallRows:
             return
         waiting, self._waiting, self._used = self._waiting, [], 0
         found: list[Moments | None] = [None] * len(waiting)
-        if not any(powers or smallest for _, _, powers, smallest in waiting):
-            found = in_segments(self._array, [size for _, size, _, _ in waiting])
+        if not any(powers or smallest for _, _, powers, smallest, _ in waiting):
+            sizes, magnitudes = [size for _, size, *_ in waiting], any(item[4] for item in waiting)
+            found = in_segments(self._array, sizes, magnitudes=magnitudes)
         start = 0
-        for (row, size, powers, smallest), moments in zip(waiting, found, strict=True):
+        for (row, size, powers, smallest, magnitudes), moments in zip(waiting, found, strict=True):
             if moments is None:
-                moments = exact(self._buffer[start : start + size], powers=powers, smallest=smallest)
+                numbers = self._buffer[start : start + size]
+                moments = exact(numbers, powers=powers, smallest=smallest, magnitudes=magnitudes)
             row.found(moments)
             start += size

@@ -82,6 +82,11 @@ class Statistic:
         return not self.fields.isdisjoint({"m3", "m4"})
 
     @property
+    def magnitudes(self) -> bool:
+        """Whether ``measure`` must be asked for ``magnitudes``."""
+        return "l1" in self.fields
+
+    @property
     def smallest(self) -> bool:
         """Whether ``measure`` must be asked for ``smallest``."""
         return not self.fields.isdisjoint({"smallest", "zeros"})
@@ -193,4 +198,4 @@ def needs(names: Iterable[str]) -> dict[str, bool]:
         measure(tensor, **needs(["mean", "dynamic_range"]))
     """
     chosen = [STATISTICS[name] for name in names]
-    return {"powers": any(s.powers for s in chosen), "smallest": any(s.smallest for s in chosen)}
+    return {field: any(getattr(s, field) for s in chosen) for field in ("powers", "smallest", "magnitudes")}
