@@ -217,7 +217,8 @@ class ModelStage(TransferringStage):
                 found = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
                 raise RuntimeError(
                     f"what partition {self.j} sends must have the shape that was found out without values: {crossing}, "
-                    f"but has {found}; shapes must not depend on the values of activations"
+                    f"but has {found}; shapes must not depend on the values of activations, and what a block leaves "
+                    "in an attribute must not come after calls that do, such as a choice of experts: return it instead"
                 )
             if self.has_backward and tensor.requires_grad and not crossing.learns:
                 raise RuntimeError(
