@@ -131,7 +131,8 @@ def merge_calls(tensors: Sequence[Sequence[DeviceRow]]) -> list[Moments]:
     for (count, _), members in alike.items():
         readback = tensors[members[0]][0].readback
         if readback is None or any(call.readback is not readback for i in members for call in tensors[i]):
-            rows = torch.tensor([[call.moments().row() for call in tensors[i]] for i in members], dtype=torch.float64)
+            each = [[call.moments().row() for call in tensors[i]] for i in members]
+            rows = torch.tensor(each, dtype=torch.float64, device="cpu")
         else:
             indices = [call.index for i in members for call in tensors[i]]
             rows = torch.from_numpy(readback.rows[indices]).view(len(members), count, len(FIELDS))

@@ -202,7 +202,7 @@ def merge_rows(rows: Tensor) -> Tensor:
             f"rows of moments must be float64 [ranks, n, {len(FIELDS)}] (got {rows.dtype} {list(rows.shape)})"
         )
     if not rows.size(0):
-        return torch.tensor([Moments.EMPTY.row()], dtype=torch.float64).repeat(rows.size(1), 1)
+        return torch.tensor([Moments.EMPTY.row()], dtype=torch.float64, device="cpu").repeat(rows.size(1), 1)
     return torch.from_numpy(_merged(rows.numpy().transpose(2, 0, 1)))  # numpy's calls take half as long
 
 
