@@ -19,6 +19,7 @@ from support.synthetic import Made
 def time_of(tmp_path: Path, name: str, balance: list[int], chunks: int, cost: Callable, **options) -> Report:
     """Analyse runs of 6 steps in which layer k takes ``cost(phase, k)`` for each sample of 16."""
     made = Made(tmp_path / name, balance=balance, chunks=chunks)
+    made.pipeline |= options.pop("known", {})
     names = [f"l{k}" for k in range(sum(balance))]
     ends = np.cumsum(balance)
     own = [list(range(end - size, end)) for size, end in zip(balance, ends, strict=True)]
@@ -79,7 +80,9 @@ def test_gain_of_chunks_is_what_they_give(tmp_path):
 
 def test_chunks_are_the_best_of_all_that_are_planned(tmp_path):
     """Tiny tasks cost the same for any samples, so that one micro-batch is best: not just half or a quarter as many."""
-    report = time_of(tmp_path, "run", [1, 1], 16, lambda phase, k: 40 if phase == "backward" else 20)
+    layers = [{"name": f"l{k}", "class": "Linear", "partition": k, "operators": 4} for k in range(2)]
+    known = {"operator_seconds": [5e-6, 1e-5], "layers": layers}
+    report = time_of(tmp_path, "run", [1, 1], 16, lambda phase, k: 40 if phase == "backward" else 20, known=known)
     found = change(report, "larger micro-batches")
     assert found.what == "larger micro-batches: chunks=1 instead of 16"
     assert found.why.startswith("the tasks are too small for splitting to pay: ")

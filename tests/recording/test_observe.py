@@ -65,6 +65,8 @@ def test_description(run):
     assert (found["rank"], found["world_size"]) == (0, 1)
     assert found["torch"] == torch.__version__
     (pipe,) = found["pipelines"]
+    forward, backward = pipe.pop("operator_seconds")
+    assert 1e-7 < forward < backward < 1e-3
     assert {name: pipe[name] for name in pipe if name != "layers"} == {
         "schedule": "gpipe",
         "partitions": 2,
@@ -80,6 +82,7 @@ def test_description(run):
         "partition": 0,
         "parameter_bytes": 4 * (4 * 8 + 8),
         "output_bytes": 4 * 8 * 8,
+        "operators": 2,  # the view of the weight, and the product
     }
     assert [layer["partition"] for layer in pipe["layers"]] == [0, 0, 1]
     assert found["observed"] == {

@@ -31,6 +31,8 @@ class DescribedLayer:
     """Of its outputs for a mini-batch of ``batch_size`` samples."""
     checkpointed: bool = True
     """Whether checkpointing runs it again."""
+    operators: int | None = None
+    """That its forward has on a micro-batch, and its backward again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class DescribedPipeline:
     """Of a pipeline in one process that ran the steps of a schedule, the worker of each partition."""
     processors: int | None = None
     """That the process may use."""
+    operator_seconds: tuple[float, float] = (0.0, 0.0)
+    """What an operator takes, forward and backward, however small its tensors; 0 if that is not known."""
 
 
 def pipelines_of(description: Mapping[str, Any]) -> list[DescribedPipeline]:
@@ -106,6 +110,7 @@ def hosts_of(description: Mapping[str, Any]) -> dict[int, str]:
 def _pipeline(entry: Mapping[str, Any], partitions: int, processors: int | None) -> DescribedPipeline:
     balance = _list(entry, "balance", int)
     devices, cuts = _list(entry, "devices", str), _list(entry, "cuts", str)
+    forward, backward = [*_list(entry, "operator_seconds", float), 0.0, 0.0][:2]
     workers = [worker for worker in _list(entry, "workers", int) if 0 <= worker < partitions]
     return DescribedPipeline(
         partitions=partitions,
@@ -120,6 +125,7 @@ def _pipeline(entry: Mapping[str, Any], partitions: int, processors: int | None)
         ranks=_ranks(entry.get("ranks"), partitions),
         workers=tuple(workers) if len(workers) == partitions else None,
         processors=processors,
+        operator_seconds=(forward, backward) if 0 <= forward < 1 and 0 <= backward < 1 else (0.0, 0.0),
     )
 
 
@@ -129,7 +135,8 @@ def _layers(entries: object, partitions: int) -> Iterable[DescribedLayer]:
         if name is not None and isinstance(partition, int) and 0 <= partition < partitions:
             sizes = _number(entry, "parameter_bytes"), _number(entry, "output_bytes")
             again = entry.get("checkpointed") is not False
-            yield DescribedLayer(name, _text(entry, "class"), partition, *sizes, again)
+            operators = _number(entry, "operators")
+            yield DescribedLayer(name, _text(entry, "class"), partition, *sizes, again, operators)
 
 
 def _ranks(value: object, partitions: int) -> tuple[tuple[int, ...], ...] | None:

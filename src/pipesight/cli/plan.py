@@ -217,7 +217,7 @@ def _print(options: argparse.Namespace, outcome: Outcome) -> None:
     from pipesight.view.plan_table import plan_text
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(plan_text(outcome, all_plans=options.all, width=width))
+    print(plan_text(outcome, all_plans=options.all, width=width, with_call=options.out is None))
     if options.html is not None:
         print(f"\nthe timelines are in {options.html}")
     if options.out is not None:

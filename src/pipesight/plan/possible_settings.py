@@ -48,6 +48,8 @@ def settings(
     for schedule in schedules:
         for checkpoint in checkpoints:
             for count in counts:
+                if count == 1 and checkpoint == "except_last" and "never" in checkpoints:
+                    continue  # the only micro-batch is the last one
                 for turns in _rounds(schedule, rounds):
                     setting = Setting(schedule, partitions, count, checkpoint, turns)
                     if setting.runs and setting.stages <= len(costs.layers):

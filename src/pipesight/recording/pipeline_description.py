@@ -14,7 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._nested import tensors_in
+from pipesight._patches import harmless
+from pipesight._torch.autograd import next_sequence_number
 from pipesight.pipeline.units import is_repeated
+from pipesight.recording.operator_cost import operator_cost
 from pipesight.recording.torch_pipelines import TorchPipeline
 from pipesight.recording.torch_pipelines.torch_pipeline import ENGINE
 
@@ -38,7 +41,7 @@ def is_pipeline(module: nn.Module) -> bool:
 
 
 class PipelineDescription:
-    """A pipeline of a run. A mini-batch shows the batch size and the sizes of the layers' outputs.
+    """A pipeline of a run. A mini-batch shows the batch size, the sizes of the layers' outputs, and their operators.
 
     It is the first that trains or, until one does, the first of all. In a pipeline over several processes, each knows
     the outputs of its own layers.
@@ -52,10 +55,13 @@ class PipelineDescription:
         self._trains = False
         self._settled: int | None = None
         self._adding = threading.Lock()
-        self._handles: list[RemovableHandle] = [
-            layer.register_forward_hook(partial(self._add, (j, name)))
-            for j, name, layer in _layers(pipeline, everywhere=False)
-        ]
+        self._operators: dict[tuple[int, str], int] = {}  # that have a backward
+        self._operator_seconds: tuple[float, float] | None = None
+        self._first: dict[tuple[int, int, str], int] = {}  # the numbers of operators; each thread counts its own
+        self._handles: list[RemovableHandle] = []
+        for j, name, layer in _layers(pipeline, everywhere=False):
+            self._handles.append(layer.register_forward_pre_hook(partial(self._begin, (j, name))))
+            self._handles.append(layer.register_forward_hook(partial(self._add, (j, name))))
 
     def settle(self) -> bool:
         """Remove the hooks once a mini-batch has passed that trains; return whether more is known than before."""
@@ -72,6 +78,14 @@ class PipelineDescription:
             handle.remove()
         self._handles.clear()
 
+    @harmless
+    def measure_operators(self) -> None:
+        """Measure what an operator takes that has next to nothing to compute; on a GPU, others hide that."""
+        parameters = (p for _, _, layer in _layers(self._pipeline, everywhere=False) for p in layer.parameters())
+        device = next((p.device for p in parameters), None)
+        if self._operators and device is not None and device.type == "cpu":
+            self._operator_seconds = operator_cost(device)
+
     def as_json(self) -> dict[str, Any]:
         """Return what is known so far."""
         pipeline = self._pipeline
@@ -79,6 +93,7 @@ class PipelineDescription:
         return {
             **settings,
             "batch_size": self._samples,
+            **({} if self._operator_seconds is None else {"operator_seconds": list(self._operator_seconds)}),
             "layers": [
                 {
                     "name": name,
@@ -86,18 +101,26 @@ class PipelineDescription:
                     "partition": j,
                     "parameter_bytes": sum(p.nelement() * p.element_size() for p in layer.parameters()),
                     "output_bytes": self._outputs.get((j, name)),
+                    **({"operators": self._operators[j, name]} if (j, name) in self._operators else {}),
                     **({"checkpointed": is_repeated(layer)} if "cuts" in settings else {}),
                 }
                 for j, name, layer in _layers(pipeline, everywhere=True)
             ],
         }
 
+    def _begin(self, layer: tuple[int, str], _: nn.Module, __: Any) -> None:
+        self._first[threading.get_ident(), *layer] = next_sequence_number()
+
     def _add(self, layer: tuple[int, str], _: nn.Module, __: Any, output: Any) -> None:
         """Add the size of a layer's output for a micro-batch of the mini-batch that is described."""
+        number = next_sequence_number()
+        operators = number - self._first.pop((threading.get_ident(), *layer), number)
         where = context.current()
-        if where is None or where.phase != "forward":
-            return
         with self._adding:
+            # Where a checkpointed forward has no graph, only the recomputation has.
+            self._operators[layer] = max(operators, self._operators.get(layer, 0))
+            if where is None or where.phase != "forward":
+                return
             if self._minibatch is None or (where.serial != self._minibatch and not self._trains):
                 # Without gradients, a forward trains only if it is checkpointed.
                 trains = self._may_train() and (where.checkpointing or torch.is_grad_enabled())

@@ -89,6 +89,7 @@ class RunRecord:
             for pipeline in self._pipelines.values():
                 pipeline.settle()
                 pipeline.remove()
+                pipeline.measure_operators()
 
     def end(self, outcome: str) -> None:
         """Write that the run has ended, and how."""

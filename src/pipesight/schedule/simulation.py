@@ -240,7 +240,7 @@ class _Walk:
             for device in stuck[:4]
         ]
         more = [] if len(stuck) <= 4 else [f"and {len(stuck) - 4} more"]
-        return f"the order of the schedule {self._schedule.name} cannot run: {'; '.join(waits + more)}"
+        return f"the devices of {self._schedule.name!r} wait for each other: {'; '.join(waits + more)}"
 
     def _name(self, number: int) -> str:
         kind, rest = divmod(int(number), self._size)

@@ -26,8 +26,8 @@ Row: TypeAlias = tuple[str, ...]
 """A cell for each of `HEADINGS`."""
 
 
-def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = None) -> str:
-    """Write the plans as text, and the code that runs the fastest.
+def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = None, with_call: bool = True) -> str:
+    """Write the plans as text, and ``with_call`` the code that runs the fastest.
 
     By default, only the best of each schedule and checkpoint mode is listed, if it saves time. Without ``width``, there
     is no limit.
@@ -47,7 +47,7 @@ def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = 
     plan = None
     if (advice := outcome.keep()) is not None:
         sentences += ["", advice]
-    elif (plan := outcome.fastest_to_run()) is not None:
+    elif with_call and (plan := outcome.fastest_to_run()) is not None:
         sentences += ["", *([] if plan is outcome.plans[0] else [f"{_limit_of_engine(outcome)}; its best:"])]
     for sentence in sentences:
         lines += broken(sentence, width or 10_000, indent="  ") or [""]

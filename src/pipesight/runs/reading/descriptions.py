@@ -120,8 +120,9 @@ def _complete(description: dict[str, Any], other: Mapping[str, Any]) -> None:
             _complete_torch_pipeline(ours, theirs)
             continue
         for layer, same in zip(_dicts(ours, "layers"), _dicts(theirs, "layers"), strict=False):
-            if layer.get("name") == same.get("name") and layer.get("output_bytes") is None:
-                layer["output_bytes"] = same.get("output_bytes")
+            if layer.get("name") == same.get("name"):
+                known = {key: same[key] for key in ("output_bytes", "operators") if key in same}
+                layer |= {key: value for key, value in known.items() if layer.get(key) is None}
 
 
 def _complete_torch_pipeline(ours: dict[str, Any], theirs: Mapping[str, Any]) -> None:
