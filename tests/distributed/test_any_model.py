@@ -215,6 +215,23 @@ def test_what_cannot_work(tmp_path):
         def forward(self, x):
             return (self.inner(self.norm(x)) - self.inner(self.norm(2 * x))).sum()
 
+    class Moody(nn.Linear):
+        calls = 0
+        def forward(self, x):
+            Moody.calls += 1
+            y = super().forward(x)
+            if Moody.calls == 1:
+                y = y * 1
+            self.most, self.least = y.amax(), y.amin()
+            return y
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Moody(4, 4), nn.Linear(4, 4)
+        def forward(self, x):
+            return (self.second(self.first(x)) + self.first.most).sum()
+
     line = next(k for k, text in enumerate(open(folder + "/script.py"), start=1) if "# the branch" in text)
     one = dict(chunks=2, timeout=20)
     x = torch.ones(4, 4)
@@ -225,6 +242,7 @@ def test_what_cannot_work(tmp_path):
         error_of(DistributedPipeline(EncoderDecoder(), cuts=["decoder.0"], **one).step, batch()[0] + rank, batch()[1]),
         error_of(DistributedPipeline(EncoderDecoder(), cuts=["decoder.0"], **one).step, *batch(), ignore=3 + rank),
         error_of(DistributedPipeline(Twins(), cuts=["inner"], **one).step, x),
+        error_of(DistributedPipeline(Hidden(), cuts=["second"], **one).step, x),
         error_of(DistributedPipeline, EncoderDecoder(), cuts=["decodr.0"], **one),
         error_of(DistributedPipeline, EncoderDecoder(), chunks=2),
         error_of(DistributedPipeline(Swapped(), cuts=["third"], loss=lambda y: y, **one).predict, x),
@@ -243,6 +261,7 @@ def test_what_cannot_work(tmp_path):
         "must be given the same batch",
         "int64[8, 5], ignore=3; rank 1: source int64[8, 6], target int64[8, 5], ignore=4)",
         "partitions 0 and 1 both change the buffer 'norm.num_batches_tracked'",
+        "in a block that has made other calls before than when the ranks found out what it sends",
         "did you mean 'decoder.0'",
         "cut at modules",
         "None",
@@ -259,8 +278,8 @@ def test_what_has_no_values_is_not_read(read):
 
 
 def test_what_models_do_between_layers(tmp_path):
-    """What crosses may be written into a tensor, changed in place, packed, or go through an autograd function or a
-    checkpoint; vmap runs; a table is made by the first call."""
+    """What crosses may be written into a tensor, changed in place, packed, left in an attribute, or go through an
+    autograd function or a checkpoint; vmap runs; a table is made by the first call."""
     body = """
     class Reversal(torch.autograd.Function):
         @staticmethod
@@ -295,11 +314,17 @@ def test_what_models_do_between_layers(tmp_path):
             chosen = (x[:, 0] > 0).nonzero().flatten()
             return x.index_add(0, chosen, self.inner(x[chosen])) if chosen.numel() else x + 0 * self.inner.weight.sum()
 
+    class Aside(nn.Linear):  # leaves something for the model in an attribute, as an expert's auxiliary loss
+        def forward(self, x):
+            output = super().forward(x)
+            self.left = {"aside": output.square()}
+            return output
+
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
             self.expert, self.rnn = Expert(), nn.GRU(1, 8, batch_first=True)
-            self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+            self.a, self.b, self.c, self.d = Aside(8, 8), *(nn.Linear(8, 8) for _ in range(3))
             self.norm, self.weight = nn.BatchNorm1d(8), nn.Parameter(torch.ones(8))
             self.register_buffer("table", None, persistent=False)
 
@@ -322,7 +347,7 @@ def test_what_models_do_between_layers(tmp_path):
             z = self.c(self.expert(y))
             z += low
             last = torch.utils.checkpoint.checkpoint(self.d, z, use_reentrant=False)
-            return (last * self.weight + pair.sum(1)).square().mean()
+            return (last * self.weight + pair.sum(1) + self.a.left["aside"]).square().mean()
 
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for name, cuts in [("1f1b", ["b"]), ("1f1b", ["d"]), ("interleaved-1f1b", ["b", "c", "d"])]:

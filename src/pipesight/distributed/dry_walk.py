@@ -63,6 +63,7 @@ class DryWalk(Walk):
         self._means = LossMeans()
         self._keys: dict[tuple[int, int], Any] = {}
         self._crossing: dict[Name, Crossing] = {}
+        self._ways: dict[Name, int] = {}  # to what is made inside units
         self._versions = {name: buffer._version for name, buffer in outline.buffers.items()}
         self._changed: dict[str, int] = {}  # buffers, and the partition that changes them
         self._given: set[int] = set()  # the tensors that the unit under way was given
@@ -108,6 +109,12 @@ class DryWalk(Walk):
             if len(plan.reads) == len(self.reads):
                 raise KnownWay(plan)
 
+    def note(self, tensor: Tensor, k: int) -> None:
+        """Name a tensor, and remember the way to it."""
+        super().note(tensor, k)
+        if self.unit is not None:
+            self._ways[self.names[id(tensor)]] = self.way
+
     def look(self, tensor: Tensor) -> Tensor:
         """Note what is used here."""
         if (parameter := self._outline.parameters.get(id(tensor))) is not None:
@@ -140,7 +147,8 @@ class DryWalk(Walk):
         if name[0] < self.j:
             self.needs[self.j].add(name)
             if name not in self._crossing:
-                self._crossing[name] = Crossing(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+                way = self._ways.get(name, 0)
+                self._crossing[name] = Crossing(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, way)
 
     def _leak(self, name: Name) -> None:
         """Note that something from inside a unit is used outside it, which is not in what it returned."""
@@ -175,7 +183,7 @@ class DryWalk(Walk):
         return output
 
     def _run(self, unit: str, call: Call, given: Any, key: Any) -> tuple[Any, UnitResult | None]:
-        self.unit, self.m = unit, 0
+        self.enter_unit(unit)
         self._given = {id(tensor) for tensor in tensors_in(given)}
         self._outside, self._inside = False, set()
         real = [tensor for tensor in tensors_in(given) if not tensor.is_meta]

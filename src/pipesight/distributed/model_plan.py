@@ -23,6 +23,8 @@ class Crossing:
     dtype: torch.dtype
     learns: bool
     """Whether it needs a gradient."""
+    way: int
+    """A checksum of the calls that lead to it, if it is made inside a unit."""
 
     def empty(self, device: torch.device) -> Tensor:
         """Return an uninitialised tensor for it."""

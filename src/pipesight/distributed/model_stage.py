@@ -185,6 +185,7 @@ class ModelStage(TransferringStage):
             self.j,
             {name: _entered(t) if t.requires_grad else t for name, t in leaves.items()},
             parts.stand_ins,
+            parts.doors.units,
             parts.outlines,
             parts.repeatable if checkpointed else {},
             cuts=parts.cuts,
@@ -217,8 +218,7 @@ class ModelStage(TransferringStage):
                 found = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
                 raise RuntimeError(
                     f"what partition {self.j} sends must have the shape that was found out without values: {crossing}, "
-                    f"but has {found}; shapes must not depend on the values of activations, and what a block leaves "
-                    "in an attribute must not come after calls that do, such as a choice of experts: return it instead"
+                    f"but has {found}; shapes must not depend on the values of activations"
                 )
             if self.has_backward and tensor.requires_grad and not crossing.learns:
                 raise RuntimeError(

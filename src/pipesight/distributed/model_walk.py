@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -102,6 +103,8 @@ class Walk(TorchFunctionMode):
         self._answers = stand_ins.answers_of(device)
         self.j = self.n = self.m = 0
         self.unit: str | None = None
+        self.way = 0
+        """A checksum of the calls inside the unit up to here: where it is another one, counts name other tensors."""
         self.names: dict[int, Name] = {}
         self._kept: list[Tensor] = []  # so that their ids stay theirs
         self._twins: dict[int, Tensor] = {}
@@ -158,16 +161,16 @@ class Walk(TorchFunctionMode):
             given, named = self.enter_function(args, kwargs)
         output = call(*given, **named)
         with without_function_overrides():
-            self.leave_function(output)
+            self.leave_function(call, output)
         return output
 
     def enter_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that a ``torch.autograd.Function`` is to be called with."""
         return map_tensors(self._stand_in, args), map_tensors(self._stand_in, kwargs)
 
-    def leave_function(self, output: Any) -> None:
+    def leave_function(self, call: Call, output: Any) -> None:
         """Name what a ``torch.autograd.Function`` returns."""
-        self.name(output)
+        self.name(call, output)
 
     # Without values.
 
@@ -196,11 +199,11 @@ class Walk(TorchFunctionMode):
             output = stand_ins.call(func, given, named, self.device)
         target = stand_ins.changed_by(func, args, kwargs)
         if target is None:
-            self.name(output)
+            self.name(func, output)
         elif not found:
-            self.count()
+            self.count(func)
         else:
-            return self._change(target, output)
+            return self._change(func, target, output)
         return output
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
@@ -234,17 +237,17 @@ class Walk(TorchFunctionMode):
                 "in place: on its rank, the two have memory of their own; clone() it before the change"
             )
 
-    def _change(self, target: Tensor, output: Any) -> Any:
+    def _change(self, func: Call, target: Tensor, output: Any) -> Any:
         """Note that a tensor was changed in place."""
         if target.is_meta:
             name = self.names.get(id(target))
             if name is not None and name[0] < self.j:
                 self._rewritten[storage_id(target)] = self.j
-            self.name(target)
+            self.name(func, target)
             return output
-        self.count()
-        self._note(self._twins[id(target)], 0)
-        self._note(target, 0)
+        self.count(func)
+        self.note(self._twins[id(target)], 0)
+        self.note(target, 0)
         return target if isinstance(output, Tensor) else output
 
     def _with_twin(
@@ -266,24 +269,30 @@ class Walk(TorchFunctionMode):
 
     # Names.
 
-    def count(self) -> None:
+    def enter_unit(self, unit: str) -> None:
+        """Count the calls inside a unit from now on."""
+        self.unit, self.m, self.way = unit, 0, 0
+
+    def count(self, func: Call) -> None:
         """Count a call."""
         if self.unit is None:
             self.n += 1
         else:
             self.m += 1
+            self.way = zlib.crc32(getattr(func, "__name__", "").encode(), self.way)
 
-    def name(self, output: Any) -> None:
+    def name(self, func: Call, output: Any) -> None:
         """Name the tensors that a call returns."""
         numbered = False
         for k, tensor in enumerate(tensors_in(output)):
             if not numbered:
-                self.count()
+                self.count(func)
                 numbered = True
             if tensor.is_meta:
-                self._note(tensor, k)
+                self.note(tensor, k)
 
-    def _note(self, tensor: Tensor, k: int) -> None:
+    def note(self, tensor: Tensor, k: int) -> None:
+        """Name a tensor that the last call has returned."""
         self.names[id(tensor)] = (self.j, self.n, 0 if self.unit is None else self.m, k)
         self._kept.append(tensor)
 

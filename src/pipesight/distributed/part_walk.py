@@ -9,7 +9,8 @@ what was received; entering the next one ends the call. ::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,8 +50,8 @@ class _PartitionEnd(BaseException):
 class PartWalk(Walk):
     """A call of the model for one partition.
 
-    ``parameters`` are stand-ins, by the ids of these, ``outlines`` the units without values, ``repeated`` those that
-    are run again in backward, with their buffers, by name.
+    ``parameters`` are stand-ins, by the ids of these, ``units`` and ``outlines`` the units with and without values,
+    ``repeated`` those that are run again in backward, with their buffers, by name.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class PartWalk(Walk):
         own: int,
         received: Mapping[Name, Tensor],
         parameters: Mapping[int, Tensor],
+        units: Mapping[str, nn.Module],
         outlines: Mapping[str, nn.Module],
         repeated: Mapping[str, tuple[nn.Module, Buffers]],
         *,
@@ -69,8 +71,8 @@ class PartWalk(Walk):
     ) -> None:
         super().__init__(cuts, device, i, randomness)
         self._plan, self._own, self._received = plan, own, received
-        self._parameters, self._outlines, self._repeated = parameters, outlines, repeated
-        self._wanted = {crossing.name for crossing in plan.cuts[own + 1].tensors if crossing.name[0] == own}
+        self._parameters, self._units, self._outlines, self._repeated = parameters, units, outlines, repeated
+        self._wanted = {crossing.name: crossing for crossing in plan.cuts[own + 1].tensors if crossing.name[0] == own}
         self.made: dict[Name, Tensor] = {}
         """What goes to later partitions."""
         self.checkpoints: list[UnitCheckpoint] = []
@@ -109,10 +111,10 @@ class PartWalk(Walk):
         output = self._differentiated(func, args, kwargs) if func in DIFFERENTIATING else func(*args, **kwargs)
         target = stand_ins.changed_by(func, args, kwargs)
         if target is not None:
-            self.count()
+            self.count(func)
             self._keep((self.j, self.n, 0 if self.unit is None else self.m, 0), target)
         else:
-            self._keep_all(output)
+            self._keep_all(func, output)
         return output
 
     def _differentiated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,24 +147,32 @@ class PartWalk(Walk):
             return super().enter_function(args, kwargs)
         return map_tensors(self.receive, args), map_tensors(self.receive, kwargs)
 
-    def leave_function(self, output: Any) -> None:
+    def leave_function(self, call: Call, output: Any) -> None:
         """Name what a ``torch.autograd.Function`` returns."""
         if self.j < self._own:
-            super().leave_function(output)
+            super().leave_function(call, output)
         else:
-            self._keep_all(output)
+            self._keep_all(call, output)
 
-    def _keep_all(self, output: Any) -> None:
+    def _keep_all(self, func: Call, output: Any) -> None:
         counted = False
         for k, tensor in enumerate(tensors_in(output)):
             if not counted:
-                self.count()
+                self.count(func)
                 counted = True
             self._keep((self.j, self.n, 0 if self.unit is None else self.m, k), tensor)
 
     def _keep(self, name: Name, tensor: Tensor) -> None:
-        if name in self._wanted:
-            self.made[name] = tensor
+        wanted = self._wanted.get(name)
+        if wanted is None:
+            return
+        if name[2] and self.way != wanted.way:
+            raise RuntimeError(
+                f"{stand_ins.place()} makes a tensor that later partitions use, in a block that has made other calls "
+                f"before than when the ranks found out what it sends: {wanted}; what a block leaves in an attribute "
+                "must not come after calls that depend on values, such as a choice of experts: return it instead"
+            )
+        self.made[name] = tensor
 
     def call_unit(self, unit: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit of this partition; of an earlier one, return what stands in for its result."""
@@ -180,13 +190,15 @@ class PartWalk(Walk):
         if result is not None:
             output = result.stand_ins((args, kwargs))
         else:
-            output = self._inside(unit, self._outlines[unit], args, kwargs)
+            outline = self._outlines[unit]
+            with _setting_the_same(outline, self._units[unit]):
+                output = self._inside(unit, outline, args, kwargs)
         self.name_result(n, output)
         return output
 
     def _inside(self, unit: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit and look at what is called inside it."""
-        self.unit, self.m = unit, 0
+        self.enter_unit(unit)
         try:
             with with_function_overrides():
                 return call(*args, **kwargs)
@@ -236,6 +248,18 @@ class PartWalk(Walk):
             watch_backward(tuple(tensors_in((args, kwargs))), tuple(tensors_in(output)), unit)
         where.layer = None
         return output
+
+
+@contextlib.contextmanager
+def _setting_the_same(outline: nn.Module, unit: nn.Module) -> Iterator[None]:
+    """Set on the modules of a unit what a call of its outline sets on its own: the model may look for it there."""
+    pairs = list(zip(outline.modules(), unit.modules(), strict=True))
+    before = [dict(vars(module)) for module, _ in pairs]
+    yield
+    for (one, other), old in zip(pairs, before, strict=True):
+        for name, value in vars(one).items():
+            if name not in old or old[name] is not value:
+                setattr(other, name, value)
 
 
 def run_part(
