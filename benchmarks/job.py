@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import sys
+from types import ModuleType
 from typing import Self
 
-__all__ = ["PIPELINES", "SCHEDULES", "Job"]
+__all__ = ["PIPELINES", "SCHEDULES", "Job", "require_original"]
 
 # Packages that have a `GPipe` of the same signature.
 PIPELINES = ("pipesight", "torchgpipe")
@@ -44,3 +46,12 @@ class Job:
     @classmethod
     def loads(cls, text: str) -> Self:
         return cls(**json.loads(text))
+
+
+def require_original(package: ModuleType) -> None:
+    """Raise if a peer's package is the drop-in of that name: pipesight would be compared with itself."""
+    if "pipesight" in sys.modules:
+        raise RuntimeError(
+            f"{package.__name__} must be the original, not pipesight's drop-in of that name "
+            f"({package.__file__}); run: python -m benchmarks --peers .venv-peers/bin/python"
+        )

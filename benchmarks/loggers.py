@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import yaml
 
+from benchmarks.job import require_original
 from benchmarks.ranks import pin
 
 __all__ = ["CALLS", "MANY", "TENSORS", "Logger"]
@@ -77,6 +78,8 @@ def session(who: str, folder: Path, **settings: Any) -> Iterator[Any]:
         import pipesight.stats as debug_api
     else:
         import nvdlfw_inspect.api as debug_api  # type: ignore[no-redef, unused-ignore]
+
+        require_original(debug_api)
     debug_api.initialize(str(path), feature_dirs=[], log_dir=str(folder))
     yield debug_api
     debug_api.end_debug()

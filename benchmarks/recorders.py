@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.job import require_original
+
 __all__ = ["RECORDERS", "Recorder"]
 
 SPANS = 80_000
@@ -130,6 +132,7 @@ def dftracer(folder: Path) -> Iterator[Loop]:
     from dftracer.python import ai  # type: ignore[import-not-found, unused-ignore]
     from dftracer.python import dftracer as peer  # type: ignore[import-not-found, unused-ignore]
 
+    require_original(sys.modules["dftracer.python"])
     log = peer.initialize_log(str(folder / "trace.pfw"), str(folder), -1)
     ai.update(epoch=1, step=2)
     yield loop_of(ai.compute.forward)

@@ -2,14 +2,13 @@
 
 import importlib
 import math
-import sys
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from benchmarks.job import PIPELINES, Job
+from benchmarks.job import PIPELINES, Job, require_original
 from benchmarks.models import WORKLOADS, Loop, Workload
 
 __all__ = ["Runner", "Steps", "build_workload"]
@@ -107,11 +106,8 @@ class Steps:
 def wrap(job: Job, model: nn.Sequential) -> nn.Module:
     """Partition a model with the package that the job names; both take the same arguments."""
     package = importlib.import_module(job.engine)
-    if job.engine == "torchgpipe" and "pipesight" in sys.modules:
-        raise RuntimeError(
-            "torchgpipe must be the original, not pipesight's drop-in of that name "
-            f"({package.__file__}); run: python -m benchmarks --peers .venv-peers/bin/python"
-        )
+    if job.engine == "torchgpipe":
+        require_original(package)
     wrapped: nn.Module = package.GPipe(
         model,
         job.balance(len(model)),
