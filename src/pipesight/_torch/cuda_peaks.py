@@ -31,7 +31,8 @@ class PeakMeter:
 
     def __init__(self) -> None:
         self._forgotten: dict[int, _Numbers] = {}  # peaks that the program could still ask for
-        self._merging = threading.Lock()  # several threads may allocate on a GPU, and the program may ask meanwhile
+        # Several threads may allocate on a GPU, and the program may ask meanwhile, in a handler of a signal, too.
+        self._merging = threading.RLock()
         self._patches = Patches()
 
     def most_since(self, device: torch.device) -> tuple[int, int]:
@@ -59,14 +60,15 @@ class PeakMeter:
         return numbers
 
     def _answer_flat(self, original: Any, device: Any = None) -> Any:
-        numbers = original(device)
-        for name in numbers if (gpu := _number(device)) in self._forgotten else ():
-            *path, kind = name.split(".")
-            known: Any = self._forgotten[gpu]
-            for part in path if kind == "peak" else ():
-                known = known.get(part, {})
-            if kind == "peak":
-                numbers[name] = max(numbers[name], known.get("peak", 0))
+        with self._merging:
+            numbers = original(device)
+            for name in numbers if (gpu := _number(device)) in self._forgotten else ():
+                *path, kind = name.split(".")
+                known: Any = self._forgotten[gpu]
+                for part in path if kind == "peak" else ():
+                    known = known.get(part, {})
+                if kind == "peak":
+                    numbers[name] = max(numbers[name], known.get("peak", 0))
         return numbers
 
     def _forget(self, original: Any, device: Any = None) -> Any:
