@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipesight.analysis.chance import alike, beyond_chance
+from pipesight.analysis.chance import alike, beyond_chance, loses_most
 
 
 def noise(seed: int, places: int, steps: int, like: float) -> np.ndarray:
@@ -51,3 +51,26 @@ def test_too_little_to_compare():
     """With one place, or two steps, nothing is known of chance."""
     assert beyond_chance(np.ones((1, 20)), 0)
     assert beyond_chance(np.ones((4, 2)), 0)
+
+
+def bursts(seed: int, places: int, steps: int) -> np.ndarray:
+    """Return what places lose that lose nothing in most steps, and much in some."""
+    drawn = np.random.default_rng(seed)
+    return drawn.exponential(10.0, (places, steps)) * (drawn.random((places, steps)) < 0.1)
+
+
+@pytest.mark.parametrize(("places", "steps"), [(2, 40), (8, 40)])
+def test_bursts_of_equal_places_are_not_blamed(places, steps):
+    """Where all lose much in few steps, some place is blamed in at most five of a hundred jobs."""
+    jobs = [bursts(seed, places, steps) for seed in range(300)]
+    assert sum(any(loses_most(lost, place) for place in range(places)) for lost in jobs) <= 15
+
+
+@pytest.mark.parametrize("places", [2, 8])
+def test_a_place_with_the_largest_bursts(places):
+    """A place that loses more than all others in many steps is seen, whatever it loses in the rest."""
+    for seed in range(50):
+        lost = bursts(seed, places, 60)
+        lost[1, ::6] += 200.0
+        assert loses_most(lost, 1)
+        assert not loses_most(lost, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -252,8 +253,8 @@ def test_what_runs_in_the_background(made):
     assert (beside.begin[:2] - beside.begin[0]).tolist() == [0, 220]  # one after the other
     assert (beside.end[:2] - beside.begin[0]).tolist() == [220, 240]
     (change,) = (change for change in report.verdict.changes if "all-reduces" in change.what)
-    assert change.gain == pytest.approx(0.04)
-    assert "collectives take 240 µs of a step, of which 83.3% is hidden" in change.why
+    assert change.gain == pytest.approx(0.042)  # starting them takes time, too
+    assert "collectives take 240 µs of a step, of which 82.5% is hidden" in change.why
 
 
 def test_a_rank_that_comes_late(tmp_path):
@@ -280,11 +281,36 @@ def test_a_rank_that_comes_late(tmp_path):
     (held,) = report.held
     assert (held.rank, held.doing, held.ranks, held.wait, held.steps) == (1, "between", (0,), 350, 5)
     waits = report.program.waits
-    assert (waits.late, waits.exposed, waits.direct) == (175, 50, 42)
+    assert (waits.late, waits.exposed, waits.direct) == (175, 52, 40)
     assert sum((waits.late, waits.exposed, waits.direct)) == report.program.parts["communication"]
     gains = {change.what.split(":")[0]: change.gain for change in report.verdict.changes}
     assert gains["as little work on rank 1 as on the others"] == pytest.approx(0.35)
     assert "Look at rank 1: rank 0 waits for its code that no span covers." in report.verdict.text
+
+
+@pytest.mark.parametrize("cause", [None, "always", "rarely"])
+def test_ranks_that_come_late_by_chance(tmp_path, cause):
+    """Ranks of a busy machine that are late by turns are not blamed; one that is late each time, or much later, is."""
+    clock = {"error_ns": 0, "ranks": {"1": {"error_ns": 0}}}
+    made = Made(tmp_path / "run", pipelines=[], program={}, world_size=2, clock=clock)
+    drawn, at = np.random.default_rng(3), 0
+    for number in range(60):
+        known = {"step": number, "group": "world", "async": False}
+        ready = (20 + drawn.exponential(120, 2) * (drawn.random(2) < 0.4)).astype(int)
+        if cause == "always":
+            ready[1] += 100
+        elif cause == "rarely" and number % 6 == 0:
+            ready[1] += 900
+        for rank in range(2):
+            made.span("compute", "backward", begin=at, dur=200, module="Net", depth=0, rank=rank, step=number)
+            made.span("compute", "step", begin=at + 200, dur=int(ready[rank]), rank=rank, step=number)
+            wait = int(ready.max() - ready[rank]) + 10
+            made.span("comm", "all_reduce", begin=at + 200 + int(ready[rank]), dur=wait, size=4, rank=rank, **known)
+        at += 210 + int(ready.max())
+    report = report_of(made)
+    assert report.program.waits.late > 0.05 * report.program.time.median
+    assert [(one.rank, one.doing) for one in report.held] == ([] if cause is None else [(1, "optimizer")])
+    assert ("as little work on rank 1" in str(report.verdict.changes)) == (cause is not None)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipesight.runs.reading.event_tables import Column
 
-__all__ = ["alike", "beyond_chance"]
+__all__ = ["alike", "beyond_chance", "loses_most"]
 
 LIKEST = 0.95
 """How like the one before a step is taken to be at most."""
@@ -53,6 +53,23 @@ def beyond_chance(lost: Column, place: int, *, kinds: int = 1) -> bool:
     # Told by the others, if it is slow in some steps, and by all, if it always is: half of the chance for each.
     wrongly = WRONGLY / (2 * kinds * (count + 1))
     return any(more > _most_by_chance(known, count, 1 - wrongly) for known in (others, lost))
+
+
+def loses_most(lost: Column, place: int, *, kinds: int = 1) -> bool:
+    """Return whether a place loses more than others that do the same, where all lose much in some steps.
+
+    It does if its mean is beyond chance, as far as all steps show what chance does; or if more of the largest losses
+    in a row are its own than would be by chance, which says nothing of how much these are apart.
+    """
+    places, steps = lost.shape
+    if places < 2 or steps < FEWEST:
+        return True
+    wrongly = WRONGLY / (2 * kinds * places)
+    others = np.delete(lost, place, axis=0)
+    if float(lost[place].mean() - np.median(others.mean(axis=1))) > _most_by_chance(lost, places - 1, 1 - wrongly):
+        return True
+    larger = int((lost[place] > others.max()).sum())
+    return bool(places ** -float(larger) < wrongly)
 
 
 def _most_by_chance(lost: Column, others: int, probability: float) -> float:

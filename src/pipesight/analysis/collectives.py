@@ -52,6 +52,8 @@ class BackgroundCalls(Table):
     """When it was started, or when the one before it in the same group was done."""
     end: Column
     """When the rank knew that it was done."""
+    started: Column
+    """When it was started."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +137,9 @@ def background_calls(calls: Communications) -> BackgroundCalls:
             continue
         before = np.append(np.iinfo(np.int64).min, np.maximum.accumulate(waits.end)[:-1])
         begin = np.minimum(np.maximum(launches.begin, before), waits.end)
-        found.append(BackgroundCalls(launches.rank, np.full(len(begin), name, object), begin, waits.end))
+        found.append(
+            BackgroundCalls(launches.rank, np.full(len(begin), name, object), begin, waits.end, launches.begin)
+        )
     whole = BackgroundCalls.joined(*found) if found else BackgroundCalls.empty()
     return whole.where(np.lexsort((whole.begin, whole.rank)))
 

@@ -195,6 +195,7 @@ def program_report(
     numbers, period = chosen.by_step()
     each = [(pieces[rank], _counts(own[rank][1], chosen.where(chosen.rank == rank))) for rank in ranks]
     edges = {rank: (own.begin, own.begin + own.period) for rank in ranks for own in [chosen.where(chosen.rank == rank)]}
+    beside = BackgroundCalls.empty() if background is None else background
     elapsed = float(max(chosen.period[chosen.rank == rank].sum() for rank in ranks))
     return ProgramReport(
         trains=trained,
@@ -212,8 +213,8 @@ def program_report(
         on_device=on_device,
         pieces=pieces,
         all_steps=steps,
-        background=BackgroundCalls.empty() if background is None else background,
-        waits=ProgramWaits() if waits is None else program_waits(waits, pieces, edges),
+        background=beside,
+        waits=ProgramWaits() if waits is None else program_waits(waits, beside, pieces, edges),
     )
 
 

@@ -10,12 +10,13 @@ itself have waited for another. ::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
+from pipesight.analysis.chance import loses_most
 from pipesight.analysis.collectives import WaitTable
 from pipesight.analysis.step_breakdown import KINDS, Cover, overlapping
 from pipesight.analysis.step_grouping import MiniBatchTable
@@ -23,7 +24,7 @@ from pipesight.analysis.step_times import StepTimes
 from pipesight.runs.reading.event_codes import COMMUNICATION
 from pipesight.runs.reading.event_tables import Column, Spans, Table
 
-__all__ = ["WORTH", "LateRank", "RankWaits", "followed"]
+__all__ = ["WORTH", "LateRank", "RankWaits", "followed", "unlikely"]
 
 WORTH = 0.01
 """The share of the mean step that a wait must cost to be named."""
@@ -100,29 +101,56 @@ class RankWaits:
         joined = Spans.joined(*tables)
         return joined.where(np.lexsort((joined.begin, joined.rank)))
 
+    def _doing(self) -> dict[int, set[str]]:
+        ranks = {*self._replicas, *self.pieces.cause.tolist()}
+        own = {rank: {*self._spans.kind[self._spans.rank == rank].tolist()} for rank in ranks}
+        return {
+            rank: {"computing", "between_steps", *(name for kind, name in KINDS.items() if kind in kinds)}
+            for rank, kinds in own.items()
+        }
+
     def held(self, times: StepTimes) -> tuple[LateRank, ...]:
-        """Return the ranks that keep others waiting in these steps, those that cost most first."""
-        found = []
+        """Return the ranks that keep others waiting in these steps by more than chance, those that cost most first."""
+        lost, ranks = {}, {}
         mean = max(float(times.period.mean()), 1e-9) if len(times) else 1.0
+        steps, which = np.unique(times.step, return_inverse=True)
         for cause, mine in _by(self.pieces, "cause").items():
             for name, pieces in self._by_doing(mine, cause).items():
                 if name == "communication":
                     continue  # it waits for the network, as the others do
-                longest, ranks = np.zeros(len(times)), []
+                longest, waiting = np.zeros(len(times)), []
                 for rank, own in _by(pieces, "rank").items():
                     rows = np.flatnonzero(times.replica == self._replicas.get(rank, -1))
                     ends = times.begin[rows] + times.period[rows]
                     waited = Cover(own.begin, own.end).within(times.begin[rows], ends)
                     longest[rows] = np.maximum(longest[rows], waited)
-                    ranks += [rank] * bool(waited.any())
-                steps, which = np.unique(times.step, return_inverse=True)
+                    waiting += [rank] * bool(waited.any())
                 per_step = np.zeros(len(steps))
                 np.maximum.at(per_step, which, longest)
-                share = float(per_step.mean()) / mean if len(steps) else 0.0
-                if share >= WORTH:
-                    count = int((per_step > 0).sum())
-                    found.append(LateRank(cause, name, float(per_step.mean()), share, tuple(ranks), count))
+                lost[cause, name], ranks[cause, name] = per_step, tuple(waiting)
+        found = []
+        for cause, name in unlikely(lost, self._doing()):
+            wait, often = float(lost[cause, name].mean()), int((lost[cause, name] > 0).sum())
+            if wait >= WORTH * mean:
+                found.append(LateRank(cause, name, wait, wait / mean, ranks[cause, name], often))
         return tuple(sorted(found, key=lambda entry: (-entry.share, entry.rank)))
+
+
+def unlikely(lost: Mapping[tuple[int, str], Column], doing: Mapping[int, Set[str]]) -> Iterator[tuple[int, str]]:
+    """Yield which ranks keep others waiting by what they do more than ranks that do the same would by chance.
+
+    Args:
+        lost: What the others lose in each step, by rank and what it does meanwhile.
+        doing: What each rank does at all: what no other does is no chance.
+    """
+    kinds = {kind for _, kind in lost}
+    for kind in sorted(kinds):
+        ranks = [rank for rank, all_ in sorted(doing.items()) if kind in all_ or (rank, kind) in lost]
+        steps = min(len(own) for (_, name), own in lost.items() if name == kind)
+        rows = np.array([lost.get((rank, kind), np.zeros(steps))[:steps] for rank in ranks])
+        for place, rank in enumerate(ranks):
+            if rows[place].any() and loses_most(rows, place, kinds=len(kinds)):
+                yield rank, kind
 
 
 def followed(pieces: WaitTable) -> WaitTable:
