@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.distributed.pipelining import schedules
 
-from pipesight.analysis.planned_changes import AT_LEAST, AT_MOST, SIMULATED, Change
+from pipesight.analysis.plan_outcome import make_plans
+from pipesight.analysis.planned_changes import AT_LEAST, AT_MOST, SIMULATED, Change, planned_changes
 from pipesight.analysis.report import Report
 from pipesight.plan import settings as planned_settings
 from pipesight.plan.plans import best_plans
@@ -64,6 +67,28 @@ def test_gain_of_a_balance_is_what_it_gives(tmp_path):
     after = time_of(tmp_path, "after", [1, 2, 3], 4, cost)
     assert found.gain == pytest.approx(1 - after.overall.time.mean / before.overall.time.mean)
     assert not any(c.what.startswith("balance") for c in after.verdict.changes)
+
+
+def test_bare_torch_is_advised_in_its_own_words(tmp_path):
+    """A program with torch's schedules is told of its arguments and classes, and planned for those that there are."""
+    known = {"engine": "torch.distributed.pipelining", "schedule": "gpipe"}
+    cost = lambda phase, k: [30_000, *[10_000] * 5][k] * (2 if phase == "backward" else 1)
+    report = time_of(tmp_path, "uneven", [3, 1, 2], 4, cost, known=known)
+    assert change(report, "stages").what == "stages of 1, 2 and 3 layers instead of 3, 1 and 2"
+    measured = replace(report.measured, facts=replace(report.measured.facts, ranks=((0,), (1,), (2,))))
+    found = [change.what for change in planned_changes(measured)]
+    assert [what for what in found if what.startswith("n_micro")] == ["n_microbatches=16 instead of 4"]
+    assert "Schedule1F1B instead of ScheduleGPipe" in found
+    outcome = make_plans(measured.costs, measured)
+    calls = {plan.schedule_name: outcome.call(plan) for plan in outcome.plans}
+    assert calls["v-half"] is calls["v-min"] is None  # torch has no class for them
+    names = {call.partition("(")[0] for call in calls.values() if call is not None}
+    assert {"Schedule1F1B", "ScheduleGPipe", "ScheduleInterleaved1F1B"} < names
+    assert all(issubclass(getattr(schedules, name), schedules._PipelineSchedule) for name in names)
+    small = [plan for plan in outcome.plans if plan.schedule_name == "1f1b" and plan.setting.chunks == 2]
+    assert {outcome.call(plan) for plan in small} == {None}  # torch's needs as many micro-batches as stages
+    best = outcome.fastest_to_run()
+    assert f"n_microbatches={best.setting.chunks}, loss_fn=...)  # stages of " in outcome.call(best)
 
 
 def test_gain_of_chunks_is_what_they_give(tmp_path):

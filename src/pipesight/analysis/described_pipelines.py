@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipesight.runs.format import BARE_TORCH
+
 __all__ = [
     "DescribedLayer",
     "DescribedPipeline",
@@ -61,6 +63,8 @@ class DescribedPipeline:
     """Of a pipeline over several ranks, those that have each partition: one of each replica, in the same order."""
     workers: tuple[int, ...] | None = None
     """Of a pipeline in one process that ran the steps of a schedule, the worker of each partition."""
+    is_bare_torch: bool = False
+    """Whether torch's schedules ran it, whose settings have names of their own."""
     processors: int | None = None
     """That the process may use."""
     operator_seconds: tuple[float, float] = (0.0, 0.0)
@@ -124,6 +128,7 @@ def _pipeline(entry: Mapping[str, Any], partitions: int, processors: int | None)
         layers=tuple(_layers(entry.get("layers"), partitions)),
         ranks=_ranks(entry.get("ranks"), partitions),
         workers=tuple(workers) if len(workers) == partitions else None,
+        is_bare_torch=_text(entry, "engine") == BARE_TORCH,
         processors=processors,
         operator_seconds=(forward, backward) if 0 <= forward < 1 and 0 <= backward < 1 else (0.0, 0.0),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pipesight.analysis.measured_costs import Measured
 from pipesight.plan.large_layers import LargeLayer, large_layer
 from pipesight.plan.order_search import search_orders
-from pipesight.plan.plans import WORTH, Plan, best_plans, distributed_call
+from pipesight.plan.plans import WORTH, Plan, bare_torch_call, best_plans, distributed_call
 from pipesight.plan.possible_settings import settings_for_each
 from pipesight.schedule.argument_checks import CHECKPOINT_MODES, SCHEDULES
 from pipesight.schedule.costs import Costs
@@ -40,8 +40,8 @@ class Outcome:
         return None if self.measured is None else self.measured.predicted_seconds
 
     def fastest_to_run(self) -> Plan | None:
-        """Return the fastest plan that the engine of the run can run: `GPipe`, the steps or calls of a `Pipeline`, or
-        `DistributedPipeline`."""
+        """Return the fastest plan that the engine of the run can run: `GPipe`, the steps or calls of a `Pipeline`,
+        `DistributedPipeline`, or torch's schedules."""
         able = (plan for plan in self.plans if self.call(plan) is not None)
         return next((plan for plan in able if self.fits(plan) is not False), None)
 
@@ -80,6 +80,8 @@ class Outcome:
     def call(self, plan: Plan) -> str | None:
         """Return the code that runs a plan, where the engine of the run can."""
         units = self.costs.units
+        if self.measured is not None and self.measured.facts.is_bare_torch:
+            return bare_torch_call(plan, file=self.file)
         if self.measured is not None and self.measured.facts.ranks is not None:
             return distributed_call(plan, units, file=self.file)
         return plan.call(self._devices(plan), units, in_steps=self.in_steps, file=self.file)

@@ -12,11 +12,11 @@ from pipesight._formatting import size, time
 from pipesight._plurals import count_of
 from pipesight.analysis.measured_costs import Measured
 from pipesight.analysis.plan_outcome import make_plans
+from pipesight.analysis.setting_words import SettingWords
 from pipesight.plan.balance_search import find_balance
 from pipesight.plan.plans import (
     WORTH,
     Plan,
-    division,
     fastest_first,
     predict,
 )
@@ -91,7 +91,7 @@ def fewer_partitions(measured: Measured, *, lost: float) -> Change | None:
     what = "ranks" if measured.facts.ranks is not None else "partitions"
     few = f"{enough} {what if enough > 1 else what[:-1]}"
     why = f"{setting.partitions} {what} share {count_of(enough, 'processor')}, and slow each other down"
-    text = f"{few} instead of {setting.partitions}: {division(plan.balance, measured.costs.units)}"
+    text = f"{few} instead of {setting.partitions}: {SettingWords.of(measured).balance(plan.balance)}"
     gain = gain_of(plan, measured)
     if gain <= WORTH:
         return Change(text, why, lost, AT_MOST)
@@ -119,8 +119,7 @@ def _balance(measured: Measured) -> Change | None:
     times = [sum(layer.forward + layer.backward for layer in block) for block in blocks]
     worst = max(range(len(times)), key=times.__getitem__)
     why = f"partition {worst} takes {times[worst] * len(times) / max(sum(times), 1e-12):.2f} times the mean"
-    before = division(now, measured.costs.units).partition("=")[2]
-    what = f"{division(plan.balance, measured.costs.units)} instead of {before}"
+    what = SettingWords.of(measured).balance(plan.balance, instead_of=now)
     return Change(what, why, gain_of(plan, measured), SIMULATED)
 
 
@@ -128,7 +127,7 @@ def _chunks(measured: Measured) -> Change | None:
     """Cut mini-batches into more micro-batches, or fewer: less to fill and drain against fewer gaps."""
     setting = measured.setting
     assert setting is not None
-    m = setting.chunks
+    m, words = setting.chunks, SettingWords.of(measured)
     possible = settings(
         measured.costs,
         partitions=setting.partitions,
@@ -142,12 +141,13 @@ def _chunks(measured: Measured) -> Change | None:
         for other in possible
         if other.rounds == setting.rounds  # the balance has a part for each stage
         if other.chunks != m and not (other.chunks == 1 and _splitting_pays(measured))
+        if words.runs(other)
         if _fits(plan := _kept_setting(measured, other), measured)
     )
     if not plans:
         return None
     chunks, gain = plans[0].setting.chunks, gain_of(plans[0], measured)
-    what = f"chunks={chunks} instead of {m}"
+    what = f"{words.chunks(chunks)} instead of {m}"
     if chunks > m:
         why = "fill and drain shrink, provided that smaller tasks take less time"
         if measured.parameter_scale is not None:
@@ -231,15 +231,15 @@ def _schedule(measured: Measured) -> Change | None:
     if not (measured.facts.ranks or in_steps) or setting.rounds > 1:
         return None
     who = "partitions" if in_steps else "ranks"
-    found = []
+    found, words = [], SettingWords.of(measured)
     for name in ("gpipe", "1f1b", "zero-bubble"):
-        if name == setting.schedule or not (other := replace(setting, schedule=name)).runs:
+        if name == setting.schedule or not words.runs(other := replace(setting, schedule=name)):
             continue
         plan = _kept_setting(measured, other)
         if not _fits(plan, measured):
             continue
         gain = gain_of(plan, measured)
-        what = f'schedule="{name}" instead of "{measured.schedule_name}"'
+        what = words.schedule(other, instead_of=measured.schedule_name)
         if name == "zero-bubble":  # what it costs to compute gradients in two parts is not known
             found.append(Change(what, f"weight gradients fill the time that {who} would wait", gain, AT_MOST))
         else:
@@ -258,10 +258,9 @@ def _together(measured: Measured) -> Change | None:
     plan = outcome.fastest_to_run()
     if plan is None or outcome.keep() is not None or (gain := gain_of(plan, measured)) <= WORTH:
         return None
-    best, units = plan.setting, measured.costs.units
-    what = f'{division(plan.balance, units)}, chunks={best.chunks}, checkpoint="{best.checkpoint}"'
-    if named:
-        what += f', schedule="{best.engine_name}"'
+    best, words = plan.setting, SettingWords.of(measured)
+    parts = [words.balance(plan.balance), words.chunks(best.chunks), words.checkpoint(best.checkpoint)]
+    what = ", ".join([*filter(None, parts), *([words.schedule(best)] if named else [])])
     why = "all of these together; each alone saves less"
     if best.chunks == 1 and best.partitions > 1:
         why = f"{why}; with one micro-batch, partitions take turns"

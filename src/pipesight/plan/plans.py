@@ -23,12 +23,14 @@ __all__ = [
     "WORTH",
     "DoesNotFitError",
     "Plan",
+    "bare_torch_call",
     "best_plans",
     "distributed_call",
     "division",
     "fastest_first",
     "predict",
     "simulated",
+    "sizes_of",
 ]
 
 WORTH = 0.01
@@ -121,6 +123,35 @@ def division(balance: Sequence[int], units: Sequence[str] | None = None) -> str:
         return f"balance={list(balance)}"
     starts = itertools.accumulate(balance[:-1])
     return f"cuts={json.dumps([units[start] for start in starts])}"
+
+
+def sizes_of(balance: Sequence[int]) -> str:
+    """Return a balance in words.
+
+    >>> sizes_of([4]), sizes_of([4, 3, 5])
+    ('4', '4, 3 and 5')
+    """
+    *others, last = map(str, balance)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def bare_torch_call(plan: Plan, *, file: str = "schedule.csv") -> str | None:
+    """Return what runs a plan in a program that uses torch's own schedules; ``None`` if torch has none for it.
+
+    ``file`` is where an order that a search found is written.
+    """
+    setting = plan.setting
+    name = setting.torch_name if plan.order is None else "_PipelineScheduleRuntime"
+    if not name or setting.checkpoint == "except_last":
+        return None
+    several = plan.order is not None or setting.rounds > 1 or setting.schedule == "zero-bubble"
+    call = f"{name}({'stages' if several else 'stage'}, n_microbatches={setting.chunks}, loss_fn=...)"
+    if plan.order is not None:
+        call += f"._load_csv({json.dumps(file)})"
+    notes = [f"stages of {sizes_of(plan.balance)} layers"]
+    if setting.checkpoint == "always":
+        notes.append("each through torch.utils.checkpoint")
+    return f"{call}  # {', '.join(notes)}"
 
 
 def distributed_call(

@@ -19,7 +19,7 @@ from pipesight._torch.autograd import next_sequence_number
 from pipesight.pipeline.units import is_repeated
 from pipesight.recording.operator_cost import operator_cost
 from pipesight.recording.torch_pipelines import TorchPipeline
-from pipesight.recording.torch_pipelines.torch_pipeline import ENGINE
+from pipesight.runs.format import BARE_TORCH
 
 if TYPE_CHECKING:
     from pipesight.distributed import DistributedPipeline
@@ -164,7 +164,7 @@ def _settings(pipeline: Pipeline) -> dict[str, Any]:
     if isinstance(pipeline, TorchPipeline):
         numbers = range(pipeline.partitions)
         return {
-            "engine": ENGINE,
+            "engine": BARE_TORCH,
             "schedule": pipeline.schedule,
             "ranks": [[rank] for rank in pipeline.ranks],
             "partitions": pipeline.partitions,

@@ -27,6 +27,7 @@ from typing import Any
 from pipesight._version import __version__
 
 __all__ = [
+    "BARE_TORCH",
     "EVENTS",
     "FORMAT",
     "FORMAT_VERSION",
@@ -53,6 +54,8 @@ RANKS, TRACE, STATS, LOGS = "ranks", "trace", "stats", "logs"
 TRACE_SUFFIXES = (".pfw.gz", ".pfw")
 STOPPED = "process stopped"
 """An instant of the trace, when the process goes on; its ``microseconds`` say how long it was stopped."""
+BARE_TORCH = "torch.distributed.pipelining"
+"""What ``run.json`` names as the engine of a pipeline that torch's own schedules run."""
 EVENTS, NOTES = "events", "notes.json"
 """Of a Parquet dataset, in place of the traces: see `pipesight.runs.reading._parquet_dataset`."""
 

@@ -55,6 +55,15 @@ class Setting:
         return "interleaved-zero-bubble" if self.schedule == "zero-bubble" and self.rounds > 1 else self.schedule
 
     @property
+    def torch_name(self) -> str:
+        """Torch's class for it; empty if there is none, or if that needs other numbers of micro-batches."""
+        if self.schedule == "1f1b" and self.chunks < self.stages:
+            return ""
+        if self.schedule == "zero-bubble" and self.chunks % max(1, self.chunks // self.partitions):
+            return ""
+        return BY_NAME[self.engine_name].torch_name
+
+    @property
     def in_v(self) -> bool:
         """Whether the first device has the last stage, too."""
         return BY_NAME[self.engine_name].placement == "v"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from pipesight.plan.plans import Plan
 from pipesight.schedule.costs import Costs
-from pipesight.schedule.supported_schedules import by_name
 
 __all__ = ["FORMATS", "plan_as"]
 
@@ -110,13 +109,7 @@ FORMATS = (*_WRITERS,)
 
 def _torch_name(plan: Plan) -> str:
     """Return torch's class for the schedule of a plan; empty if there is none, or if it needs other micro-batches."""
-    setting = plan.setting
-    if plan.order is not None or (setting.schedule == "1f1b" and setting.chunks < setting.stages):
-        return ""
-    if setting.schedule == "zero-bubble" and setting.chunks % max(1, setting.chunks // setting.partitions):
-        return ""
-    kind = by_name(setting.engine_name)
-    return "" if kind is None else kind.torch_name
+    return "" if plan.order is not None else plan.setting.torch_name
 
 
 def _parts(costs: Costs, plan: Plan) -> list[list[str]]:

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["ENGINE", "TorchPipeline"]
-
-ENGINE = "torch.distributed.pipelining"
-"""What ``run.json`` names as the engine of such a pipeline."""
+__all__ = ["TorchPipeline"]
 
 
 @dataclass(slots=True, eq=False)
