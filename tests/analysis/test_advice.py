@@ -225,7 +225,10 @@ def test_checkpoint_advice_says_whether_it_fits(tmp_path):
     """The memory that keeping activations takes is named; where devices have less, it is no advice but a remark."""
     from dataclasses import replace
 
+    from pipesight._formatting import size
+    from pipesight.analysis.memory_limit import MemoryLimit
     from pipesight.analysis.planned_changes import planned_changes, too_large
+    from pipesight.plan import predict
 
     cost = lambda phase, k: 160 if phase == "backward" else 80
     measured = time_of(tmp_path, "before", [1, 1], 8, cost, checkpointed=7).measured
@@ -233,10 +236,20 @@ def test_checkpoint_advice_says_whether_it_fits(tmp_path):
     # The second device holds 4 * 1000 bytes when seven micro-batches are left: an input and an output, 12.5 each.
     (unknown,) = [change for change in planned_changes(counted) if change.what.startswith("checkpoint")]
     assert unknown.why == "nothing is recomputed; a device needs 4.08 KiB instead of 4.00 KiB"
-    (fits,) = [change for change in planned_changes(replace(counted, capacity=8192)) if "checkpoint" in change.what]
-    assert fits.why == "nothing is recomputed; a device needs 4.08 KiB instead of 4.00 KiB, and has 8.00 KiB"
-    small = replace(counted, capacity=4150)
+    large = replace(counted, limit=MemoryLimit(8192))
+    (fits,) = [change for change in planned_changes(large) if "checkpoint" in change.what]
+    assert fits.why == "nothing is recomputed; it fits; a device needs 4.08 KiB instead of 4.00 KiB, and has 8.00 KiB"
+    small = replace(counted, limit=MemoryLimit(4150))
     assert not [change for change in planned_changes(small) if change.what.startswith("checkpoint=")]
     assert too_large(small).endswith("does not fit: a device needs 4.08 KiB instead of 4.00 KiB, and has 4.05 KiB")
     assert too_large(counted) is None
-    assert too_large(replace(counted, capacity=8192)) is None
+    assert too_large(large) is None
+    # Of a machine, both partitions of both replicas take their part, beside all else.
+    shared = MemoryLimit(2**15, shared=True, replicas=2, besides=1024)
+    (fits,) = [change for change in planned_changes(replace(counted, limit=shared)) if "checkpoint" in change.what]
+    never = predict(counted.costs, replace(counted.setting, checkpoint="never"), [1, 1], parameter_scale=4.0)
+    assert 8000 < sum(never.memory_bytes) < 2 * 4.08 * 1024
+    need = f"it fits; the program needs about {size(2 * sum(never.memory_bytes) + 1024)} instead of "
+    assert need in fits.why
+    assert fits.why.endswith(", and the machine has 32.0 KiB")
+    assert too_large(replace(counted, limit=replace(shared, bytes=2**14))).endswith("and the machine has 16.0 KiB")

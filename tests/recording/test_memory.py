@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from pipesight.analysis.memory import MemoryReport
 from pipesight.cli.command import main
 from pipesight.plan import Setting, measure, predict
 from pipesight.recording.memory import memory_recorder
+from pipesight.recording.memory.machine_memory import machine_memory
 from pipesight.report import analyse, open_run
 
 pytestmark = pytest.mark.skipif(not CAN_BE_SEEN, reason="this torch does not tell what autograd keeps")
@@ -179,6 +181,71 @@ def test_plans_predict_what_is_then_measured(tmp_path, engine):
         targets = [0] * (len(balance) - 1) + [24 * 64 * 96 * 4 if engine == "step" else 0]
         peaks = [entry.peak - more for entry, more in zip(found.partitions, targets, strict=True)]
         assert plan.memory_bytes == pytest.approx(peaks, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("engine", "zero"),
+    [("GPipe", "late"), ("GPipe", "kept"), ("GPipe", "twice"), ("step", "kept"), ("step", "twice")],
+)
+def test_gradients_that_stay_are_in_the_plan(tmp_path, engine, zero):
+    """Gradients of an earlier mini-batch, not dropped before the forwards, are there at the peak, also as predicted."""
+    model = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU())])
+    options = {"devices": ["cpu", "cpu"], "chunks": 4, "checkpoint": "never"}
+    if engine == "GPipe":
+        pipe = GPipe(model, [3, 3], **options)
+    else:
+        pipe = Pipeline(model, balance=[3, 3], schedule="gpipe", loss_fn=nn.functional.mse_loss, **options)
+    optimizer = torch.optim.SGD(pipe.parameters(), momentum=0.9)
+    x, y = torch.randn(64, 64), torch.randn(64, 64)
+    with pipesight.observe(tmp_path / "run", logs=None):
+        for _ in range(4):
+            if zero != "late":
+                optimizer.zero_grad(set_to_none=zero == "twice")
+            for _ in range(1 + (zero == "twice")):
+                if engine == "step":
+                    pipe.step(x, target=y)
+                    continue
+                loss = nn.functional.mse_loss(pipe(x), y)
+                if zero == "late":
+                    optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+    with open_run(tmp_path / "run") as opened:
+        found, known = analyse(opened).memory, measure(opened)
+    plan = predict(known.costs, known.setting, known.balance, parameter_scale=known.parameter_scale)
+    targets = [0, y.nbytes if engine == "step" else 0]
+    assert plan.memory_bytes == pytest.approx(
+        [entry.peak - more for entry, more in zip(found.partitions, targets, strict=True)], rel=0.005
+    )
+
+
+def test_a_run_on_a_cpu_knows_what_the_machine_has(tmp_path):
+    """The memory of the machine is shared by all partitions, beside what the process has for all else."""
+    pipe = GPipe(model_of(), [4, 4], devices=["cpu", "cpu"], chunks=CHUNKS, checkpoint="always")
+    recorded(tmp_path / "run", lambda x, y: pipe(x).sum().backward(), pipe)
+    with open_run(tmp_path / "run") as opened:
+        limit = measure(opened).limit
+    assert (limit.bytes, limit.shared, limit.replicas) == (machine_memory(), True, 1)
+    own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert 0.5 * own < limit.besides <= 1.5 * own  # the model is small
+
+
+def test_control_groups_limit_the_memory(tmp_path, monkeypatch):
+    """The least limit of the group of the process and those around it counts, in both versions of control groups."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr("pipesight.recording.memory.machine_memory.GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("pipesight.recording.memory.machine_memory.MOUNTED", tmp_path / "groups")
+    assert machine_memory() == whole
+    (tmp_path / "cgroup").write_text("0::/job/step\n")
+    (tmp_path / "groups/job/step").mkdir(parents=True)
+    (tmp_path / "groups/job/step/memory.max").write_text("max\n")
+    assert machine_memory() == whole
+    (tmp_path / "groups/job/memory.max").write_text("1048576\n")
+    assert machine_memory() == 2**20
+    (tmp_path / "cgroup").write_text("9:name=systemd:/\n4:memory:/other\n")
+    (tmp_path / "groups/memory/other").mkdir(parents=True)
+    (tmp_path / "groups/memory/other/memory.limit_in_bytes").write_text("524288\n")
+    assert machine_memory() == 2**19
 
 
 def test_v_half_keeps_less_than_1f1b(tmp_path):

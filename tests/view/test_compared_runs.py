@@ -70,7 +70,9 @@ def with_memory(report, peaks, weights):
     """Give a report the peaks of devices; all but weights are activations."""
     parts = {"weights": weights, "gradients": 0, "optimizer_state": 0, "inputs": 0}
     devices = [
-        DeviceMemory(0, f"cuda:{k}", peak, 1, {**parts, "activations": peak - weights}, peak, peak + 100, 1 << 30, 0)
+        DeviceMemory(
+            0, f"cuda:{k}", peak, 1, {**parts, "activations": peak - weights}, peak, peak + 100, 1 << 30, None, 0
+        )
         for k, peak in enumerate(peaks)
     ]
     return replace(report, memory=MemoryReport((1,), (), tuple(devices), (), ()))

@@ -15,14 +15,22 @@ import numpy as np
 
 from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.layer_costs import MICROSECOND, layer_costs_of
+from pipesight.analysis.measured_memory import (
+    gradients_of,
+    input_bytes,
+    other_bytes,
+    outside_peak,
+    parameter_scale,
+)
 from pipesight.analysis.measured_tasks import MeasuredTasks
-from pipesight.analysis.memory import MemoryReport, least_capacity
+from pipesight.analysis.memory import MemoryReport
+from pipesight.analysis.memory_limit import MemoryLimit, limit_of
 from pipesight.analysis.rank_links import Messages, messages_of
 from pipesight.analysis.transfer_waits import arrivals_of
 from pipesight.plan.plans import predict
 from pipesight.runs.reading.event_tables import Column, LayerTimes, Tasks, Transfers
 from pipesight.schedule.argument_checks import SCHEDULES
-from pipesight.schedule.costs import Costs, Layer, Link
+from pipesight.schedule.costs import Costs, Link
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import B, F, R, Schedule
@@ -84,8 +92,8 @@ class Measured:
     """The bubble of that simulation."""
     parameter_scale: float | None
     """Bytes of weights, gradients and optimizer state for each byte of parameters, if they were counted."""
-    capacity: int | None
-    """Bytes of memory of the smallest device, if known."""
+    limit: MemoryLimit | None
+    """The memory of the devices, if known."""
     processors: int | None
     """That the partitions of a replica share, if they compute on a CPU."""
 
@@ -156,8 +164,8 @@ def measure_steps(
     again = R if window.checkpoint != "never" else F  # what was not recorded is like a forward
     even, uneven = window.makespans()
     makespan = max(even, uneven)
-    devices = [entry for entry in memory.devices if entry.capacity is not None] if memory is not None else []
     per_step = max(1, round(float(usual.minibatches.mean())))
+    gradients = gradients_of(memory, per_step)
     outside = max(float((usual.period - usual.window).mean()), 0.0)
     costs = Costs(
         found.layers,
@@ -172,14 +180,13 @@ def measure_steps(
         loss_outside=facts.ranks is None and facts.workers is None,
         jitter=makespan / even if even > 0 else 1.0,
         outside=outside * MICROSECOND,
-        input_bytes=_input_bytes(memory),
+        input_bytes=input_bytes(memory),
         loss_bytes=sum(layer.kept for layer in memory.layers if layer.name == LOSS) * m if memory is not None else 0.0,
         loss_peak=found.loss_peak,
-        outside_peak=_outside_peak(memory, found.layers[-1]),
-        other_bytes=max(
-            min((e.outside for e in devices if e.outside is not None), default=0) - _input_bytes(memory), 0.0
-        ),
+        outside_peak=outside_peak(memory, found.layers[-1]),
+        other_bytes=other_bytes(memory),
         optimizer_scale=(memory.optimizer or 0.0) if memory is not None else 0.0,
+        gradients=gradients,
         minibatches=per_step,
         weight_share=found.weight_share,
         link=link,
@@ -212,8 +219,8 @@ def measure_steps(
         end=end * MICROSECOND,
         predicted_seconds=predicted[0],
         predicted_bubble=predicted[1],
-        parameter_scale=_parameter_scale(memory, facts),
-        capacity=least_capacity(memory),
+        parameter_scale=parameter_scale(memory, facts, gradients),
+        limit=limit_of(memory, facts, run.description),
         processors=steps.placements[facts.partitions].processors,
     )
 
@@ -250,31 +257,6 @@ def _same(named: Schedule, found: Schedule) -> bool:
         np.array_equal(row[row[:, 0] >= 0], other[other[:, 0] >= 0])
         for row, other in zip(rows, found.order, strict=True)
     )
-
-
-def _input_bytes(memory: MemoryReport | None) -> float:
-    """Return the bytes of a batch, as far as the first layer keeps it."""
-    first = next((layer for layer in memory.layers if layer.partition == 0), None) if memory is not None else None
-    return 0.0 if first is None else first.earlier
-
-
-def _outside_peak(memory: MemoryReport | None, last: Layer) -> tuple[float, float]:
-    """Return what a loss outside takes above what layers keep; the outputs that wait for it are no layer's."""
-    if memory is None or memory.outside is None:
-        return 0.0, 0.0
-    waiting = max(last.peak.forward_left - (last.kept_bytes - last.shared_bytes), 0.0)
-    most, left = memory.outside
-    return most + waiting, left + waiting
-
-
-def _parameter_scale(memory: MemoryReport | None, facts: DescribedPipeline) -> float | None:
-    """Return how many bytes are held for each byte of parameters, where an optimizer was seen to have state or none."""
-    parameters = sum(layer.parameter_bytes or 0 for layer in facts.layers)
-    if memory is None or len(memory.steps) < 2 or not parameters:
-        return None
-    first = {entry.partition: entry for entry in reversed(memory.partitions)}  # one replica
-    fixed = sum(entry.parts["weights"] + entry.parts["optimizer_state"] for entry in first.values())
-    return fixed / parameters + 1.0
 
 
 def _between_devices(transfers: Transfers) -> tuple[float, float]:

@@ -21,7 +21,6 @@ __all__ = [
     "MemoryCurve",
     "MemoryReport",
     "PartitionMemory",
-    "least_capacity",
     "memory_of",
     "why_not_counted",
 ]
@@ -73,7 +72,9 @@ class DeviceMemory:
     allocator_peak: int | None
     """The most that was ever allocated on a GPU, in the middle of tasks too."""
     capacity: int | None
-    """The memory of a GPU."""
+    """The memory of a GPU, or of the machine; less, if its control groups allow less."""
+    resident: int | None
+    """The most that a process had of the machine's memory at the same moments, with what its C library keeps."""
     outside: int | None
     """The least that was allocated beside the model: the batch, tensors of the program, and buffers of libraries."""
 
@@ -153,13 +154,6 @@ class MemoryReport:
     at the first backward."""
     optimizer: float | None = None
     """Bytes that the optimizer's step takes for each byte of weights while it runs, where known."""
-
-
-def least_capacity(memory: MemoryReport | None) -> int | None:
-    """Return the memory of the smallest device, if that of all is known."""
-    found = [entry.capacity for entry in memory.devices] if memory is not None else []
-    known = [capacity for capacity in found if capacity is not None]
-    return min(known) if known and len(known) == len(found) else None
 
 
 def memory_of(points: Points, edges: StepEdges) -> MemoryReport | None:
@@ -261,6 +255,7 @@ def _device(name: str, rank: int, rows: list[_Row], most: Mapping[tuple[int, str
         max(allocated, default=None),
         None if peak is None else peak[4].get("allocated"),
         None if peak is None else peak[4].get("capacity"),
+        None if peak is None else peak[4].get("resident"),
         min(besides, default=None),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pipesight.analysis.measured_costs import Measured
+from pipesight.analysis.memory_limit import MemoryLimit
 from pipesight.plan.large_layers import LargeLayer, large_layer
 from pipesight.plan.order_search import search_orders
 from pipesight.plan.plans import WORTH, Plan, bare_torch_call, best_plans, distributed_call
@@ -46,16 +47,16 @@ class Outcome:
         return next((plan for plan in able if self.fits(plan) is not False), None)
 
     @property
-    def capacity(self) -> float | None:
-        """The memory of a device: as given, or as recorded."""
-        recorded = None if self.measured is None else self.measured.capacity
-        return recorded if math.isinf(self.memory) else self.memory
+    def limit(self) -> MemoryLimit | None:
+        """The memory of the devices: as given, or as recorded."""
+        recorded = None if self.measured is None else self.measured.limit
+        return recorded if math.isinf(self.memory) else MemoryLimit(self.memory)
 
     def fits(self, plan: Plan) -> bool | None:
         """Whether a plan needs no more memory than the devices have; ``None`` if that is not known."""
-        if self.capacity is None or not self.costs.sizes_known:
+        if (limit := self.limit) is None or not self.costs.sizes_known:
             return None
-        return max(plan.memory_bytes) <= self.capacity
+        return limit.allows(plan.memory_bytes)
 
     def keep(self) -> str | None:
         """Return the advice to keep the recorded settings, or nothing if a plan that can run saves more than 1%.

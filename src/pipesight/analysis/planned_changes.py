@@ -188,7 +188,8 @@ def _checkpoint(measured: Measured) -> Change | None:
         return None
     why = "nothing is recomputed; activations of all micro-batches must fit in memory"
     if measured.parameter_scale is not None:
-        why = f"nothing is recomputed; {_need(plan, measured)}"
+        fits = "; it fits" if measured.limit is not None else ""
+        why = f"nothing is recomputed{fits}; {_need(plan, measured)}"
     what = f'checkpoint="never" instead of "{setting.checkpoint}"'
     return Change(what, why, gain_of(plan, measured), SIMULATED)
 
@@ -211,16 +212,17 @@ def _kept_setting(measured: Measured, setting: Setting) -> Plan:
 
 def _fits(plan: Plan, measured: Measured) -> bool:
     """Whether the devices have the memory, as far as both are known."""
-    known = measured.parameter_scale is not None and measured.capacity is not None
-    return not known or max(plan.memory_bytes) <= (measured.capacity or 0)
+    known = measured.parameter_scale is not None
+    return measured.limit is None or not known or measured.limit.allows(plan.memory_bytes)
 
 
 def _need(plan: Plan, measured: Measured) -> str:
     """Say what memory a plan needs, beside what the recorded setting is predicted to need."""
     assert measured.setting is not None
-    now = max(_kept_setting(measured, measured.setting).memory_bytes)
-    text = f"a device needs {size(max(plan.memory_bytes))} instead of {size(now)}"
-    return text if measured.capacity is None else f"{text}, and has {size(measured.capacity)}"
+    now = _kept_setting(measured, measured.setting).memory_bytes
+    if measured.limit is not None:
+        return measured.limit.told(plan.memory_bytes, now)
+    return f"a device needs {size(max(plan.memory_bytes))} instead of {size(max(now))}"
 
 
 def _schedule(measured: Measured) -> Change | None:

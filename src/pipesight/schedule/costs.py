@@ -110,6 +110,9 @@ class Costs:
     """What each device holds whatever the setting: tensors outside of the model, and buffers of libraries."""
     optimizer_scale: float = 0.0
     """Bytes that a step of the optimizer takes for each byte of parameters while it runs."""
+    gradients: tuple[float, float] = (0.0, 1.0)
+    """Bytes of gradients for each byte of parameters: those that are there before the first backward, from an earlier
+    one, and those that are more from then on, until the optimizer's step."""
     forward_overhead: float = 0.0
     """Seconds of each forward task outside its layers."""
     recompute_overhead: float = 0.0

@@ -6,8 +6,9 @@ From its forward to its backward, a micro-batch keeps in a stage
 - if it is not recomputed, the activations of its layers; else those from the recomputation on.
 
 Where a schedule splits the backward, both stay until the gradients of the weights are done. The gradients of the
-weights are there from the first backward on. What a device holds depends
-on its own order alone, not on when its tasks run. In the middle of a task it is more than at its ends::
+weights are there from the first backward on; those of an earlier mini-batch, to which they are added, all the time.
+What a device holds depends on its own order alone, not on when its tasks run. In the middle of a task it is more than
+at its ends::
 
     held      ┌───────────────┐         activations count from the beginning of a forward to the end of a backward
     in use    │  ╱╲_╱╲__╱╲    │         rise: how far the most in use is above what is held
@@ -157,7 +158,8 @@ def block_bytes(costs: Costs, schedule: Schedule, parameter_scale: float) -> Blo
     chunks = schedule.chunks
     inputs, kept = (size / chunks for size in _kept(costs))
     parameters = _sums([layer.parameter_bytes for layer in costs.layers])
-    of_gradients = min(max(parameter_scale - 1.0, 0.0), 1.0) if costs.minibatches == 1 else 0.0
+    before, more = costs.gradients
+    of_gradients = min(max(parameter_scale - 1.0, 0.0), more)
     gradients, nothing = parameters * of_gradients, 0 * parameters
     fixed = parameters * (parameter_scale - of_gradients)
     fixed[0, 1:] += costs.input_bytes
@@ -177,7 +179,7 @@ def block_bytes(costs: Costs, schedule: Schedule, parameter_scale: float) -> Blo
     else:  # each micro-batch has its loss right after its last forward
         forwards[:-1, -1] += most / chunks
         whole[:-1, -1] += max(left, 0.0) / chunks
-    stepping = parameters * costs.optimizer_scale
+    stepping = parameters * (costs.optimizer_scale - max(before + of_gradients - 1.0, 0.0))  # they are summed by then
     rises = forwards, again, whole, split, later
     return BlockBytes(inputs, kept, waiting, gradients, *rises, stepping, outside, returned, fixed)
 

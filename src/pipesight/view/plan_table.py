@@ -137,8 +137,9 @@ def notes_on(outcome: Outcome, plans: Sequence[Plan]) -> list[str]:
             )
     if any(plan.setting.chunks == 1 and plan.setting.partitions > 1 for plan in plans):
         found.append("with chunks=1 there is no pipelining: partitions take turns")
-    if outcome.capacity is not None and any(outcome.fits(plan) is False for plan in plans):
-        found.append(f"plans marked ! do not fit: a device of the run has {size(outcome.capacity)}")
+    if (limit := outcome.limit) is not None and any(outcome.fits(plan) is False for plan in plans):
+        who = "the machine, which all share," if limit.shared else "a device of the run"
+        found.append(f"plans marked ! do not fit: {who} has {size(limit.bytes)}")
     if (large := outcome.too_large()) is not None:
         found.append(large_layer_note(large))
     return [*found, *outcome.costs.notes]

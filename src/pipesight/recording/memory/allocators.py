@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-__all__ = ["allocated", "capacity", "most_allocated"]
+from pipesight.recording.memory.machine_memory import machine_memory
+
+__all__ = ["allocated", "capacity", "most_allocated", "resident"]
+
+
+_OWN_PAGES = Path("/proc/self/statm")
 
 
 class _Mallinfo(ctypes.Structure):
@@ -42,9 +49,21 @@ def allocated(device: torch.device) -> int | None:
     return int(found.uordblks + found.hblkhd)
 
 
+def resident(device: torch.device) -> int | None:
+    """Return the bytes that the process has of the machine, those that its C library keeps for later included."""
+    if device.type != "cpu":
+        return None
+    try:
+        return int(_OWN_PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):  # not on this system
+        return None
+
+
 def capacity(device: torch.device) -> int | None:
-    """Return the bytes that a GPU has."""
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+    """Return the bytes that a GPU has, or those of the machine that the process may use."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return machine_memory() if device.type == "cpu" else None
 
 
 def most_allocated(device: torch.device) -> int | None:

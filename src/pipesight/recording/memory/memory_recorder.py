@@ -26,7 +26,7 @@ from pipesight._torch.autograd import next_sequence_number
 from pipesight._torch.cuda_peaks import InsideTask, PeakMeter
 from pipesight._torch.saved_tensors import CAN_BE_SEEN
 from pipesight.context import Kept, Observer, Where, attach, detach
-from pipesight.recording.memory.allocators import allocated, capacity, most_allocated
+from pipesight.recording.memory.allocators import allocated, capacity, most_allocated, resident
 from pipesight.recording.memory.met_models import MetModels
 from pipesight.recording.memory.saved_activations import SavedActivations, saved_by_units
 from pipesight.recording.memory.storage_ledger import StorageLedger
@@ -60,6 +60,7 @@ class MemoryRecorder(Observer):
         self._ended: dict[torch.device, int] = {}  # bytes in use when the last partition's last forward ended
         self._new_pass = False
         self._peaks, self._before_step = PeakMeter(), dict[torch.device, int]()
+        self._resident: dict[torch.device, int] = {}
         self._patches = Patches()
         self._counting = threading.Lock()
         self._measuring = False
@@ -300,16 +301,19 @@ class MemoryRecorder(Observer):
         for partition, sums in by_partition.items():
             if partition is not None and (all_partitions or partition == j):
                 memory_counter(f"memory of partition {partition}", sums)
-        found = allocated(device)
+        found, own = allocated(device), resident(device)
+        if own is not None:
+            self._resident[device] = max(own, self._resident.get(device, 0))
         if found is not None and found >= sum(total.values()):
             total = {**total, "other": found - sum(total.values())}
         memory_counter(f"memory of {device}", total)
 
     def _note_peaks(self) -> None:
         for device in self._ledgers:
-            most, whole = most_allocated(device), capacity(device)
-            if most is not None and whole is not None:
-                memory_counter(f"peak of {device}", {"allocated": most, "capacity": whole})
+            known = {"allocated": most_allocated(device), "capacity": capacity(device)}
+            known["resident"] = self._resident.get(device)
+            if numbers := {name: number for name, number in known.items() if number is not None}:
+                memory_counter(f"peak of {device}", numbers)
 
     def _ledger(self, device: torch.device) -> StorageLedger:
         found = self._ledgers.get(device)

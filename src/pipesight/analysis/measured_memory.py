@@ -1,0 +1,72 @@
+"""What a run tells plans of memory, beside what its layers keep: the batch, gradients, optimizer state, the rest."""
+
+from __future__ import annotations
+
+from pipesight.analysis.described_pipelines import DescribedPipeline
+from pipesight.analysis.memory import PARTS, MemoryReport, PartitionMemory
+from pipesight.schedule.costs import Layer
+
+__all__ = ["gradients_of", "input_bytes", "other_bytes", "outside_peak", "parameter_scale"]
+
+GRADIENTS = PARTS.index("gradients")
+FEW = 0.5
+"""Gradients of less than this share of the parameters are those of a few, such as tied ones."""
+
+
+def input_bytes(memory: MemoryReport | None) -> float:
+    """Return the bytes of a batch, as far as the first layer keeps it."""
+    first = next((layer for layer in memory.layers if layer.partition == 0), None) if memory is not None else None
+    return 0.0 if first is None else first.earlier
+
+
+def outside_peak(memory: MemoryReport | None, last: Layer) -> tuple[float, float]:
+    """Return what a loss outside takes above what layers keep; the outputs that wait for it are no layer's."""
+    if memory is None or memory.outside is None:
+        return 0.0, 0.0
+    waiting = max(last.peak.forward_left - (last.kept_bytes - last.shared_bytes), 0.0)
+    most, left = memory.outside
+    return most + waiting, left + waiting
+
+
+def other_bytes(memory: MemoryReport | None) -> float:
+    """Return what each GPU holds whatever the setting."""
+    gpus = [entry for entry in memory.devices if entry.device != "cpu"] if memory is not None else []
+    least = min((entry.outside for entry in gpus if entry.outside is not None), default=0)
+    return max(least - input_bytes(memory), 0.0)
+
+
+def gradients_of(memory: MemoryReport | None, minibatches: int) -> tuple[float, float]:
+    """Return the gradients, by parameters, that are there before the first backward, and those that come with it.
+
+    They stay where a step has several mini-batches, and where a program does not set them to ``None`` before its
+    forwards. A pipeline in one process then has new sums beside them, until these are added; a program that drops them
+    between forwards and backwards has as many as before.
+    """
+    stay = float(minibatches > 1)
+    if memory is None or len(memory.steps) < 2 or not memory.partitions:
+        return stay, 1.0 - stay
+    weights = sum(entry.parts["weights"] for entry in _one_replica(memory)) or 1
+    ranks = {(entry.partition, entry.rank) for entry in _one_replica(memory)}
+    first = most = 0
+    for curve in (curve for curve in memory.curves if (curve.partition, curve.rank) in ranks):
+        gradients = curve.values[GRADIENTS]
+        begins = {step: k for k, step in reversed([*enumerate(curve.steps)]) if step > memory.steps[0]}
+        first += max((gradients[k] for k in begins.values()), default=0)  # at the end of the first forward of a step
+        most += max(gradients)
+    stay = float(stay or first / weights > FEW)
+    return stay, float(most / weights > stay + FEW)
+
+
+def parameter_scale(
+    memory: MemoryReport | None, facts: DescribedPipeline, gradients: tuple[float, float]
+) -> float | None:
+    """Return how many bytes are held for each byte of parameters, where an optimizer was seen to have state or none."""
+    parameters = sum(layer.parameter_bytes or 0 for layer in facts.layers)
+    if memory is None or len(memory.steps) < 2 or not parameters:
+        return None
+    fixed = sum(entry.parts["weights"] + entry.parts["optimizer_state"] for entry in _one_replica(memory))
+    return fixed / parameters + max(sum(gradients), 1.0)
+
+
+def _one_replica(memory: MemoryReport) -> list[PartitionMemory]:
+    return [*{entry.partition: entry for entry in reversed(memory.partitions)}.values()]
