@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipesight.analysis.plan_outcome import best_of_each, make_plans
+from pipesight._formatting import size as format_size
+from pipesight.analysis.plan_outcome import make_plans
 from pipesight.cli import _quantities as quantities
 from pipesight.cli._model_option import make_sample
 from pipesight.distributed import schedule_names
@@ -86,7 +88,8 @@ def test_table_has_the_recorded_schedule_and_plans(recorded):
     assert lines[1].split()[:8] == ["recorded", "gpipe", "except_last", "4", "2", "4", "3.40", "s"]
     assert lines[2].split()[:5] == ["simulated", "3.40", "s", "+0.0%", "off"]
     assert lines[3].startswith("best")
-    assert {"gpipe", "1f1b", "interleaved", "zero-bubble"} <= {*ended.stdout.split()}
+    every = plan(recorded, "--all").stdout
+    assert {"gpipe", "1f1b", "interleaved", "zero-bubble"} <= {*every.split()}
     assert lines[3].split()[1] == "zbv-zero-bubble"
     assert lines[-2] == "Pipeline.step runs any of these, GPipe only gpipe; its best:"
     assert plan(recorded, "--schedule", "gpipe").stdout.splitlines()[-2:] == ["", lines[-1]]
@@ -105,8 +108,8 @@ def test_table_in_a_terminal(recorded, width):
     *lines, code = plan_text(outcome, width=width).splitlines()
     assert code == whole.splitlines()[-1]
     assert max(map(len, lines)) <= width
-    faster = [one for one in best_of_each(outcome.plans) if one.step_seconds < outcome.baseline]
-    assert 0 < len(faster) < len(best_of_each(outcome.plans))
+    faster = [one for one in outcome.worth_listing() if one.step_seconds < outcome.baseline]
+    assert 0 < len(faster) < len(outcome.plans)
     table = whole.splitlines()[1 : 3 + len(faster)]
     assert not whole.splitlines()[3 + len(faster)].startswith(" ")
     said = re.sub(r"[,\s]+", " ", " ".join(lines))
@@ -160,6 +163,23 @@ def test_partitions_and_links(recorded):
     slow = json.loads(plan(recorded, *common, "--link-latency", "50ms", "--link-bandwidth", "1kB/s").stdout)
     # 100 bytes at 1 kB/s are 100 ms; two ways.
     assert slow["plans"][0]["step_seconds"] == pytest.approx((3600 + 100 + 2 * (50 + 100)) * 1e-3, rel=0.01)
+
+
+def test_only_plans_that_are_worth_it_are_listed(recorded):
+    """A listed plan is faster than all that need as little memory, and no plan left out is: these are counted."""
+    found = json.loads(plan(recorded, "--json").stdout)
+    faster = [p for p in found["plans"] if p["step_seconds"] < found["recorded"]["predicted_step_seconds"]]
+    needs = [max(p["memory_bytes"]) for p in faster]
+    worth, least = {next(k for k, p in enumerate(faster) if p["call"] is not None)}, math.inf
+    for k, need in enumerate(needs):
+        if need < 0.95 * least:
+            worth, least = {*worth, k}, need
+    table = plan(recorded).stdout.splitlines()
+    listed = [line.split()[-2:] for line in table[3 : 3 + len(worth)]]
+    assert [size.split() for size in map(format_size, (needs[k] for k in sorted(worth)))] == listed
+    left = len(found["plans"]) - len(worth)
+    assert table[3 + len(worth)].startswith(f"{left} of {len(found['plans'])} plans are not listed: ")
+    assert len(plan(recorded, "--all").stdout.splitlines()) > len(found["plans"])
 
 
 class Page(HTMLParser):
@@ -251,6 +271,14 @@ def test_what_cannot_be(recorded, args, words):
     assert words in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not ended.stdout
+
+
+def test_what_is_refused_writes_nothing(recorded):
+    """A cut that another program cannot take is refused before the order or the page is written."""
+    order, page = recorded.with_name("order.csv"), recorded.with_name("page.html")
+    ended = plan(recorded, "--format", "megatron", "--out", order, "--html", page)
+    assert (ended.returncode, "takes no order of tasks" in ended.stderr) == (2, True)
+    assert [path for path in (order, page) if path.exists()] == []
 
 
 def test_runs_that_cannot_be_planned(tmp_path):

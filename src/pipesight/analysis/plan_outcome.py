@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from pipesight.analysis.measured_costs import Measured
 from pipesight.analysis.memory_limit import MemoryLimit
 from pipesight.plan.large_layers import LargeLayer, large_layer
 from pipesight.plan.order_search import search_orders
-from pipesight.plan.plans import WORTH, Plan, bare_torch_call, best_plans, distributed_call
+from pipesight.plan.plans import WORTH, Plan, bare_torch_call, best_plans, distributed_call, fastest_first
 from pipesight.plan.possible_settings import settings_for_each
 from pipesight.schedule.argument_checks import CHECKPOINT_MODES, SCHEDULES
 from pipesight.schedule.costs import Costs
-from pipesight.schedule.memory import device_bytes
+from pipesight.schedule.memory import device_bytes, peak_bytes
 
-__all__ = ["Outcome", "best_of_each", "make_plans"]
+__all__ = ["Outcome", "make_plans"]
+
+
+LESS = 0.05
+"""The least share of memory that a slower plan must save to be worth listing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +78,26 @@ class Outcome:
             return None
         which = " that the run's engine can run" if self.plans[0].step_seconds < least else ""
         return f"no plan{which} saves more than {WORTH:.0%}: keep the current settings"
+
+    def worth_listing(self) -> list[Plan]:
+        """Return the plans that are faster than all that need as little memory, or hardly more, and the fastest that
+        the engine of the run can run.
+
+        Where sizes of layers are not known, plans are compared by the share of activations that a device holds at most.
+        """
+        chosen, least = {id(self.fastest_to_run())}, math.inf
+        for plan in fastest_first(self.plans):
+            if (needs := self._needs(plan)) < least * (1 - LESS):
+                chosen.add(id(plan))
+                least = needs
+        return [plan for plan in self.plans if id(plan) in chosen]
+
+    def _needs(self, plan: Plan) -> float:
+        if self.costs.sizes_known:
+            return max(plan.memory_bytes)
+        schedule = plan.schedule
+        each = np.ones(schedule.stages)
+        return float(peak_bytes(schedule, each * 0, each).max()) / (schedule.chunks * plan.setting.rounds)
 
     def too_large(self) -> LargeLayer | None:
         """Return the layer that is too large for any cut to help."""
@@ -161,13 +187,3 @@ def make_plans(
     kind = kinds.pop() if len(kinds) == 1 else None
     found = Outcome(costs, plans, measured, recorded, kind, memory, file)
     return replace(found, plans=sorted(plans, key=lambda plan: found.fits(plan) is False))
-
-
-def best_of_each(plans: Iterable[Plan]) -> list[Plan]:
-    """Return the fastest plan of each schedule, checkpoint mode, and number of rounds and partitions."""
-    best: dict[tuple[str, int, str, int], Plan] = {}
-    for plan in plans:
-        best.setdefault(
-            (plan.schedule_name, plan.setting.rounds, plan.setting.checkpoint, plan.setting.partitions), plan
-        )
-    return list(best.values())

@@ -104,7 +104,11 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         choices=("torchtitan", "megatron", "torch"),
         help="print the cut of the fastest plan as this program takes it, instead of the table",
     )
-    add("--all", action="store_true", help="show all plans, not only the best of each schedule and checkpoint mode")
+    add(
+        "--all",
+        action="store_true",
+        help="show all plans, not only those that are faster than all that need as little memory",
+    )
     add("--json", action="store_true", help="print JSON")
     add(
         "--html",
@@ -119,13 +123,14 @@ def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def run(options: argparse.Namespace) -> int:
     """Plan, and return the exit code."""
     outcome = _plan(options)
+    text = _text(options, outcome)  # which may refuse, before anything is written
     if options.html is not None:
         _write_page(options, outcome)
     if options.out is not None:
         from pipesight.plan.schedule_files import save_schedule
 
         save_schedule(outcome.plans[0].schedule, options.out)
-    _print(options, outcome)
+    print(text)
     return 0
 
 
@@ -198,31 +203,29 @@ def _link(options: argparse.Namespace) -> Link | None:
     return Link(bandwidth=options.link_bandwidth or math.inf, latency=options.link_latency or 0.0)
 
 
-def _print(options: argparse.Namespace, outcome: Outcome) -> None:
+def _text(options: argparse.Namespace, outcome: Outcome) -> str:
+    """Return what is printed."""
     if options.json:
         from pipesight.view.plan_json import plans_as_json
 
-        print(json.dumps(plans_as_json(outcome), indent=2, allow_nan=False))
-        return
+        return json.dumps(plans_as_json(outcome), indent=2, allow_nan=False)
     if options.format is not None:
         from pipesight.view.plan_formats import plan_as
+        from pipesight.view.plan_table import large_layer_note
 
         file = None if options.out is None else str(options.out)
-        print(plan_as(options.format, outcome.costs, outcome.plans[0], file=file))
-        if (large := outcome.too_large()) is not None:
-            from pipesight.view.plan_table import large_layer_note
-
-            print(f"# note: {large_layer_note(large)}")
-        return
+        cut, large = plan_as(options.format, outcome.costs, outcome.plans[0], file=file), outcome.too_large()
+        return cut if large is None else f"{cut}\n# note: {large_layer_note(large)}"
     from pipesight.view.plan_table import plan_text
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(plan_text(outcome, all_plans=options.all, width=width, with_call=options.out is None))
+    lines = [plan_text(outcome, all_plans=options.all, width=width, with_call=options.out is None)]
     if options.html is not None:
-        print(f"\nthe timelines are in {options.html}")
+        lines += ["", f"the timelines are in {options.html}"]
     if options.out is not None:
-        calls = [f"{where}:\n{call}" for where, call in outcome.calls_with_file(outcome.plans[0]).items()]
-        print(f"\nthe order of the fastest plan is in {options.out}; this runs it", "\n".join(calls))
+        lines += ["", f"the order of the fastest plan is in {options.out}; this runs it"]
+        lines += [f"{where}:\n{call}" for where, call in outcome.calls_with_file(outcome.plans[0]).items()]
+    return "\n".join(lines)
 
 
 def _write_page(options: argparse.Namespace, outcome: Outcome) -> None:

@@ -12,7 +12,7 @@ from html import escape
 import numpy as np
 
 from pipesight._formatting import time
-from pipesight.analysis.plan_outcome import Outcome, best_of_each
+from pipesight.analysis.plan_outcome import Outcome
 from pipesight.plan.plans import simulated
 from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import KINDS, Schedule
@@ -51,7 +51,7 @@ def plan_page(name: str, outcome: Outcome) -> str:
 
 def plan_sections(outcome: Outcome) -> str:
     """Return the plans as a part of a page: a table, and the timelines of the recorded and the best ones."""
-    shown = best_of_each(outcome.plans)
+    shown = outcome.worth_listing()
     timelines = _timelines(outcome)
     longest = max(timeline.length for timeline in timelines)
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in HEADINGS)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from pipesight._formatting import size, time
 from pipesight._plurals import count_of
-from pipesight.analysis.plan_outcome import Outcome, best_of_each
+from pipesight.analysis.plan_outcome import Outcome
 from pipesight.plan.large_layers import LargeLayer
 from pipesight.plan.plans import Plan
 from pipesight.view.text_layout import broken, columns, shown_width
@@ -29,8 +29,8 @@ Row: TypeAlias = tuple[str, ...]
 def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = None, with_call: bool = True) -> str:
     """Write the plans as text, and ``with_call`` the code that runs the fastest.
 
-    By default, only the best of each schedule and checkpoint mode is listed, if it saves time. Without ``width``, there
-    is no limit.
+    By default, only plans that are worth it are listed: those that save time, each faster than all that need as little
+    memory. Without ``width``, there is no limit.
     """
     shown = outcome.plans if all_plans else _faster(outcome)
     lines = _fitted(table_rows(outcome, shown), width)
@@ -38,9 +38,10 @@ def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = 
     if any(not plan.proven for plan in shown):
         sentences.append("* another balance may be faster: the search stopped before it had ruled out all others")
     if len(shown) < len(outcome.plans):
-        saves = "" if outcome.baseline is None else ", if it saves time"
+        save = "" if outcome.baseline is None else "save nothing, or "
         sentences.append(
-            f"the fastest of {len(outcome.plans)} plans for each schedule and checkpoint mode{saves}; --all shows all"
+            f"{len(outcome.plans) - len(shown)} of {len(outcome.plans)} plans are not listed: they {save}need as "
+            "much memory as a faster one, or nearly; --all shows all"
         )
     sentences += [f"note: {note}" for note in notes_on(outcome, shown)]
     # Of a run over ranks or of steps, all plans can be run, but for loops of other lengths on the CPU.
@@ -57,8 +58,8 @@ def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = 
 
 
 def _faster(outcome: Outcome) -> list[Plan]:
-    """Return the best plan of each kind that is faster than what was recorded; without one, the best of each."""
-    best = best_of_each(outcome.plans)
+    """Return the plans worth listing that are faster than what was recorded; without one, all worth listing."""
+    best = outcome.worth_listing()
     faster = [plan for plan in best if outcome.baseline is None or plan.step_seconds < outcome.baseline]
     return faster or best
 
