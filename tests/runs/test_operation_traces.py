@@ -55,6 +55,24 @@ def test_any_types(trace):
     assert after.begin == pytest.approx(before.begin, abs=1)
 
 
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_no_chunk_or_microbatch(trace, missing):
+    """What an operation does not have may be -1, missing, or not a number, as in tables of floats."""
+    with open_run(trace) as run:
+        before = run.operations()
+
+    def without(column):
+        values = [missing if value < 0 else float(value) for value in column.to_pylist()]
+        return pa.array(values, pa.float64())
+
+    change(trace, mc=without, gmc=without, mb_id=without)
+    with open_run(trace) as run:
+        after = run.operations()
+    for name in ("chunk", "part", "microbatch"):
+        assert getattr(before, name).min() == -1
+        assert (getattr(after, name) == getattr(before, name)).all()
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
@@ -64,7 +82,12 @@ def test_any_types(trace):
             "unknown kinds of operations .* sparkle",
         ),
         ({"duration": lambda c: pc.negate(c)}, "a value that is missing, negative or not finite .*: 104;"),
+        (
+            {"duration": lambda c: pc.multiply(c, float("nan"))},
+            "a value that is missing, negative or not finite .*: 104;",
+        ),
         ({"start_ts": lambda c: pc.divide(c, 0.0)}, "a value that is missing, negative or not finite"),
+        ({"start_ts": lambda c: pc.multiply(c, 1e6)}, "times must be seconds .* divide them by 1e6"),
         ({"rank": lambda c: pa.array(range(len(c)))}, "several ranks share a data-parallel rank and a stage"),
     ],
 )

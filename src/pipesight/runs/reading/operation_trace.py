@@ -27,6 +27,7 @@ COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration",
 _MAGIC = b"PAR1"
 _SHOWN = 12  # names in a message
 _LARGEST = 2**31 - 1
+_DAY = 86_400.0  # no step is as long; in microseconds, one of 0.1 seconds is
 
 
 def is_parquet(path: Path) -> bool:
@@ -75,8 +76,8 @@ def _read(database: DuckDBPyConnection, path: Path) -> Operations:
     database.execute(
         f"""CREATE TEMP VIEW operations AS SELECT step, dp_rank AS replica, stage, rank,
         list_position([{names}], optype::VARCHAR) - 1 AS kind, start_ts::DOUBLE * 1e6 AS "begin",
-        duration::DOUBLE * 1e6 AS duration, mc AS chunk, gmc AS part, mb_id AS microbatch, seq_id
-        FROM read_parquet({name})"""
+        duration::DOUBLE * 1e6 AS duration, {_or_none("mc")} AS chunk, {_or_none("gmc")} AS part,
+        {_or_none("mb_id")} AS microbatch, seq_id FROM read_parquet({name})"""
     )
     limits = {"step": 0, "replica": 0, "stage": 0, "rank": 0, "kind": 0, "chunk": -1, "part": -1, "microbatch": -1}
     good = [f"{column}::BIGINT BETWEEN {least} AND {_LARGEST}" for column, least in limits.items()]
@@ -85,7 +86,16 @@ def _read(database: DuckDBPyConnection, path: Path) -> Operations:
     if bad:
         raise NotARunError(
             f"operations with a value that is missing, negative or not finite in {str(path)!r}: {bad}; every column "
-            "needs one, -1 where an operation has no chunk or micro-batch"
+            "needs one, but for mc, gmc and mb_id where an operation has no chunk or micro-batch"
+        )
+    (longest,) = database.execute(
+        """SELECT max(length) / 1e6 FROM
+        (SELECT max("begin" + duration) - min("begin") AS length FROM operations GROUP BY step)"""
+    ).fetchall()[0]
+    if longest is not None and longest > _DAY:
+        raise NotARunError(
+            f"times must be seconds in columns start_ts and duration of {str(path)!r} (longest step: {longest:,.0f} "
+            "seconds, more than a day); divide them by 1e6 if they are microseconds, by 1e9 if they are nanoseconds"
         )
     shared = database.execute(
         "SELECT replica, stage, min(rank), max(rank) FROM operations GROUP BY ALL HAVING min(rank) <> max(rank) "
@@ -104,6 +114,11 @@ def _read(database: DuckDBPyConnection, path: Path) -> Operations:
     if not len(found["step"]):
         raise NotARunError(f"no operations in {str(path)!r}")
     return Operations(**found)
+
+
+def _or_none(column: str) -> str:
+    """Read -1 where a value is missing or, as in tables of floats, not a number; DuckDB's ``isnan`` misses some."""
+    return f"coalesce(TRY_CAST({column} AS BIGINT), -1)"
 
 
 def _listed(names: list[str]) -> str:
