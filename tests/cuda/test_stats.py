@@ -187,7 +187,8 @@ def test_kernels_share_their_scratch_memory(dtype: torch.dtype) -> None:
 
 def test_merged_calls_are_those_of_the_whole() -> None:
     """Rows of many calls, merged at once, have the moments of all their elements."""
-    from pipesight.stats.moments.cuda_moments import DeviceRows, merge_calls
+    from pipesight.stats.moments.cuda_moments import DeviceRows
+    from pipesight.stats.moments.moments import merge_each
 
     rows = DeviceRows(torch.device("cuda", 0))
     torch.manual_seed(0)
@@ -196,7 +197,8 @@ def test_merged_calls_are_those_of_the_whole() -> None:
     calls = [[rows.measure_one(part) for part in whole.chunk(1 + i % 8)] for i, whole in enumerate(wholes)]
     rows.send()
     assert [any(row.is_bad for row in of_one) for of_one in calls] == [i == 3 for i in range(20)]
-    for moments, whole in zip(merge_calls(calls), wholes, strict=True):
+    merged = merge_each([[row.row() for row in of_one] for of_one in calls]).tolist()
+    for moments, whole in zip(map(Moments.from_row, merged), wholes, strict=True):
         x = whole.double().cpu()
         x = x[x.isfinite()]
         assert moments.count == len(x)

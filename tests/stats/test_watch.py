@@ -4,7 +4,9 @@ import copy
 import io
 import pickle
 import re
-from collections import OrderedDict
+import sys
+import threading
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
@@ -951,3 +953,28 @@ def test_nothing_is_told_of_a_watch_that_logged(tmp_path, capsys):
     with pytest.raises(KeyError), watch(model, config(), log_dir=tmp_path / "b"):
         raise KeyError
     assert capsys.readouterr().err == ""
+
+
+def test_calls_of_a_step(tmp_path):
+    """A watched tensor of a pipeline costs a few Python calls, whatever the machine does besides: they are counted."""
+    calls, layers, chunks, counting = [], 8, 4, False
+
+    def count(frame, event, _):
+        if counting and event == "call" and "/pipesight/stats/" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    before = sys.getprofile(), threading.getprofile()
+    threading.setprofile(count)  # the workers of the pipeline, which begin now
+    sys.setprofile(count)
+    try:
+        pipe = GPipe(nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))), [4, 4], chunks=chunks)
+        batches, rules = [torch.randn(64, 64)] * 2, config(["activation", "gradient"], layers=r"^\d+$")
+        with watch(pipe, rules, log_dir=tmp_path):
+            optimizer = train(pipe, batches)
+            counting = True
+            train(pipe, batches, optimizer)
+            counting = False
+    finally:
+        sys.setprofile(before[0])
+        threading.setprofile(before[1])
+    assert layers * chunks * 2 * 2 * 10 < len(calls) < layers * chunks * 2 * 2 * 25, Counter(calls).most_common(9)

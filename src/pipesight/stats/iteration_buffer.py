@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipesight import context
 from pipesight.stats.actions import Action
-from pipesight.stats.measurements import TensorMeasurements, add_rows, merge_all
+from pipesight.stats.measurements import TensorMeasurements, add_all, add_rows
 from pipesight.stats.message_log import MessageLog
 from pipesight.stats.moments.cuda_moments import Calls, DeviceRows, SentRows
 from pipesight.stats.moments.moments import LaterMoments
@@ -177,7 +177,11 @@ class IterationBuffer:
             self._log(alone.values())
             for group in groups:
                 members = [entry for (*_, of, _), entry in entries.items() if of is group]
-                self._log(members, self._merging.merge(members, group, iteration))
+                records = Records(iteration)
+                for entry, merged in zip(members, self._merging.merge(members, group, iteration), strict=True):
+                    if MOMENTS in merged:
+                        entry.add_to(records, merged)
+                self._sinks.write(records)
             if entries:
                 self._reporter.end(iteration, found)
 
@@ -261,9 +265,11 @@ class IterationBuffer:
         self._small.measure_all()
         self._collect()
         entries, self.entries, self.iteration = self.entries, {}, None
-        if any(entry.changed for entry in entries.values()):
+        changed = [key for key, entry in entries.items() if entry.changed] if self.devices else []
+        if changed:
             _hand_out(sent, self._begun, entries)
-        for key in [key for key, entry in entries.items() if entry.changed]:
+            changed = [key for key, entry in entries.items() if entry.changed]
+        for key in changed:
             entry = entries.pop(key)
             self.at_once.add((entry.layer, entry.tensor))
             for tap in [tap for tap in self._standing if (tap.layer, tap.tensor) == (entry.layer, entry.tensor)]:
@@ -289,7 +295,7 @@ class IterationBuffer:
         if any(rows.has_bad() for rows in sent):
             _hand_out(sent, iteration, entries)
         merged = [rows.merged() for rows in sent]
-        known = {key[3] for key, entry in entries.items() if entry.calls}
+        known = {key[3] for key, entry in entries.items() if entry.calls} if merged else set()
         if known and any(series.action in known for all_series, _ in merged for series in all_series):
             _hand_out(sent, iteration, entries)  # some calls of a tensor were measured alone
             merged = []
@@ -312,13 +318,9 @@ class IterationBuffer:
             entry.first = orders[id(bad)], bad.place
         return found
 
-    def _log(self, entries: Iterable[TensorMeasurements], merged: Iterable[dict[str, Any]] | None = None) -> None:
-        entries, records = list(entries), dict[int, Records]()
-        for entry, of_it in zip(entries, merge_all(entries) if merged is None else merged, strict=True):
-            if MOMENTS in of_it:
-                entry.add_to(records.setdefault(entry.iteration, Records(entry.iteration)), of_it)
-        for of_iteration in records.values():
-            self._sinks.write(of_iteration)
+    def _log(self, entries: Iterable[TensorMeasurements]) -> None:
+        for records in add_all(entries):
+            self._sinks.write(records)
 
 
 def _calls_of(series: Series, iteration: int, entries: dict[Key, TensorMeasurements]) -> Calls:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipesight.stats.actions import Action
-from pipesight.stats.moments.cuda_moments import Calls, DeviceRow, merge_calls
-from pipesight.stats.moments.moments import LaterMoments, Moments
+from pipesight.stats.moments.cuda_moments import Calls
+from pipesight.stats.moments.moments import LaterMoments, Moments, merge_each
 from pipesight.stats.moments.quantity import MOMENTS, Quantity
 from pipesight.stats.nonfinite import Bad, Layers, Place, whole_spot
 from pipesight.stats.sinks.record import Name, Records
 
-__all__ = ["Statistics", "TensorMeasurements", "add_rows", "merge_all"]
+__all__ = ["Statistics", "TensorMeasurements", "add_all", "add_rows", "merge_all"]
 
 
 class TensorMeasurements:
@@ -44,17 +44,20 @@ class TensorMeasurements:
         """Whether a tensor changed before it was measured."""
         return any(records is None for records, _ in self.calls)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether formulas over moments are all that is to be logged: nothing was cast, nor was there NaN or Inf."""
+        return len(self.action.sources) == 1 and self.first is None and bool(self.action.quantities)
+
     def bad(self, layers: Layers) -> Bad | None:
         """Return the first call with NaN or Inf."""
         found: Bad | None = None
         for records, when in self.calls:
-            spot = whole_spot(when)
-            first = records[0] if records else Moments.EMPTY
-            if isinstance(first, DeviceRow) and not first.is_bad:
+            if not records or not records[0].is_bad:
                 continue
-            moments = _resolve(first)
-            if (moments.nans or moments.infs) and (found is None or spot[0] < found.number):
-                found = layers.bad(self.layer, self.tensor, self.iteration, spot, moments)
+            spot = whole_spot(when)
+            if found is None or spot[0] < found.number:
+                found = layers.bad(self.layer, self.tensor, self.iteration, spot, _resolve(records[0]))
         return found
 
     def add_to(self, records: Records, merged: Mapping[str, Any]) -> None:
@@ -83,6 +86,17 @@ def _names(layer: str, tensor: str, labels: tuple[str, ...]) -> tuple[Name, ...]
 
 class Named(Protocol):
     """A tensor with what is done with it."""
+
+    @property
+    def layer(self) -> str: ...
+    @property
+    def tensor(self) -> str: ...
+    @property
+    def action(self) -> Action: ...
+
+
+class Logged(NamedTuple):
+    """A tensor with what is done with it, the same in each step."""
 
     layer: str
     tensor: str
@@ -115,22 +129,40 @@ def _alike(tensors: tuple[Named, ...]) -> list[tuple[list[Formula], list[int], l
     return found
 
 
+def add_all(entries: Iterable[TensorMeasurements]) -> list[Records]:
+    """Return what is to be logged of entries that are not merged over ranks, an iteration each."""
+    found: dict[int, list[TensorMeasurements]] = {}
+    for entry in entries:
+        if entry.calls:
+            found.setdefault(entry.iteration, []).append(entry)
+    all_records = []
+    for iteration, members in found.items():
+        records = Records(iteration)
+        plain = [entry for entry in members if entry.is_plain]
+        add_rows(records, [Logged(entry.layer, entry.tensor, entry.action) for entry in plain], _moments(plain))
+        others = [entry for entry in members if not entry.is_plain]
+        for entry, merged in zip(others, merge_all(others), strict=True):
+            entry.add_to(records, merged)
+        all_records.append(records)
+    return all_records
+
+
 def merge_all(entries: Sequence[TensorMeasurements]) -> list[dict[str, Any]]:
     """Return one record a source for each entry, none for one without a call that counts."""
     merged: list[dict[str, Any]] = [{} for _ in entries]
-    on_device: list[tuple[dict[str, Any], str, list[DeviceRow]]] = []
-    for entry, result in zip(entries, merged, strict=True):
+    for entry, result, row in zip(entries, merged, _moments(entries).tolist(), strict=True):
         if not entry.calls:
             continue
-        records_of = zip(*(records for records, _ in entry.calls if records), strict=True)
-        for source, records in zip(entry.action.sources, records_of, strict=False):
-            if all(isinstance(record, DeviceRow) for record in records):
-                on_device.append((result, source.key, list(records)))
-            else:
-                result[source.key] = reduce(lambda a, b: a.merge(b), map(_resolve, records))
-    for (result, key, _), moments in zip(on_device, merge_calls([rows for *_, rows in on_device]), strict=True):
-        result[key] = moments
+        result[MOMENTS] = Moments.from_row(row)
+        records_of = zip(*(records[1:] for records, _ in entry.calls if records), strict=True)
+        for source, records in zip(entry.action.sources[1:], records_of, strict=False):
+            result[source.key] = reduce(lambda a, b: a.merge(b), records)
     return merged
+
+
+def _moments(entries: Sequence[TensorMeasurements]) -> NDArray[np.float64]:
+    """Merge the moments of the calls of each entry: they are the first of its records."""
+    return merge_each([[records[0].row() for records, _ in entry.calls if records] for entry in entries])
 
 
 class Statistics(Mapping[str, Tensor]):

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from functools import reduce
 from typing import Any, get_args
 
-import torch
 import torch.distributed as dist
 
 from pipesight.context import Phase
 from pipesight.stats.config import Config
 from pipesight.stats.measurements import TensorMeasurements, merge_all
-from pipesight.stats.moments import FIELDS, Moments, merge_rows
+from pipesight.stats.moments import FIELDS, Moments
+from pipesight.stats.moments.moments import merge_each
 from pipesight.stats.moments.quantity import MOMENTS, Source
 from pipesight.stats.nonfinite import Place
 from pipesight.stats.rank_exchange import RankExchange
@@ -179,8 +179,9 @@ class RankMerging:
                 _take_first(entry, of_ranks)
         results: list[dict[str, Any]] = [{} for _ in entries]
         of_moments = [name for name, (_, source) in wanted.items() if source.key == MOMENTS and rows[name]]
-        for name, moments in zip(of_moments, _merge_moments([rows[name] for name in of_moments]), strict=True):
-            results[wanted[name][0]][MOMENTS] = moments
+        merged_rows = merge_each([rows[name] for name in of_moments]).tolist()
+        for name, row in zip(of_moments, merged_rows, strict=True):
+            results[wanted[name][0]][MOMENTS] = Moments.from_row(row)
         for name, (i, source) in wanted.items():
             if source.key != MOMENTS and rows[name]:
                 results[i][source.key] = reduce(lambda a, b: a.merge(b), map(source.from_row, rows[name]))
@@ -212,14 +213,3 @@ def _check_member(group: Any) -> None:
         raise ValueError(
             f"the reduction group must contain this rank (rank: {dist.get_rank()}); pass the group that this rank is in"
         )
-
-
-def _merge_moments(rows: list[Rows]) -> list[Moments]:
-    """Merge the rows of each tensor in order of rank, those of all tensors at once."""
-    if not rows:
-        return []
-    ranks = max(map(len, rows))
-    empty = Moments.EMPTY.row()
-    table = [[of_one[r] if r < len(of_one) else empty for of_one in rows] for r in range(ranks)]
-    together = merge_rows(torch.tensor(table, dtype=torch.float64, device="cpu").view(ranks, len(rows), len(FIELDS)))
-    return [Moments.from_row(row) for row in together.tolist()]

@@ -63,16 +63,15 @@ class OutputHook(Hook):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Is called by the layer, with its arguments and its output."""
-        if (
-            is_compiling()
-            or type(output) is not Tensor
-            or not self._watch.inside
-            or in_transform()
-            or current_backward() != -1
-        ):
+        if is_compiling():
             super().__call__(module, args, output)
             return
         where = current()
+        if self._gradient is None and where is not None and where.phase == "recompute":
+            return
+        if type(output) is not Tensor or not self._watch.inside or in_transform() or current_backward() != -1:
+            super().__call__(module, args, output)
+            return
         if where is not None and is_recomputing():
             return
         for tap in self._outputs:

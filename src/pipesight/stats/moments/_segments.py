@@ -1,10 +1,9 @@
 """The moments of many small tensors that lie one after the other: a few passes over all of them, not over each.
 
-Squares and magnitudes are summed in segments of at most 1024 elements, short enough for float32 to be right to about
-1e-7; from there on, and where terms may cancel, it is float64::
+Each begins with a row of 1024 elements, and zeros fill its last one. Rows are short enough for float32 sums to be right
+to about 1e-7; from there on, and where terms may cancel, it is float64::
 
-    numbers   | tensor 0                | tensor 1      | ...
-    segments  | 1024 | 1024 | the rest  | 1024 | rest   |
+    rows      | tensor 0 | tensor 0 | tensor 0, 0 0 0 | tensor 1 | tensor 1, 0 0 | ...
 
 Tensors that float32 cannot serve, and those whose mean is large beside their deviation, are None: `exact` takes them.
 """
@@ -12,58 +11,69 @@ Tensors that float32 cannot serve, and those whose mean is large beside their de
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pipesight.stats.moments._rows import CANCELLED, GREATEST, LEAST, ROW
-from pipesight.stats.moments.moments import Moments
+from pipesight.stats.moments._scratch import take
 
-__all__ = ["in_segments"]
+__all__ = ["ROW", "in_segments"]
 
 NAN = math.nan
 PASS = 1 << 17  # elements that stay in the cache while the passes over them run
+ONES = np.ones(ROW, np.float32)
+CPU = torch.device("cpu")
 
 
-def in_segments(numbers: NDArray[np.float32], sizes: Sequence[int], *, magnitudes: bool = True) -> list[Moments | None]:
-    """Return the moments of tensors of these sizes, without zeros, the least magnitude and the higher powers."""
-    found: list[Moments | None] = []
+def _row_dot(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What ``np.vecdot`` does, for versions of NumPy without it."""
+    dots: NDArray[np.float32] = np.einsum("...i,...i", a, b)
+    return dots
+
+
+row_dot: Callable[[NDArray[np.float32], NDArray[np.float32]], Any] = getattr(np, "vecdot", _row_dot)
+
+
+def in_segments(
+    numbers: NDArray[np.float32], sizes: Sequence[int], *, magnitudes: bool = True
+) -> list[list[float] | None]:
+    """Return the rows of moments of tensors of these sizes, without zeros, the least magnitude and higher powers."""
+    found: list[list[float] | None] = []
     start = first = 0
     while first < len(sizes):
         last, end = first, start
         while last < len(sizes) and (last == first or end + sizes[last] - start <= PASS):
-            end, last = end + sizes[last], last + 1
+            end, last = end + -(-sizes[last] // ROW) * ROW, last + 1
         found += _measure(numbers[start:end], np.array(sizes[first:last]), magnitudes)
         start, first = end, last
     return found
 
 
-def _measure(x: NDArray[np.float32], sizes: NDArray[np.int64], magnitudes: bool) -> list[Moments | None]:
-    segments = -(-sizes // ROW)
-    of_tensor = np.cumsum(segments) - segments  # its first segment
-    starts = np.cumsum(sizes) - sizes
-    offsets = np.repeat(starts - of_tensor * ROW, segments) + np.arange(segments.sum()) * ROW
+def _measure(x: NDArray[np.float32], sizes: NDArray[np.int64], magnitudes: bool) -> list[list[float] | None]:
+    table, rows = x.reshape(-1, ROW), -(-sizes // ROW)
+    first = np.cumsum(rows) - rows  # of each tensor
+    edges = np.stack([first * ROW, first * ROW + sizes], 1).reshape(-1)  # where it begins, and where its zeros do
+    edges = edges[: -1 if edges[-1] == len(x) else None]
+    columns = np.full((12, len(sizes)), NAN)
     with np.errstate(invalid="ignore", over="ignore"):  # such tensors are left to others
-        low = np.minimum.reduceat(x, starts).astype(np.float64)
-        high = np.maximum.reduceat(x, starts).astype(np.float64)
-        total = np.add.reduceat(x, starts, dtype=np.float64)
-        work = np.multiply(x, x)
-        squares = _summed(work, offsets, of_tensor)
-        l1 = np.full(len(sizes), NAN)
+        low = columns[4] = np.minimum.reduceat(x, edges)[::2]
+        high = columns[5] = np.maximum.reduceat(x, edges)[::2]
+        total, squares = _summed(row_dot(table, ONES), first), _summed(row_dot(table, table), first)
         if magnitudes:
-            l1 = _summed(np.abs(x, out=work), offsets, of_tensor)
-        mean = total / sizes
-        m2 = squares - total * mean
+            work = np.abs(x, out=take("segments", len(x), CPU).numpy())
+            columns[8] = _summed(row_dot(work.reshape(-1, ROW), ONES), first)
+        mean = columns[6] = total / sizes
+        m2 = columns[7] = squares - total * mean
         largest = np.maximum(-low, high)
         good = (low < high) & (largest > LEAST) & (largest < GREATEST) & (m2 * CANCELLED > squares)
-    columns = zip(*(values.tolist() for values in (good, sizes, low, high, mean, m2, l1)), strict=True)
-    return [
-        Moments(n, 0.0, 0.0, NAN, least, greatest, centre, about, size, NAN, NAN, NAN) if is_good else None
-        for is_good, n, least, greatest, centre, about, size in columns
-    ]
+    columns[0], columns[1:3] = sizes, 0.0
+    return [row if is_good else None for row, is_good in zip(columns.T.tolist(), good.tolist(), strict=True)]
 
 
-def _summed(x: NDArray[np.float32], offsets: NDArray[np.int64], of_tensor: NDArray[np.int64]) -> NDArray[np.float64]:
-    sums: NDArray[np.float64] = np.add.reduceat(np.add.reduceat(x, offsets).astype(np.float64), of_tensor)
+def _summed(of_rows: NDArray[np.float32], first: NDArray[np.int64]) -> NDArray[np.float64]:
+    sums: NDArray[np.float64] = np.add.reduceat(of_rows.astype(np.float64), first)
     return sums

@@ -22,7 +22,7 @@ from pipesight.stats.moments.cpu_moments import measure_on_device
 from pipesight.stats.moments.cuda_launch import QUICK, Kernels
 from pipesight.stats.moments.moments import FIELDS, LaterMoments, Moments, merge_rows
 
-__all__ = ["Calls", "DeviceRow", "DeviceRows", "SentRows", "is_capturing", "is_quick", "merge_calls"]
+__all__ = ["Calls", "DeviceRow", "DeviceRows", "SentRows", "is_capturing", "is_quick"]
 
 ROWS = 512  # a block
 TOGETHER = 64  # tensors, at most, that one kernel measures
@@ -101,15 +101,17 @@ class DeviceRow(LaterMoments):
         """Whether the tensor has NaN or Inf; waits for the device."""
         if self.readback is not None:
             return self.readback.is_bad(self.index)
-        moments = self.moments()
-        return bool(moments.nans or moments.infs)
+        return self.moments().is_bad
 
-    def moments(self) -> Moments:
-        """Return the moments; waits for them."""
+    def row(self) -> list[float]:
+        """Return the row; waits for it."""
+        row: list[float]
         if self.readback is not None:
-            return Moments.from_row(self.readback.rows[self.index].tolist())
-        assert self._block is not None
-        return Moments.from_row(self._block[self._at].tolist())
+            row = self.readback.rows[self.index].tolist()
+        else:
+            assert self._block is not None
+            row = self._block[self._at].tolist()
+        return row
 
     def put(self, moments: Moments) -> None:
         """Write moments that were measured otherwise."""
@@ -120,25 +122,6 @@ class DeviceRow(LaterMoments):
         """The row is on its way, with others; those of its stream begin at ``start``."""
         self.index += start
         self.readback, self._block = readback, None
-
-
-def merge_calls(tensors: Sequence[Sequence[DeviceRow]]) -> list[Moments]:
-    """Merge the rows of the calls of each tensor, as `Moments.merge` does one after the other; waits for them."""
-    merged: list[Moments] = [Moments.EMPTY] * len(tensors)
-    alike: dict[tuple[int, int], list[int]] = {}  # those with as many calls, read back together
-    for i, calls in enumerate(tensors):
-        alike.setdefault((len(calls), id(calls[0].readback)), []).append(i)
-    for (count, _), members in alike.items():
-        readback = tensors[members[0]][0].readback
-        if readback is None or any(call.readback is not readback for i in members for call in tensors[i]):
-            each = [[call.moments().row() for call in tensors[i]] for i in members]
-            rows = torch.tensor(each, dtype=torch.float64, device="cpu")
-        else:
-            indices = [call.index for i in members for call in tensors[i]]
-            rows = torch.from_numpy(readback.rows[indices]).view(len(members), count, len(FIELDS))
-        for i, row in zip(members, merge_rows(rows.transpose(0, 1)).tolist(), strict=True):
-            merged[i] = Moments.from_row(row)
-    return merged
 
 
 Calls: TypeAlias = list[tuple[Sequence[Any] | None, Any]]

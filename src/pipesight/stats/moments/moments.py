@@ -13,7 +13,6 @@ Example::
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["FIELDS", "LaterMoments", "Moments", "merge_rows"]
+__all__ = ["FIELDS", "LaterMoments", "Moments", "merge_each", "merge_rows"]
 
 FIELDS = ("count", "nans", "infs", "zeros", "min", "max", "mean", "m2", "l1", "smallest", "m3", "m4")
 EXACT = ("count", "nans", "infs", "zeros", "min", "max", "smallest")  # whatever the order of the elements
@@ -73,6 +72,11 @@ class Moments:
     def amax(self) -> float:
         """The greatest ``|x|``, NaN when there is no finite element."""
         return max(-self.min, self.max) if self.count else math.nan
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether there are NaNs or infinities."""
+        return bool(self.nans or self.infs)
 
     def merge(self, other: Moments) -> Moments:
         """The moments of the elements of both."""
@@ -167,24 +171,48 @@ class Moments:
 Moments.EMPTY = Moments()
 
 
-class LaterMoments(ABC):
-    """Moments that are not at hand yet: on a device, or not worked out."""
+class LaterMoments:  # not an ABC: isinstance() takes ten times as long with one
+    """Moments that are not at hand yet: on a device, or not worked out. All but ``ready`` wait for them."""
 
     __slots__ = ()
 
     @property
-    @abstractmethod
     def ready(self) -> bool:
-        """Whether :meth:`moments` does not wait for a device."""
+        """Whether the rest does not wait for a device."""
+        raise NotImplementedError
 
-    @abstractmethod
+    @property
+    def is_bad(self) -> bool:
+        """Whether there are NaNs or infinities."""
+        raise NotImplementedError
+
+    def row(self) -> list[float]:
+        """Return what :meth:`Moments.row` does."""
+        raise NotImplementedError
+
     def moments(self) -> Moments:
-        """Return the moments; waits for them."""
+        """Return the moments."""
+        return Moments.from_row(self.row())
 
 
 def _least(a: float, b: float) -> float:
     """min(a, b), or NaN where either is NaN."""
     return a if a < b or a != a else b
+
+
+def merge_each(tensors: Sequence[Sequence[Sequence[float]]]) -> NDArray[np.float64]:
+    """Merge the rows of each tensor, of its calls or ranks, in their order: a row a tensor, of all tensors at once.
+
+    Example::
+
+        merge_each([[first_half.row(), second_half.row()], [whole.row()]])
+    """
+    if not tensors:
+        return np.empty((0, len(FIELDS)))
+    most, empty = max(1, *map(len, tensors)), Moments.EMPTY.row()
+    padded = [[*rows, *[empty] * (most - len(rows))] for rows in tensors]
+    table = np.array(padded, dtype=np.float64).reshape(len(tensors), most, len(FIELDS))
+    return _merged(table.transpose(2, 1, 0))
 
 
 def merge_rows(rows: Tensor) -> Tensor:
@@ -211,9 +239,9 @@ def _merged(fields: NDArray[np.float64]) -> NDArray[np.float64]:
     merged: NDArray[np.float64] = np.add.reduce(fields, 1)
     with np.errstate(all="ignore"):
         full = counts > 0
-        first = np.take_along_axis(means, full.argmax(0)[None], 0)  # equal means stay what they are
+        first = means[full.argmax(0), np.arange(len(means[0]))]  # equal means stay what they are
         shares = counts / np.where(merged[0] > 0, merged[0], 1.0)
-        mean = first[0] + np.add.reduce(shares * (means - first), 0)
+        mean = first + np.add.reduce(shares * (means - first), 0)
         mean = np.where(np.isfinite(mean), mean, np.add.reduce(shares * means, 0))
         d = np.where(full, means - mean, 0.0)
         dd = d * d

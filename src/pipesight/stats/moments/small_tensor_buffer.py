@@ -4,7 +4,7 @@ Measuring a small tensor costs calls, not arithmetic. In the threads of a pipeli
 interpreter, which another thread has; at the end of a step nobody else wants it. So a small tensor is copied into a
 buffer, one call, and what lies there is measured when its values are wanted or the buffer is full::
 
-    buffer   | fc1 | fc2 | fc1 | ...
+    buffer   | fc1 0 | fc2 0 0 | fc1 0 | ...      zeros fill up rows
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from pipesight.stats.moments._exact import exact
 from pipesight.stats.moments._rows import FLOAT32
-from pipesight.stats.moments._segments import in_segments
+from pipesight.stats.moments._segments import ROW, in_segments
 from pipesight.stats.moments.cpu_moments import is_ordinary
-from pipesight.stats.moments.moments import LaterMoments, Moments
+from pipesight.stats.moments.moments import LaterMoments
 
 __all__ = ["SmallRow", "SmallRows"]
 
@@ -35,19 +35,25 @@ class SmallRow(LaterMoments):
 
     def __init__(self, rows: SmallRows) -> None:
         self._rows = rows
-        self._found: Moments | None = None
+        self._found: list[float] | None = None
 
     @property
     def ready(self) -> bool:
         """They can be had at once."""
         return True
 
-    def found(self, moments: Moments) -> None:
-        """They are known now."""
-        self._found = moments
+    @property
+    def is_bad(self) -> bool:
+        """Whether the tensor has NaN or Inf."""
+        row = self.row()
+        return bool(row[1] or row[2])
 
-    def moments(self) -> Moments:
-        """Return the moments, and measure all that are waiting if need be."""
+    def found(self, row: list[float]) -> None:
+        """They are known now."""
+        self._found = row
+
+    def row(self) -> list[float]:
+        """Return the row, and measure all that are waiting if need be."""
         if self._found is None:
             self._rows.measure_all()
             assert self._found is not None
@@ -95,16 +101,19 @@ class SmallRows:
                     self._buffer = torch.empty(ROOM, dtype=torch.float32, device="cpu")
                     self._array = self._buffer.numpy()
                     self._memory = self._array.data
-            if self._used + size > ROOM:
+            full = -(-size // ROW) * ROW
+            if self._used + full > ROOM:
                 self._measure_all()
             start, end = self._used, self._used + size
+            if full > size:
+                self._array[end : start + full] = 0
             if array is None:
                 self._buffer[start:end].view(tensor.shape).copy_(tensor.detach())
             elif array.flags.c_contiguous:
                 self._memory[start:end] = array.reshape(-1).data
             else:
                 np.copyto(self._array[start:end].reshape(array.shape), array)
-            self._used = end
+            self._used = start + full
             self._waiting.append((row, size, powers, smallest, magnitudes))
         return row
 
@@ -117,14 +126,14 @@ class SmallRows:
         if not self._waiting or self._buffer is None:
             return
         waiting, self._waiting, self._used = self._waiting, [], 0
-        found: list[Moments | None] = [None] * len(waiting)
-        if not any(powers or smallest for _, _, powers, smallest, _ in waiting):
-            sizes, magnitudes = [size for _, size, *_ in waiting], any(item[4] for item in waiting)
-            found = in_segments(self._array, sizes, magnitudes=magnitudes)
+        found: list[list[float] | None] = [None] * len(waiting)
+        _, sizes, powers_of, smallest_of, magnitudes_of = zip(*waiting, strict=True)
+        if not any(powers_of) and not any(smallest_of):
+            found = in_segments(self._array, sizes, magnitudes=any(magnitudes_of))
         start = 0
-        for (row, size, powers, smallest, magnitudes), moments in zip(waiting, found, strict=True):
-            if moments is None:
+        for (later, size, powers, smallest, magnitudes), row in zip(waiting, found, strict=True):
+            if row is None:
                 numbers = self._buffer[start : start + size]
-                moments = exact(numbers, powers=powers, smallest=smallest, magnitudes=magnitudes)
-            row.found(moments)
-            start += size
+                row = exact(numbers, powers=powers, smallest=smallest, magnitudes=magnitudes).row()
+            later.found(row)
+            start += -(-size // ROW) * ROW
