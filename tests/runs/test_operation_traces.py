@@ -84,7 +84,7 @@ def test_no_chunk_or_microbatch(trace, missing):
         ({"duration": lambda c: pc.negate(c)}, "a value that is missing, negative or not finite .*: 104;"),
         (
             {"duration": lambda c: pc.multiply(c, float("nan"))},
-            "a value that is missing, negative or not finite .*: 104;",
+            "a value that is missing, negative or not finite .*: 112;",
         ),
         ({"start_ts": lambda c: pc.divide(c, 0.0)}, "a value that is missing, negative or not finite"),
         ({"start_ts": lambda c: pc.multiply(c, 1e6)}, "times must be seconds .* divide them by 1e6"),
