@@ -14,7 +14,7 @@ from analysis.test_links import made as linked
 from pipesight.analysis.analyse import analyse
 from pipesight.analysis.critical_path import critical_paths
 from pipesight.runs.reading.run import open_run
-from support.synthetic import Made
+from support.synthetic import START, Made
 
 
 def paths_of(folder, steps):
@@ -69,9 +69,12 @@ def test_a_pipeline_without_gaps(tmp_path_factory, seed, n, m):
     found = paths_of(made.write(), range(3))
     for step, times in enumerate(steps):
         slacks, early, length = slack(times, n, m)
-        chained(found[step], length)
-        assert set(found[step].totals()) <= {"forward", "backward"}
-        for part in found[step].parts:
+        assert found[step].follows == (step < 2)
+        chained(found[step], length + 100 * (step < 2))
+        assert {"forward", "backward"} <= set(found[step].totals()) <= {"forward", "backward", "gap"}
+        *parts, last = found[step].parts
+        assert last.kind == ("gap" if step < 2 else "backward")  # until the next step
+        for part in [*parts, last] if step == 2 else parts:
             (task,) = [of for of in times if of[2] == part.partition and early[of] == part.begin]
             assert (task[0], slacks[task], times[task]) == (part.kind, 0, part.end - part.begin)
 
@@ -112,7 +115,30 @@ def test_anything_adds_up(tmp_path_factory, seed):
     ]
     optimizers = [[e["ts"] + e["dur"] for e in own if e["name"] == "step"] for own in made.events.values()]
     assert len(made.events) == ranks
+    begins = {step: min(begin for own, begin, _ in tasks if own == step) for step in range(5)}
+    last = max(end for step, _, end in tasks if step == 4)
     for step, path in paths_of(made.write(), range(5)).items():
-        begins, ends = [b for s, b, _ in tasks if s == step], [e for s, _, e in tasks if s == step]
-        chained(path, max(*ends, *(own[step] for own in optimizers)) - min(begins))
-        assert path.begin == min(begins)
+        until = begins[step + 1] if step < 4 else max(last, *(own[step] for own in optimizers))
+        chained(path, until - begins[step])
+        assert (path.begin, path.follows) == (begins[step], step < 4)
+
+
+@pytest.mark.parametrize("loads", [0, 1, None])
+def test_loading_holds_the_next_step_up(tmp_path, loads):
+    """The batch of the next step is on the path of this one if a rank loads it before its first task begins.
+
+    Rank 1 loads for longer, but its first task waits for rank 0 anyway: that is not on the path.
+    """
+    made, at = linked(tmp_path / "run", SLOW, clock=clocks(2000, 3000)), 3120
+    every = {rank: list(events) for rank, events in made.events.items()}
+    for rank, events in every.items():
+        for event in events:
+            event["ts"] += 400 * ((event["ts"] - START) // at)
+        for step in range(1, 5):
+            dur = {0: 300, 1: 390}.get(rank, 0) if loads == rank else 0
+            if dur:
+                made.span("dataloader", "fetch", begin=step * (at + 400) - dur, dur=dur, rank=rank, step=step)
+    for path in paths_of(made.write(), range(4)).values():
+        chained(path, at + 400)
+        expected = {"data loading": 300, "gap": 100} if loads == 0 else {"gap": 400}
+        assert path.totals() == {"forward": 400, "backward": 800, "transfer": 1820, "optimizer": 100} | expected

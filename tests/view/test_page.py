@@ -847,16 +847,16 @@ def test_range(page):
 
 
 def test_critical_path(page):
-    """A key draws the chain that ends the step: here tasks fill the window, and the optimizer comes after them."""
+    """A key draws the chain up to the next step: tasks fill the window, then come the optimizer and a batch to load."""
     assert page.inspect()["path"] is None
     page.focus("#timeline")
     page.keys("c")
     facts = page.inspect()
     tasks = {"forward": (M + N - 1) * FORWARD, "backward": (M + N - 1) * BACKWARD}
-    assert dict(facts["path"]["totals"]) == {**tasks, "gap": 50, "optimizer": 150}
-    assert facts["drawn"]["path"] == len(facts["path"]["lane"]) == 2 * (M + N - 1) + 2
-    assert "Critical path of 2.30 ms" in page.text("#path")
-    assert "forward\n700 µs · 30.4%" in page.text("#path")
+    assert dict(facts["path"]["totals"]) == {**tasks, "gap": 150, "optimizer": 150, "data loading": 100}
+    assert facts["drawn"]["path"] == len(facts["path"]["lane"]) == 2 * (M + N - 1) + 5
+    assert "Critical path of 2.50 ms" in page.text("#path")
+    assert "forward\n700 µs · 28.0%" in page.text("#path")
     page.click("#path-toggle")
     assert page.inspect()["drawn"]["path"] == 0
     assert not page.seen("#path")

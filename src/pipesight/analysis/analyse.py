@@ -13,7 +13,7 @@ from pipesight._plurals import count_of
 from pipesight.analysis.advice import Situation, find_changes
 from pipesight.analysis.batch_sizes import of_usual_size, with_common_samples
 from pipesight.analysis.collectives import background_calls, match_calls, name_collectives, waits_in
-from pipesight.analysis.critical_path import paths_through
+from pipesight.analysis.critical_path import following, paths_through
 from pipesight.analysis.curves import curves_of, moments_of
 from pipesight.analysis.described_pipelines import pipelines_of, replicas_in
 from pipesight.analysis.gpu_times import gpu_times, profiled_steps
@@ -195,9 +195,12 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         moments=moments_of(points, edges),
         memory=memory,
     )
-    drawn = None if report.typical is None else operations_of(complete.where(complete.step == report.typical))
-    paths = {} if drawn is None else paths_through(drawn)
-    return replace(report, critical_path=next(iter(paths.values()), None))
+    if (typical := report.typical) is None:
+        return report
+    next_of = following(timed.times)
+    drawn = operations_of(complete.where(np.isin(complete.step, [typical, next_of.get(typical, typical)])))
+    path = None if drawn is None else paths_through(drawn, [typical], next_of).get(typical)
+    return replace(report, critical_path=path)
 
 
 def measure(run: Run, *, link: Link | None = None) -> Measured:

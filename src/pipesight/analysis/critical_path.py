@@ -1,16 +1,18 @@
 """The critical path of a step: the chain of tasks, transfers and gaps that ends it, from recorded times.
 
-From the end of the last operation, mostly the optimizer's, back to the begin of the first task: what ran last of all
-that an operation waited for came before it on the path; what lies between both is a gap. So the parts of a path follow
-each other without a hole, and their times add up to the whole::
+From the begin of the next step, back to the begin of the first task: what ran last of all that an operation waited for
+came before it on the path; what lies between both is a gap. So the parts of a path follow each other without a hole,
+and their times add up to the step::
 
-    partition 0   F0 F1            . B1 B0 O        path: F0, transfer, F0, F1, B1, transfer, B1, gap, B0, optimizer
-    partition 1      . F0 F1 B1 B0
+    partition 0   F0 F1            . B1 B0 O L | F0     path: F0, transfer, F0, F1, B1, transfer, B1, gap, B0,
+    partition 1      . F0 F1 B1 B0             |              optimizer, data loading
+
+Where the next step was not recorded, a path ends with the last operation, mostly the optimizer's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ from pipesight.analysis.partition_placement import place_partitions
 from pipesight.analysis.process_stops import stops_in
 from pipesight.analysis.recorded_operations import MOST, RecordedOperations, recorded_operations
 from pipesight.analysis.step_grouping import TRAINING, find_steps
+from pipesight.analysis.step_times import StepTimes
 from pipesight.runs.reading.event_tables import Operations
 from pipesight.runs.reading.operation_kinds import KINDS, codes_of, collectives, number_of
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from pipesight.analysis.report import Report
     from pipesight.runs.reading.run import Run
 
-__all__ = ["PATH_PARTS", "CriticalPath", "PathPart", "critical_paths", "paths_through"]
+__all__ = ["PATH_PARTS", "CriticalPath", "PathPart", "critical_paths", "following", "paths_through"]
 
 PATH_PARTS = (
     "forward",
@@ -87,6 +90,8 @@ class CriticalPath:
     """The number of the step."""
     begin: int
     """When the first task of the step begins, as events have it."""
+    follows: bool
+    """Whether it ends with the first task of the next step; else with its own last operation."""
     parts: tuple[PathPart, ...]
     """By time; each begins where the one before ends."""
 
@@ -109,13 +114,16 @@ def critical_paths(run: Run, report: Report, steps: Sequence[int]) -> dict[int, 
     spans = run.spans()
     _, minibatches = find_steps(report.minibatches, spans, report.replicas)
     trained = minibatches.where((minibatches.kind == TRAINING) & np.isin(minibatches.step, report.steps.step))
-    room, wanted = MOST, []
+    next_of = following(report.steps)
+    room, wanted, needed = MOST, [], set[int]()
     for step in steps:
-        room -= int(trained.count[trained.step == step].sum())
+        new = {step, next_of.get(step, step)} - needed
+        room -= int(trained.count[np.isin(trained.step, [*new])].sum())
         if room < 0:
             break
         wanted.append(step)
-    chosen = trained.where(np.isin(trained.step, wanted))
+        needed |= new
+    chosen = trained.where(np.isin(trained.step, [*needed]))
     if not len(chosen):
         return {}
     recorded = recorded_operations(
@@ -128,17 +136,30 @@ def critical_paths(run: Run, report: Report, steps: Sequence[int]) -> dict[int, 
         report.steps,
         stops_in(run.points()),
     )
-    return {} if recorded is None else paths_through(recorded)
+    return {} if recorded is None else paths_through(recorded, wanted, next_of)
 
 
-def paths_through(recorded: RecordedOperations) -> dict[int, CriticalPath]:
-    """Return the critical path of each recorded step."""
+def following(times: StepTimes) -> dict[int, int]:
+    """Return the next step of those that another was recorded to follow."""
+    steps = times.over_replicas()
+    numbers = steps.step.tolist()
+    return {
+        one: other for one, other, known in zip(numbers, numbers[1:], steps.follows.tolist(), strict=False) if known
+    }
+
+
+def paths_through(
+    recorded: RecordedOperations, steps: Sequence[int], next_of: Mapping[int, int]
+) -> dict[int, CriticalPath]:
+    """Return the critical paths of recorded steps; ``next_of`` says which follows which."""
     try:
         graph = graph_of(recorded.operations, widest_groups(recorded.operations))
     except ValueError:  # operations wait for each other in a circle: the report says so
         return {}
     walk = _Walk(recorded.operations, graph)
-    return {step: walk.path(step, recorded) for step in np.unique(recorded.operations.step).tolist()}
+    there = {*recorded.operations.step.tolist()}
+    after = {step: number for step, number in next_of.items() if number in there}
+    return {step: walk.path(step, after.get(step), recorded) for step in steps if step in there}
 
 
 class _Walk:
@@ -150,22 +171,18 @@ class _Walk:
         self._begin = operations.begin[graph.row]
         self._end = self._begin + operations.duration[graph.row]
         self._kind, self._step = operations.kind[graph.row], operations.step[graph.row]
+        self._replica, self._stage = operations.replica[graph.row], operations.stage[graph.row]
         self._operations = operations
         self._met = np.full(int(graph.unit[-1]) + 1, -np.inf)
         np.maximum.at(self._met, graph.unit, self._begin)
 
-    def path(self, step: int, recorded: RecordedOperations) -> CriticalPath:
-        """Return the path of a step."""
-        tasks = np.flatnonzero((self._step == step) & np.isin(self._kind, _COMPUTING))
-        start = float(self._begin[tasks].min())
-        known = np.flatnonzero((self._step == step) & np.isin(self._kind, _KNOWN))
-        last = known[self._end[known] == self._end[known].max()].tolist()
-        # Of several that end at once, the one that waited least.
-        at = max(
-            last,
-            key=lambda own: max((float(self._end[k]) for k in self._sources(int(self._graph.unit[own]))), default=0),
-        )
-        now = float(self._end[at])
+    def path(self, step: int, after: int | None, recorded: RecordedOperations) -> CriticalPath:
+        """Return the path of a step, up to the next if that was recorded."""
+        start = float(self._begin[self._first_task(step)])
+        first = -1 if after is None else self._first_task(after)
+        follows = first >= 0 and float(self._begin[first]) > start
+        at = first if follows else self._last(step)
+        now = float(self._begin[at] if follows else self._end[at])
         parts: list[PathPart] = []
 
         def add(kind: str, operation: int, since: float) -> None:
@@ -178,14 +195,36 @@ class _Walk:
         while now > start:
             unit = int(self._graph.unit[at])
             add(_KINDS.get(int(self._kind[at]), "gap"), self._shown(at), float(self._met[unit]))
-            sources = self._sources(unit)
+            sources = [*self._sources(unit), *self._of_step_before(at, step, now)]
             if not sources:
                 add("gap", at, start)
                 break
             before = max(sources, key=lambda source: float(self._end[source]))
             add("gap", at, float(self._end[before]))
             at = before
-        return CriticalPath(step, round(recorded.origin + start), tuple(_merged(parts[::-1])))
+        return CriticalPath(step, round(recorded.origin + start), follows, tuple(_merged(parts[::-1])))
+
+    def _first_task(self, step: int) -> int:
+        """Return the task of a step that begins first."""
+        tasks = np.flatnonzero((self._step == step) & np.isin(self._kind, _COMPUTING))
+        return int(tasks[np.argmin(self._begin[tasks])])
+
+    def _last(self, step: int) -> int:
+        """Return the operation of a step that ends last: of several that do, the one that waited least."""
+        known = np.flatnonzero((self._step == step) & np.isin(self._kind, _KNOWN))
+        last = known[self._end[known] == self._end[known].max()].tolist()
+        ready = [
+            max((float(self._end[k]) for k in self._sources(int(self._graph.unit[own]))), default=0) for own in last
+        ]
+        return int(last[int(np.argmax(ready))])
+
+    def _of_step_before(self, at: int, step: int, now: float) -> list[int]:
+        """Return what the worker of an operation of the next step did last in this one: the graph ends at steps."""
+        if self._step[at] == step:
+            return []
+        mine = (self._step == step) & np.isin(self._kind, _KNOWN) & (self._end <= now)
+        own = mine & (self._replica == self._replica[at]) & (self._stage == self._stage[at])
+        return np.flatnonzero(own if own.any() else mine).tolist()
 
     def _sources(self, unit: int) -> list[int]:
         """Return what a unit waits for; of what took no time, what that waits for."""

@@ -81,6 +81,7 @@ def _path(path: CriticalPath) -> dict[str, Any]:
     return {
         "step": path.step,
         "begin": path.begin,
+        "follows": path.follows,
         "time": path.parts[-1].end if path.parts else 0.0,
         "totals": path.totals(),
         "parts": [asdict(part) for part in path.parts],

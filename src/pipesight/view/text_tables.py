@@ -147,7 +147,8 @@ def path_lines(path: CriticalPath | None, style: Style) -> list[str]:
     whole = path.parts[-1].end
     parts = sorted(path.totals().items(), key=lambda part: -part[1])
     text = ", ".join(f"{kind} {time(spent)} ({percent(spent / max(whole, 1e-9))})" for kind, spent in parts)
-    title = f"Critical path of step {path.step}, from its first task to its last operation: {time(whole)}"
+    until = "the next step" if path.follows else "its last operation"
+    title = f"Critical path of step {path.step}, from its first task to {until}: {time(whole)}"
     return [
         *(style.paint(line, "bold") for line in style.wrapped(title)),
         *style.wrapped(text, indent="  ", first="  "),
