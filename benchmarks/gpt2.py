@@ -43,17 +43,20 @@ class Training:
             self.parts = (self.tokens,)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
 
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        for tokens in self.parts:
+            with torch.autocast(torch.device(self.job.device).type, torch.bfloat16):
+                if self.job.engine.startswith("step "):
+                    self.pipe.step(input_ids=tokens, labels=tokens)
+                    continue
+                loss = self.model(input_ids=tokens, labels=tokens).loss / len(self.parts)
+            loss.backward()
+        self.optimizer.step()
+
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            self.optimizer.zero_grad()
-            for tokens in self.parts:
-                with torch.autocast(torch.device(self.job.device).type, torch.bfloat16):
-                    if self.job.engine.startswith("step "):
-                        self.pipe.step(input_ids=tokens, labels=tokens)
-                        continue
-                    loss = self.model(input_ids=tokens, labels=tokens).loss / len(self.parts)
-                loss.backward()
-            self.optimizer.step()
+            self.step()
         torch.cuda.synchronize()
 
     def gradient_norms(self) -> list[float]:

@@ -5,7 +5,7 @@ pipesight | nvdlfw                  1,000 calls for small tensors of 100 layers 
 pipesight | nvdlfw                  16M numbers on each of two processes             "pipesight ranks"
 train | watched | seldom            steps of the demo's model, activations watched   "watched demo", "watched modules"
 sum | six | pipesight               on a GPU, of 10 tensors of 2^n numbers           "six float32:30"
-train | watched | seldom            on a GPU, steps of a GPT, all tensors watched    "watched gpt:piped"
+train | watched | seldom            on a GPU, steps of a GPT, all tensors watched    "watched gpt2:plain"
 sum | pipesight | together          on a GPU, of many tensors of 2^n numbers         "together many:12"
 """
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import yaml
 
-from benchmarks.job import require_original
+from benchmarks.job import Job, require_original
 from benchmarks.ranks import pin
 
 __all__ = ["CALLS", "MANY", "TENSORS", "Logger"]
@@ -229,10 +229,16 @@ def training(who: str, what: str, folder: Path) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def training_gpt(who: str, what: str, folder: Path) -> Iterator[Step]:
-    from benchmarks.gpt import Training
+    from benchmarks import gpt, gpt2
     from pipesight.stats import watch
 
-    train = Training(what.partition(":")[2])
+    kind, _, how = what.partition(":")
+    train: gpt.Training | gpt2.Training
+    if kind == "gpt":
+        train = gpt.Training(how)
+    else:
+        engine = "accumulated" if how == "plain" else how
+        train = gpt2.Training(Job(engine=engine, workload=kind, partitions=4, chunks=8, device="cuda:0"))
     if who == "train":
         yield train.step
         return
@@ -251,6 +257,7 @@ WORKLOADS: dict[str, Callable[[str, str, Path], contextlib.AbstractContextManage
     "modules": training,
     "many": cuda_many,
     "gpt": training_gpt,
+    "gpt2": training_gpt,
 }
 
 if __name__ == "__main__":

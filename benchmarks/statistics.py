@@ -1,5 +1,6 @@
 """The cost of statistics: of a large tensor, of a call, over ranks, and of a training step that is watched."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -53,20 +54,28 @@ def on_gpu(options: Options) -> bool:
             )
             if exponent > 20:
                 show_goals(outcomes, [Goal(f"pipesight {what}", f"sum {what}", "cost", limit)])
-    for how in ("plain", "large", "piped", "compiled"):
-        outcomes = take(
-            options, [f"{who} gpt:{how}" for who in ("train", "watched", "seldom")], rounds=9, seconds=STEPS_SECONDS
-        )
-        title = (
-            f"GPU: a training step of GPT, 124M parameters, bfloat16, {how}; activations and gradients of all modules"
-        )
-        sound &= show(f"{title}, at each step and at each tenth", outcomes, reference=f"train gpt:{how}", kind="cost")
-        limits = {"watched": 1.10, "seldom": 1.02}
-        show_goals(
-            outcomes, [Goal(f"{who} gpt:{how}", f"train gpt:{how}", "cost", limit) for who, limit in limits.items()]
-        )
+    found = [("gpt", how) for how in ("plain", "large", "piped", "compiled")]
+    if importlib.util.find_spec("transformers") is not None:
+        found += [("gpt2", "plain"), ("gpt2", "any_model")]
+    for model, how in found:
+        sound &= on_gpt(options, f"{model}:{how}")
     outcomes = take(options, [f"{who} many:12" for who in ("sum", "pipesight", "together")], rounds=9, seconds=0.05)
     sound &= show(f"GPU: {MANY} tensors of 2^12 numbers", outcomes, reference="sum many:12", kind="cost")
+    return sound
+
+
+def on_gpt(options: Options, what: str) -> bool:
+    names = {"gpt": "a GPT", "gpt2": "GPT-2 of transformers"}
+    model, _, how = what.partition(":")
+    outcomes = take(
+        options, [f"{who} {what}" for who in ("train", "watched", "seldom")], rounds=9, seconds=STEPS_SECONDS
+    )
+    title = f"GPU: a training step of {names[model]}, 124M parameters, bfloat16, {how}; activations and gradients"
+    sound = show(
+        f"{title} of all modules, at each step and at each tenth", outcomes, reference=f"train {what}", kind="cost"
+    )
+    limits = {"watched": 1.10, "seldom": 1.02}
+    show_goals(outcomes, [Goal(f"{who} {what}", f"train {what}", "cost", limit) for who, limit in limits.items()])
     return sound
 
 

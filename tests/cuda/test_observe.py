@@ -58,6 +58,7 @@ class Synchronised(context.Observer):
         self.times[where.phase, where.partition].append((time.perf_counter() - self.begin) * 1e6)
 
 
+@pytest.mark.alone
 def test_tasks_take_as_long_as_in_a_synchronised_run(model, tmp_path):
     """What a task takes on the device is what a clock says that waits for the device at both ends of it."""
     train(model, 3)
@@ -131,6 +132,7 @@ def test_layers_fill_their_tasks(model, tmp_path):
                 assert one["ts"] + one["dur"] == other["ts"]
 
 
+@pytest.mark.alone
 def test_clocks_are_compared_again(model, tmp_path, monkeypatch):
     """The clocks of host and device are compared again and again, beside the training, and stay together."""
     monkeypatch.setattr("pipesight.trace.gpu_spans._ANCHOR_LASTS", 2e8)

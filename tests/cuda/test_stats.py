@@ -137,8 +137,8 @@ def test_same_as_on_the_cpu() -> None:
 
 
 def test_many_at_once() -> None:
-    """Many tensors are measured by one kernel for 64 of a dtype, each to its own row."""
-    from pipesight.stats.moments.cuda_moments import DeviceRows
+    """Many tensors are measured by one kernel for so many of a dtype, each to its own row."""
+    from pipesight.stats.moments.cuda_moments import TOGETHER, DeviceRows
 
     torch.manual_seed(0)
     tensors = [torch.randn(n, device="cuda") + n for n in (1, 5, 8192, 100_000, 3, 70_000, *range(10, 300))]
@@ -149,11 +149,33 @@ def test_many_at_once() -> None:
         found = rows.measure(tensors)
         torch.cuda.synchronize()
     kernels = [event.name for event in profile.events() if event.name.startswith("measure")]
-    assert len(kernels) == -(-296 // 64) + 1
+    assert len(kernels) == -(-296 // TOGETHER) + 1
     rows.send()
     for row, tensor in zip(found, tensors, strict=True):
         assert row.moments().mean == pytest.approx(tensor.double().mean().item(), rel=1e-5)
         assert row.moments().count == tensor.numel()
+
+
+def test_steps_on_their_way_do_not_mix() -> None:
+    """What is launched in a step is not overwritten by the next ones, however far the device is behind."""
+    from pipesight.stats.moments.cuda_moments import DeviceRows
+
+    rows, found = DeviceRows(torch.device("cuda", 0)), []
+    torch.cuda.synchronize()
+    for step in range(40):
+        if step % 8 == 0:  # in between, the memory of earlier steps is used again
+            torch.cuda.synchronize()
+            torch.cuda._sleep(200_000_000)
+        dtypes = (torch.float32, torch.bfloat16)
+        tensors = [torch.full((10 + i,), float(step), device="cuda", dtype=dtypes[i % 2]) for i in range(300)]
+        found.append(rows.measure(tensors))
+        rows.send()
+        assert step % 8 or not found[step][0].ready
+        assert all(of_step[0].ready for of_step in found[: step - 8])  # asked for, as at each step of a training
+    for step, of_step in enumerate(found):
+        for i, row in enumerate(of_step):
+            moments = row.moments()
+            assert (moments.count, moments.min, moments.max, moments.mean) == (10 + i, step, step, step)
 
 
 def test_one_launch_for_one() -> None:

@@ -23,6 +23,7 @@ def heavy(width=2048, layers=4):
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).cuda()
 
 
+@pytest.mark.alone
 def test_device_spans_agree_with_synchronised_time():
     """What the device's events say of a forward is what a clock says that waits for the device."""
     model, x = heavy(), torch.randn(4096, 2048, device="cuda")

@@ -50,7 +50,7 @@ def _kernels(gpu: StandInGpu) -> type:
             gpu.launches.append(1)
             gpu.measure(x.dtype, x.data_ptr(), x.numel(), out)
 
-        def measure_many(self, dtype, addresses, sizes, powers, rows, done, out) -> None:
+        def measure_many(self, dtype, addresses, sizes, powers, table, rows, done, out) -> None:
             assert len(addresses) <= cuda_moments.TOGETHER
             gpu.launches.append(len(addresses))
             for i, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
@@ -128,4 +128,5 @@ def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> StandInGpu:
     monkeypatch.setattr(stats_session, "on_gpu", lambda _: True)
     monkeypatch.setattr(stats_session, "is_capturing_stream", lambda: False)
     monkeypatch.setattr(cuda_launch, "has_kernels", lambda _: True)
+    monkeypatch.setattr(cuda_launch, "torch", _Torch(torch, empty=_empty))
     return gpu

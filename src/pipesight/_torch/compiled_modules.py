@@ -22,6 +22,7 @@ class CompiledModules:
         self._model = model
         self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._changed: list[tuple[nn.Module, str, Any]] = []
+        self._known = False  # whether all that is compiled was looked for since they ran as compiled
 
     def add(self, compiled: object) -> None:
         """Note what ``torch.compile`` returned, if it is a part of the model, or the model."""
@@ -29,8 +30,11 @@ class CompiledModules:
         if isinstance(compiled, nn.Module) and any(inner is module for module in self._model.modules()):
             self._around.add(compiled)
 
-    def run_uncompiled(self) -> None:
-        """Run them as they are, until `restore`."""
+    def run_uncompiled(self, *, anew: bool = False) -> None:
+        """Run them as they are, until `restore`; look for more of them anew, if there may be."""
+        if self._known and not anew:
+            return
+        self._known = True
         known = {id(module) for module, _, _ in self._changed}
         waiting: list[nn.Module | None] = [self._model, *self._around]
         seen: set[nn.Module | None] = {None}
@@ -54,6 +58,7 @@ class CompiledModules:
 
     def restore(self) -> None:
         """Run what was compiled again."""
+        self._known = False
         while self._changed:
             module, name, value = self._changed.pop()
             vars(module)[name] = value

@@ -78,7 +78,7 @@ class OutputHook(Hook):
             if (take := tap.take) is None or not take(output, tap.series, where):  # type: ignore[arg-type]
                 self._watch.log(tap, (output,))
         gradient = self._gradient
-        if gradient is not None and (gradient.tap.take is None or not hook_gradient(output, KEY, gradient)):
+        if gradient is not None and (gradient.tap.take is None or not gradient.is_quickly_on(output)):
             self._hook_gradients(gradient, (output,))
 
     def _after_layer(self, _: nn.Module, args: Any, output: Any) -> None:
@@ -120,14 +120,20 @@ class GradientHook:
             if take is None or not take(gradient, tap.series, where):  # type: ignore[arg-type]
                 self._watch.log_gradient(tap, gradient)
 
-    def put_on(self, tensor: Tensor) -> RemovableHandle | None:
-        """Have it called with the gradient of a tensor. Return how to take it off again, if that is necessary."""
+    def is_quickly_on(self, tensor: Tensor) -> bool:
+        """Have it called with the gradient of a tensor, if no handle is needed to take it off again."""
         if hook_gradient(tensor, KEY, self):
-            return None
+            return True
         hooks = tensor_hooks(tensor)
         first = hooks.get(KEY) if hooks and len(hooks) == 1 else None
-        if hooks is not None and isinstance(first, GradientHook) and first._serves(self):
-            hooks[KEY] = first._and(self)
+        if hooks is None or not isinstance(first, GradientHook) or not first._serves(self):
+            return False
+        hooks[KEY] = first._and(self)
+        return True
+
+    def put_on(self, tensor: Tensor) -> RemovableHandle | None:
+        """Have it called with the gradient of a tensor. Return how to take it off again, if that is necessary."""
+        if self.is_quickly_on(tensor):
             return None
         handle: RemovableHandle = tensor.register_hook(self)
         return handle if tensor.is_leaf else None

@@ -311,6 +311,7 @@ class Watch:
         compiled = original(*args, **kwargs)
         self._guards.turn_on()
         self._compiled.add(compiled)
+        self._compiles = True
         self._prepare()
         self._compiles = True  # by `Module.compile`, which has yet to take it
         return compiled
@@ -364,11 +365,11 @@ class Watch:
         """Have the layers call, if the step that begins is logged."""
         on = self._needs_hooks(self._session.step_count + (self._stepped and self._auto))
         self._layer_hooks.turn(on=on)
-        self._compiles = False
         if on:
-            self._compiled.run_uncompiled()
+            self._compiled.run_uncompiled(anew=self._compiles)
         else:
             self._compiled.restore()
+        self._compiles = False
 
     def _needs_hooks(self, step: int) -> bool:
         # Without auto_step, the backward may belong to another step than the forward.

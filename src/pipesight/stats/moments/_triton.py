@@ -408,14 +408,14 @@ def measure_many_kernel(
 ):
     """Measure several tensors of one dtype, whose addresses are multiples of 16: programs (p, i) serve tensor i.
 
-    The table has three lines, with a column for each tensor: address, elements, programs.
+    The table has four lines, with a column for each tensor: address, elements, programs, the programs before its own.
     """
     i, tensors = tl.program_id(1), tl.num_programs(1)
     program, programs = tl.program_id(0), tl.load(table + 2 * tensors + i).to(tl.int32)
     if program < programs:
         x_ptr = tl.multiple_of(tl.load(table + i).to(tl.pointer_type(DTYPE)), 16)
         numel = tl.load(table + tensors + i)
-        rows += i.to(tl.int64) * (SIZE * 12)
+        rows += tl.load(table + 3 * tensors + i) * 12
         _measure(
             x_ptr,
             numel,

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from pipesight._torch.tensors import raw_stream
 
-__all__ = ["QUICK", "Kernels", "has_kernels"]
+__all__ = ["QUICK", "TOGETHER", "Kernels", "Table", "has_kernels"]
 
 BLOCK, DEPTH, WARPS = 1024, 16, 8
 PROGRAMS = 2  # a multiprocessor: as many as it holds
 WAVES = 4  # of programs, where many tensors are measured together
+TOGETHER = 128  # tensors, at most, that one kernel measures
 REGISTERS = 128  # so that it holds two
 TILE = BLOCK * DEPTH
 MOST_PLANS = 1024
@@ -46,14 +47,15 @@ class Kernels:
     """The kernels of one device.
 
     Attributes:
-        scratch_rows: How many rows the programs of one tensor need to write to.
+        scratch_rows: How many rows the programs of a launch need to write to, at most.
     """
 
     def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
         self._device = device
         self._walkers = PROGRAMS * properties.multi_processor_count
-        self.scratch_rows = 1 << self._walkers.bit_length()  # one more than walkers, and a power of 2
+        self._most_programs = 1 << self._walkers.bit_length()  # of a tensor: one more than walkers, and a power of 2
+        self.scratch_rows = WAVES * self._walkers + 2 * TOGETHER
         self._pairs = properties.major >= 9 and not torch.version.hip  # has instructions for two values of 16 bits
         self._of_one: dict[tuple[torch.dtype, bool, bool, bool], _Kernel] = {}
         self._of_many: dict[tuple[torch.dtype, bool], _Kernel] = {}
@@ -87,18 +89,20 @@ class Kernels:
         addresses: Sequence[int],
         sizes: Sequence[int],
         powers: bool,
+        table: Table,
         rows: int,
         done: int,
         out: int,
     ) -> None:
-        """Measure dense tensors of one dtype on the current stream.
+        """Measure dense tensors of one dtype on the current stream, `TOGETHER` at most.
 
         Args:
             dtype: Of the tensors.
             addresses: Where they are: multiples of 16.
             sizes: How many elements each has.
             powers: Whether the third and fourth moments are wanted.
-            rows: The address of ``scratch_rows`` rows for each, that this stream alone uses.
+            table: Nothing else may be written to it until the stream has come here.
+            rows: The address of ``scratch_rows`` rows that this stream alone uses.
             done: The address of as many int32 that are 0.
             out: The address of as many rows.
         """
@@ -116,21 +120,18 @@ class Kernels:
             if len(self._plans) >= MOST_PLANS:  # sizes that are new in each step
                 self._plans.clear()
             plan = self._plans[key] = self._plan(dtype, powers, np.array(sizes, dtype=np.int64))
-        programs, columns = plan[0], plan[1].copy()
-        columns[0] = addresses
-        # Pinned: a copy from other memory may wait for all that the stream has to do.
-        table = torch.from_numpy(columns).pin_memory().to(self._device, non_blocking=True)
+        programs, columns = plan
         grid = (programs, len(sizes), 1)
-        kernel.launch(grid, raw_stream(self._device.index), table.data_ptr(), rows, done, out)
+        kernel.launch(grid, raw_stream(self._device.index), table.fill(addresses, columns), rows, done, out)
 
     def _plan(self, dtype: torch.dtype, powers: bool, sizes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
-        """Return the most programs that one of several tensors gets, and what the kernel reads: addresses are to come.
+        """Return the most programs that one of several tensors gets, and what the kernel reads beside addresses.
 
         All together fill the device a few times, each by its share; more programs would have more to merge.
         """
         share = (sizes * (WAVES * self._walkers / max(1, sizes.sum()))).astype(np.int64)
         counts = self._programs(dtype, powers, sizes, share.clip(1, self._walkers))
-        return int(counts.max()), np.stack((sizes, sizes, counts))
+        return int(counts.max()), np.concatenate((sizes, counts, np.cumsum(counts) - counts))
 
     def _programs(self, dtype: torch.dtype, powers: bool, numel: Any, walkers: Any) -> Any:
         """Return how many programs measure a tensor: walkers over whole tiles, and one for the rest of quick ones."""
@@ -140,7 +141,30 @@ class Kernels:
         return np.minimum(walkers, whole + rest)
 
     def _constants(self, dtype: torch.dtype, powers: bool) -> tuple[Any, ...]:
-        return BLOCK, DEPTH, powers, dtype in QUICK and not powers, self._pairs, self.scratch_rows
+        return BLOCK, DEPTH, powers, dtype in QUICK and not powers, self._pairs, self._most_programs
+
+
+class Table:
+    """What a kernel reads of the tensors that it measures: memory that is kept, on the host and on the device.
+
+    Args:
+        device: The current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # Pinned: a copy from other memory may wait for all that the stream has to do.
+        self._host = torch.empty(4 * TOGETHER, dtype=torch.int64, pin_memory=True)
+        self._device = torch.empty(4 * TOGETHER, dtype=torch.int64, device=device)
+        self._numbers: NDArray[np.int64] = self._host.numpy()
+        self._address = self._device.data_ptr()
+
+    def fill(self, addresses: Sequence[int], columns: NDArray[np.int64]) -> int:
+        """Write addresses and what follows them, on the current stream; return where they are on the device."""
+        count = len(addresses)
+        self._numbers[:count] = addresses
+        self._numbers[count : 4 * count] = columns
+        self._device.copy_(self._host, non_blocking=True)
+        return self._address
 
 
 class _Kernel:

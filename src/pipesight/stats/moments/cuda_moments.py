@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import deque
@@ -19,13 +20,12 @@ from pipesight._torch.tensors import current_gpu, is_transformed, raw_stream
 from pipesight.context import Where
 from pipesight.stats.moments._flat_pieces import ORDINARY, flat_pieces, plain
 from pipesight.stats.moments.cpu_moments import measure_on_device
-from pipesight.stats.moments.cuda_launch import QUICK, Kernels
+from pipesight.stats.moments.cuda_launch import QUICK, TOGETHER, Kernels, Table
 from pipesight.stats.moments.moments import FIELDS, LaterMoments, Moments, merge_rows
 
 __all__ = ["Calls", "DeviceRow", "DeviceRows", "SentRows", "is_capturing", "is_quick"]
 
 ROWS = 512  # a block
-TOGETHER = 64  # tensors, at most, that one kernel measures
 MEMORY_SHIFT = 7  # a 128th of the device's memory, at most, waits to be measured
 ROW_BYTES = len(FIELDS) * 8
 SLOW = frozenset({torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
@@ -38,10 +38,15 @@ def is_capturing() -> bool:
 
 
 class _Readback:
-    """Rows on their way from a device."""
+    """Rows on their way from a device.
 
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
+    Args:
+        rows: Memory of the host that they are copied to.
+        tables: Those that nobody reads any more when they have arrived, each after the list of free ones it goes to.
+    """
+
+    def __init__(self, rows: Tensor, tables: list[tuple[list[Table], list[Table]]]) -> None:
+        self._rows, self._tables = rows, tables
         self._event = torch.cuda.Event()
         self._event.record()
         self._read: NDArray[np.float64] | None = None
@@ -49,16 +54,23 @@ class _Readback:
         self._arrived = False
 
     def ready(self) -> bool:
-        if not self._arrived:
-            self._arrived = self._event.query()
+        if not self._arrived and self._event.query():
+            self._arrive()
         return self._arrived
+
+    def _arrive(self) -> None:
+        self._arrived = True
+        with contextlib.suppress(IndexError):  # another thread may have found it, too
+            while True:
+                free, used = self._tables.pop()
+                free += used
 
     @property
     def rows(self) -> NDArray[np.float64]:
         """All rows; waits for them."""
         if self._read is None:
             self._event.synchronize()
-            self._arrived = True
+            self._arrive()
             rows: NDArray[np.float64] = self._rows.numpy()
             self._bad = frozenset(np.flatnonzero((rows[:, _NANS] != 0) | (rows[:, _INFS] != 0)).tolist())
             self._read = rows
@@ -143,7 +155,7 @@ class RowOwner(Protocol):
     one_by_one: ClassVar[bool]
 
 
-_version, _dtype, _code = map(attrgetter, ("_version", "dtype", "code"))
+_version, _code = map(attrgetter, ("_version", "code"))
 _how = attrgetter("powers", "one_by_one")
 
 
@@ -214,12 +226,13 @@ class _Lane:
     def __init__(self, device: torch.device, scratch_rows: int, most_bytes: int) -> None:
         self.stream = torch.cuda.current_stream()
         # Memory of the kernels, which follow each other: the programs' rows, and how many of them have ended.
-        self._rows = torch.empty(TOGETHER * scratch_rows, len(FIELDS), dtype=torch.float64, device=device)
+        self._rows = torch.empty(scratch_rows, len(FIELDS), dtype=torch.float64, device=device)
         self._done = torch.zeros(TOGETHER, dtype=torch.int32, device=device)
         self.rows, self.done = self._rows.data_ptr(), self._done.data_ptr()
         self._device = device
         self.waiting: deque[_Waiting] = deque()  # threads append without a lock
         self.most_bytes = self.bytes_left = most_bytes
+        self.free_tables: list[Table] = []
         self.begin()
 
     def take_waiting(self) -> list[_Waiting]:
@@ -232,8 +245,14 @@ class _Lane:
         self.blocks: list[Tensor] = []
         self.given: list[DeviceRow] = []
         self.batches: list[_Batch] = []
+        self.tables: list[Table] = []
         self.used = 0
         self._left = self._address = 0
+
+    def take_table(self) -> Table:
+        """Return a table that nobody uses, and nobody else will until the rows of this step have arrived."""
+        self.tables.append(self.free_tables.pop() if self.free_tables else Table(self._device))
+        return self.tables[-1]
 
     def reserve_one(self) -> tuple[int, DeviceRow]:
         """Return the address of a new row, and the row."""
@@ -377,9 +396,16 @@ class DeviceRows:
             with torch.cuda.device(self.device):
                 self._measure_waiting(lane, waiting)
             return
-        if self._measure_alike(lane, waiting):
-            return
-        alike: dict[tuple[torch.dtype, bool], list[_Waiting]] = {}
+        alike: dict[torch.dtype, list[_Waiting]] = {}
+        for item in waiting:
+            alike.setdefault(item[0].dtype, []).append(item)
+        for items in alike.values():
+            if not self._measure_alike(lane, items):
+                self._measure_each(lane, items)
+
+    def _measure_each(self, lane: _Lane, waiting: list[_Waiting]) -> None:
+        """Measure tensors of one dtype, those together that one kernel takes."""
+        alike: dict[bool, list[_Waiting]] = {}
         for item in waiting:
             x, version, owner, spot = item
             if x._version != version or not (address := x.data_ptr()):
@@ -387,12 +413,12 @@ class DeviceRows:
             elif owner.one_by_one or x.dtype not in QUICK or address % 16 or not is_dense(x):
                 owner.calls.append(((self.measure_one(x, powers=owner.powers),), spot))
             else:
-                alike.setdefault((x.dtype, owner.powers), []).append(item)
+                alike.setdefault(owner.powers, []).append(item)
         for items in alike.values():
             self._measure_alike(lane, items)
 
     def _measure_alike(self, lane: _Lane, waiting: list[_Waiting]) -> bool:
-        """Measure tensors by one kernel, if it takes them all; one that several layers returned is measured once."""
+        """Measure tensors of one dtype by a kernel, if it takes them all; what several layers returned, once."""
         tensors, versions, owners, spots = zip(*waiting, strict=True)
         ids = list(map(id, tensors))
         known = dict(zip(ids, tensors, strict=True))
@@ -401,9 +427,9 @@ class DeviceRows:
         if len(known) < len(tensors):
             places = dict(zip(known, rows, strict=False))
             distinct, rows = tuple(known.values()), [places[key] for key in ids]
-        dtypes, ways = {*map(_dtype, distinct)}, {*map(_how, owners)}
-        (powers, one_by_one), dtype = next(iter(ways)), next(iter(dtypes))
-        if len(dtypes) > 1 or len(ways) > 1 or one_by_one or dtype not in QUICK:
+        ways, dtype = {*map(_how, owners)}, tensors[0].dtype
+        powers, one_by_one = next(iter(ways))
+        if len(ways) > 1 or one_by_one or dtype not in QUICK:
             return False
         addresses = list(map(Tensor.data_ptr, distinct))
         if (
@@ -415,9 +441,9 @@ class DeviceRows:
         ):
             return False
         with self._lock:
-            out = lane.reserve_batch(len(distinct), rows, owners, spots)
+            out, table = lane.reserve_batch(len(distinct), rows, owners, spots), lane.take_table()
         sizes = list(map(Tensor.numel, distinct))
-        self._kernels.measure_many(dtype, addresses, sizes, powers, lane.rows, lane.done, out)
+        self._kernels.measure_many(dtype, addresses, sizes, powers, table, lane.rows, lane.done, out)
         return True
 
     def measure(self, tensors: Sequence[Tensor], *, powers: bool = False) -> list[DeviceRow]:
@@ -447,6 +473,7 @@ class DeviceRows:
             lanes = [
                 (lane, lane.blocks, lane.given, lane.batches, lane.used) for lane in self._lanes.values() if lane.used
             ]
+            tables = [(lane.free_tables, lane.tables) for lane, *_ in lanes]
             for lane, *_ in lanes:
                 lane.begin()
         if not lanes:
@@ -465,7 +492,7 @@ class DeviceRows:
                     size = min(ROWS, used + starts[-1] - start)
                     host[start : start + size].copy_(block[:size], non_blocking=True)
                     start += size
-            readback = _Readback(host)
+            readback = _Readback(host, tables)
         batches: list[_Batch] = []
         for (_, _, given, of_lane, _), start in zip(lanes, starts, strict=True):
             for row in given:
@@ -501,8 +528,10 @@ class DeviceRows:
 
     def _measure_many(self, tensors: list[Tensor], powers: bool) -> list[DeviceRow]:
         lane, out, given = self._reserve(len(tensors))
+        with self._lock:
+            table = lane.take_table()
         addresses, sizes = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors))
-        self._kernels.measure_many(tensors[0].dtype, addresses, sizes, powers, lane.rows, lane.done, out)
+        self._kernels.measure_many(tensors[0].dtype, addresses, sizes, powers, table, lane.rows, lane.done, out)
         return given
 
 
