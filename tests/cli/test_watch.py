@@ -21,6 +21,7 @@ from pipesight.analysis.analyse import analyse
 from pipesight.analysis.latest_step import latest_step, steps_of
 from pipesight.analysis.nonfinite import NonFinite
 from pipesight.analysis.step_times import PARTS
+from pipesight.cli.watch import pause_after
 from pipesight.runs.reading.run import LogLine, open_run
 from pipesight.view.live.watch_screen import Frame, draw_frame, line_of
 from support.analysed import analysed
@@ -237,6 +238,15 @@ def test_pace_in_pipe(run):
     assert [line.strip() for line in slower] == [f"{text}Computing takes longer everywhere: 50% of a step before."]
 
 
+@pytest.mark.parametrize(("spent", "count"), [(0.001, 2), (0.05, 2), (0.5, 64), (3.0, 64)])
+def test_looks_take_a_hundredth_of_the_machine(monkeypatch, spent, count):
+    """The more a look takes of the processors, the later the next one comes, but for five seconds at most."""
+    monkeypatch.setattr("pipesight.cli.watch.processors", lambda: count)
+    pause = pause_after(spent)
+    assert 1 <= pause <= 5
+    assert spent / (pause * count) <= 0.01 + 1e-9
+
+
 def test_pipe_restarted(run):
     """An attempt that torchrun starts after one that failed is followed from its first step."""
     run.description.update(launch="job_1", ppid=os.getpid(), restart=0)
@@ -336,6 +346,23 @@ def report(tmp_path_factory):
     run.end()
     with open_run(run.folder) as opened:
         return analyse(opened)
+
+
+def test_looks_plan_nothing(tmp_path):
+    """What is drawn is that of the whole report, without its advice, which would take most of the time."""
+    run = GrowingRun(tmp_path / "run", balance=[1, 3], chunks=2).begin()
+    for step in range(12):
+        run.step(task=1000 + 500 * (step > 8))
+    run.end()
+    with open_run(run.folder) as opened:
+        whole, quick = analyse(opened), analyse(opened, advice=False)
+    assert whole.verdict.changes
+    assert whole.measured is not None
+    assert (quick.verdict.changes, quick.measured, quick.critical_path) == ((), None, None)
+    drawn = [
+        draw_frame(Frame("RUN", "running", one, latest_step(one), []), width=80, height=40) for one in (whole, quick)
+    ]
+    assert drawn[0] == drawn[1]
 
 
 def test_figures(report):

@@ -82,7 +82,9 @@ class NoTasksError(ValueError):
     """A run has nothing to plan by."""
 
 
-def analyse(run: Run, *, steps: range | None = None, partition: int | None = None, layer: str | None = None) -> Report:
+def analyse(
+    run: Run, *, steps: range | None = None, partition: int | None = None, layer: str | None = None, advice: bool = True
+) -> Report:
     """Analyse a run.
 
     Args:
@@ -90,6 +92,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         steps: Only these.
         partition: Report the bubble, layers, stragglers and links of this one alone.
         layer: Report only layers of this name; ``*`` matches any part of one.
+        advice: Find changes to advise, and the critical path, which takes most of the time.
 
     Raises:
         ValueError: There is no such step, partition or layer.
@@ -135,7 +138,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
     if run.followed:
         pace = pace_change(counted, lambda steps: operations_of(complete.where(np.isin(complete.step, steps))))
     measured, changes = None, []
-    if overall is not None and len(pipelines) == 1:
+    if advice and overall is not None and len(pipelines) == 1:
         facts = pipelines[0].facts
         measured = measure_steps(
             run, facts, timed, tasks, bubble=overall.bubble, layers=layer_times, transfers=transfers, memory=memory
@@ -195,7 +198,7 @@ def analyse(run: Run, *, steps: range | None = None, partition: int | None = Non
         moments=moments_of(points, edges),
         memory=memory,
     )
-    if (typical := report.typical) is None:
+    if not advice or (typical := report.typical) is None:
         return report
     next_of = following(timed.times)
     drawn = operations_of(complete.where(np.isin(complete.step, [typical, next_of.get(typical, typical)])))

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipesight._os_facts import processors
 from pipesight.cli._colour import in_colour
 from pipesight.cli._failures import failing_in_one_line
 
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["add_to", "run"]
 
 INTERVAL = 1.0  # seconds from one look to the next, at least
-SHARE = 2
-"""Pause at least so many times as long as the last look took."""
+COST = 0.01
+"""The share of the machine's processors that looks may take."""
+LONGEST = 5.0
+"""Seconds between looks, at most."""
 AGAIN = 20
 """Steps from which a change of pace is a new one, though the same is named; when it began is known to a few steps."""
 LEAST = (40, 8)
@@ -53,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
     """Watch until the run ends, and return the exit code."""
     from rich.console import Console
 
+    import pipesight.analysis.analyse  # noqa: F401  # now, so that the first look does not take longer
     from pipesight.runs.following.follower import Follower, check_place
 
     check_place(options.run_path)
@@ -90,7 +94,7 @@ def _print(follower: Follower, *, ascii: bool) -> None:
             print(words, flush=True)
 
     while True:
-        begin = time.monotonic()
+        begin = time.process_time()
         changed = follower.look()
         for note in follower.run.notes:
             if note.text.startswith("refused") or note.path.name == RUN_FILE:
@@ -116,7 +120,12 @@ def _print(follower: Follower, *, ascii: bool) -> None:
         if follower.state.phase == "ended":
             say(f"{follower.path}: {_state(follower)}")
             return
-        time.sleep(max(INTERVAL, SHARE * (time.monotonic() - begin)))
+        time.sleep(pause_after(time.process_time() - begin))
+
+
+def pause_after(spent: float) -> float:
+    """Return the seconds to the next look, given the processor time of the last: the training has the machine."""
+    return min(max(INTERVAL, spent / (COST * processors())), LONGEST)
 
 
 # A screen that is redrawn.
@@ -141,13 +150,13 @@ def _frames(follower: Follower) -> Iterator[Frame]:
     report: Report | None = None
     yield _frame(follower, report)
     while True:
-        begin = time.monotonic()
+        begin = time.process_time()
         if follower.look():
             report = _report(follower)
         yield _frame(follower, report)
         if follower.state.phase == "ended":
             return
-        time.sleep(max(INTERVAL, SHARE * (time.monotonic() - begin)))
+        time.sleep(pause_after(time.process_time() - begin))
 
 
 def _drawn(frame: Frame, console: Console, *, spare: int = 0) -> Text:
@@ -177,7 +186,7 @@ def _frame(follower: Follower, report: Report | None) -> Frame:
 def _report(follower: Follower) -> Report | None:
     from pipesight.analysis.analyse import analyse
 
-    return analyse(follower.run) if follower.run.steps() else None
+    return analyse(follower.run, advice=False) if follower.run.steps() else None
 
 
 def _state(follower: Follower) -> str:

@@ -21,7 +21,7 @@ def metrics(follower: Follower) -> str:
 
     state, report = follower.state, None
     if follower.run.steps():
-        report = analyse(follower.run)
+        report = analyse(follower.run, advice=False)
     return metrics_text(report, phase=state.phase, outcome=state.outcome)
 
 
