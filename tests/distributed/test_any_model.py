@@ -628,6 +628,71 @@ def test_what_losses_are_means_over(tmp_path):
     assert output.split() == ["done"] * 2
 
 
+def test_loss_outside_the_model(tmp_path):
+    """With ``loss_fn``, a step takes the target last, as in one process: the loss and gradients of the whole batch."""
+    body = """
+    from pipesight import Pipeline
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        def forward(self, tokens, *, shift=0.0):
+            x = first = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x) + shift
+            return self.head(x + first)
+
+    def mean(scores, target):
+        return nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten())
+
+    torch.manual_seed(0)
+    plain = Net().double()
+    tokens, target = torch.randint(11, (2, 13, 5))
+    target[2, :3] = target[9] = -100
+    total = nn.CrossEntropyLoss(reduction="sum")
+    moved = (lambda scores, target: total(scores.transpose(1, 2), target))
+    moved.reduction = "sum"
+    cuts = ["blocks.1", "blocks.2", "blocks.3"]
+    for loss_fn, schedule in ((mean, "1f1b"), (moved, "v-half"), (mean, "zbv-zero-bubble")):
+        one = dict(cuts=cuts if schedule != "1f1b" else ["blocks.2"], chunks=5, schedule=schedule, loss_fn=loss_fn)
+        plain.zero_grad()
+        expected = loss_fn(plain(tokens, shift=0.1), target)
+        expected.backward()
+        pipes = [DistributedPipeline(copy.deepcopy(plain), verify=True, timeout=30, **one)]
+        if rank == 0:  # the same words in one process
+            pipes.append(Pipeline(copy.deepcopy(plain), devices=["cpu"] * (len(one["cuts"]) + 1), **one))
+        for pipeline in pipes:
+            loss = pipeline.step(tokens, target, shift=0.1, broadcast_loss=True)
+            torch.testing.assert_close(loss, expected.detach())
+            same_gradients(pipeline, plain)
+        pipeline = pipes[0]
+        found = pipeline.eval_step(tokens, shift=0.1, target=target), pipeline.predict(tokens, shift=0.1)
+        if pipeline.is_last:
+            torch.testing.assert_close(found, (expected.detach(), plain(tokens, shift=0.1).detach()))
+    one |= dict(chunks=2, timeout=30)
+    errors = [
+        error_of(DistributedPipeline(Net(), **one).step, tokens),
+        error_of(DistributedPipeline(Net(), **one).step, tokens, target[0]),
+        error_of(DistributedPipeline, Net(), loss=lambda scores: scores, **one),
+        error_of(DistributedPipeline, Net(), loss_weight=lambda *_: 1.0, **one),
+    ]
+    for error in errors if rank == 0 else ():
+        print(type(error).__name__, error)
+    """
+    output, _ = torchrun(2, body, tmp_path, begin=BEGIN)
+    parts = [
+        "TypeError step needs the arguments of the model and then the target",
+        "ValueError the target must have as many samples as the input",
+        "TypeError give either loss, which takes the model's output, or loss_fn",
+        "TypeError over ranks, how much a loss counts must be known before outputs are",
+    ]
+    assert len(output.splitlines()) == len(parts)
+    for line, part in zip(output.splitlines(), parts, strict=True):
+        assert part in line
+
+
 def test_verify(tmp_path):
     """With `verify`, the first step is compared with the plain model; nothing is left behind; differences are named."""
     body = """

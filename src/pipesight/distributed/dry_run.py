@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from pipesight._torch.tensors import without_function_overrides
 from pipesight.context import Where, enter_thread
 from pipesight.distributed.dry_walk import DryWalk, KnownWay
 from pipesight.distributed.model_plan import Plan
-from pipesight.distributed.model_walk import Doors, UnitResult, signature
+from pipesight.distributed.model_walk import Doors, ModelCall, UnitResult, signature
 from pipesight.distributed.outline_state import OutlineState
 from pipesight.distributed.random_detector import RandomDetector
 from pipesight.distributed.stand_ins import META
@@ -79,7 +79,7 @@ class ModelOutline:
     def plan(
         self,
         call: tuple[tuple[Any, ...], dict[str, Any]],
-        finish: Callable[[Any], Any],
+        run: ModelCall,
         surroundings: Any,
         i: int,
         randomness: PassRandomness,
@@ -88,15 +88,15 @@ class ModelOutline:
     ) -> Plan:
         """Return what a call does.
 
-        ``finish`` is what the last partition does with the output of the model, such as taking the loss;
-        ``surroundings`` is what :meth:`follow` returned. ``anew`` finds it out for these very values of the arguments.
+        ``run`` calls the model, and makes of its output what is wanted, such as the loss; ``surroundings`` is what
+        :meth:`follow` returned. ``anew`` finds it out for these very values of the arguments.
         """
         if len(self._known) > self._REMEMBERED:
             self._known.clear()
-        known = self._known.setdefault((signature(call), finish, surroundings), [])
+        known = self._known.setdefault((signature(call), run, surroundings), [])
         if known and not known[0].reads and not anew:
             return known[0]
-        walk = functools.partial(self._walk, call, finish, surroundings, i, randomness)
+        walk = functools.partial(self._walk, call, run, surroundings, i, randomness)
         state = OutlineState(self._pairs)
         try:
             plan = walk([] if anew else known)
@@ -125,7 +125,7 @@ class ModelOutline:
     def _walk(
         self,
         call: Any,
-        finish: Callable[[Any], Any],
+        run: ModelCall,
         surroundings: Any,
         i: int,
         randomness: PassRandomness,
@@ -144,7 +144,7 @@ class ModelOutline:
         args, kwargs = flat.rebuild(own)
         try:
             with isolated(), detector, walk, around_functions(walk.call_function):
-                output = finish(self.module(*args, **kwargs))
+                output = run(self.module, args, kwargs)
                 with without_function_overrides():
                     walk.end(output)
         except Exception as error:

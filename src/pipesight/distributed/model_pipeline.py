@@ -26,7 +26,7 @@ from pipesight.distributed.model_placement import Placement, guess_parts, named_
 from pipesight.distributed.model_plan import Plan
 from pipesight.distributed.model_stage import ModelParts, ModelStage
 from pipesight.distributed.model_steps import ModelStepRunner
-from pipesight.distributed.model_walk import Doors
+from pipesight.distributed.model_walk import Doors, whole_output
 from pipesight.distributed.pretrained import read_tensors
 from pipesight.distributed.rank_initialisation import Recipe, meta_tensors
 from pipesight.distributed.replicas import Averaging, make_alike
@@ -35,6 +35,7 @@ from pipesight.pipeline.batch_dims import BatchDim, BatchDims
 from pipesight.pipeline.batchnorm import DeferredBatchNorm
 from pipesight.pipeline.partition import Partition
 from pipesight.pipeline.randomness import PassRandomness
+from pipesight.pipeline.step_losses import TARGET, LossOf
 from pipesight.pipeline.units import check_cuts, find_units
 from pipesight.schedule.supported_schedules import RankSchedule
 
@@ -60,7 +61,7 @@ class ModelPipeline:
         mesh: PipelineMesh,
         *,
         sample: tuple[Sequence[Any], dict[str, Any]] | None,
-        loss: Callable[[Any], Any],
+        loss_of: LossOf,
         loss_weight: Any,
         batch_dim: BatchDim,
         deferred_batch_norm: bool,
@@ -72,11 +73,16 @@ class ModelPipeline:
                 "data_parallel='fsdp' shards the layers of an nn.Sequential; a model that is cut at modules may use "
                 "weights outside the modules that have them, where they would be missing: use data_parallel='ddp'"
             )
+        if callable(loss_weight) and loss_of.takes_target:
+            raise TypeError(
+                "over ranks, how much a loss counts must be known before outputs are, so with cuts and loss_fn "
+                "loss_weight must not be a function; use 'samples' or 'sum', or let the model compute its loss"
+            )
         if not (loss_weight is None or callable(loss_weight) or loss_weight in ("samples", "sum")):
             raise ValueError(
                 f"loss_weight must be 'samples', 'sum' or a function of the arguments, but got {loss_weight!r}"
             )
-        self._kind, self._mesh, self._loss, self._loss_weight = kind, mesh, loss, loss_weight
+        self._kind, self._mesh, self._loss_of, self._loss_weight = kind, mesh, loss_of, loss_weight
         self._to_verify = verify
         recipe: Recipe | None = None
         if not isinstance(module, nn.Module):
@@ -87,7 +93,7 @@ class ModelPipeline:
         self.cuts = check_cuts(module, cuts)
         if deferred_batch_norm:
             DeferredBatchNorm.convert(module)
-        self.dims = BatchDims(batch_dim, inspect.signature(module.forward))
+        self.dims = BatchDims(batch_dim, inspect.signature(module.forward), (TARGET,) if loss_of.takes_target else ())
         self._recipe, self._sample = recipe, sample
         self._is_guess = sample is None  # which partition uses which parameter
         self._unit_names = list(find_units(module, self.cuts))
@@ -122,7 +128,7 @@ class ModelPipeline:
             self.placement,
             chunks,
             self.dims,
-            self._loss,
+            self._loss_of,
             self._loss_weight,
             weakref.WeakMethod(self.adjust),  # this has the runner
             self.model,
@@ -166,6 +172,9 @@ class ModelPipeline:
         everywhere: bool,
     ) -> Tensor | None:
         """Run a step; return its loss."""
+        if self._loss_of.takes_target:
+            inputs, more, target = self._loss_of.apart(*given)
+            given = tuple(inputs), {**more, TARGET: target}
         if self._to_verify and learns and self.model.training:
             self._to_verify = False
             last = self._rank_of(len(self.cuts))
@@ -188,7 +197,8 @@ class ModelPipeline:
         with torch.enable_grad():
             surroundings = self.outline.follow()
             random = PassRandomness({torch.device("cpu"): 0, self._mesh.device: 0})
-            return self.outline.plan((tuple(args), dict(kwargs)), self._loss, surroundings, 0, random)
+            run = whole_output if self._loss_of.takes_target else self._loss_of.of_call  # there is no target
+            return self.outline.plan((tuple(args), dict(kwargs)), run, surroundings, 0, random)
 
     def _parts(self, plan: Plan | None) -> dict[str, list[int]]:
         """Return the partitions that use each parameter, the owner's first."""

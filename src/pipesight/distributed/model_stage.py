@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from pipesight._torch.loss_graph import LossPart, loss_parts
 from pipesight.context import Kept, Unrepeatable
 from pipesight.distributed.minibatch import MiniBatch
 from pipesight.distributed.model_plan import Crossing, Plan
-from pipesight.distributed.model_walk import Doors, Name
+from pipesight.distributed.model_walk import Doors, ModelCall, Name, whole_output
 from pipesight.distributed.part_walk import PartWalk, run_part
 from pipesight.distributed.recomputing_layers import RecomputingLayers
 from pipesight.distributed.transfers import TransferringStage
@@ -48,8 +48,8 @@ class ModelBatch(MiniBatch):
 
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     """The arguments of each micro-batch."""
-    finish: Callable[[Any], Any] = lambda output: output
-    """What is wanted of the output."""
+    run: ModelCall = whole_output
+    """Calls the model, and makes of its output what is wanted of it."""
     with_loss: bool = True
     loss_parts: dict[int, Sequence[LossPart]] | None = None
     """What the losses are made of, if that is to be checked."""
@@ -196,7 +196,7 @@ class ModelStage(TransferringStage):
         watch = batch.watches[i] if batch.watches and self.is_last else contextlib.nullcontext()
         try:
             with watch:
-                result = run_part(walk, parts.doors, parts.module, self._calls[i], batch.finish)
+                result = run_part(walk, parts.doors, parts.module, self._calls[i], batch.run)
         finally:
             walk.end_stream()
         ends = {name: t for name, t in walk.made.items() if t.requires_grad}
@@ -235,9 +235,6 @@ class ModelStage(TransferringStage):
         if not self.batch.with_loss:
             self.batch.results[i] = result
             return None
-        if not isinstance(result, Tensor) or result.numel() != 1:
-            what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-            raise TypeError(f"the loss must be one number, as a tensor, but is {what}")
         batch = self.batch
         if batch.loss_parts is not None and batch.watches:
             batch.loss_parts[i] = batch.watches[i].parts(result)

@@ -20,6 +20,7 @@ from pipesight.distributed.model_placement import Placement
 from pipesight.distributed.model_plan import Plan
 from pipesight.distributed.model_stage import ModelBatch
 from pipesight.distributed.model_verification import verify_step
+from pipesight.distributed.model_walk import ModelCall, whole_output
 from pipesight.distributed.step_runner import CallRunner
 from pipesight.pipeline.batch_dims import BatchDims
 from pipesight.pipeline.calls import SplitCall, split_call
@@ -27,12 +28,9 @@ from pipesight.pipeline.flattening import Flat, flatten
 from pipesight.pipeline.loss_merging import LossMerging, weights_of
 from pipesight.pipeline.outputs import Merge, flatten_output
 from pipesight.pipeline.randomness import PassRandomness, draw_seed, next_seed, seed_of
+from pipesight.pipeline.step_losses import TARGET, LossOf
 
 __all__ = ["ModelStepRunner"]
-
-
-def _whole(output: Any) -> Any:
-    return output
 
 
 class ModelStepRunner(CallRunner):
@@ -48,14 +46,15 @@ class ModelStepRunner(CallRunner):
         placement: Placement,
         chunks: int,
         dims: BatchDims,
-        loss: Callable[[Any], Any],
+        loss_of: LossOf,
         loss_weight: Any,
         adjusted: Callable[[], Callable[[Plan], None] | None],
         *settings: Any,
     ) -> None:
         super().__init__(*settings)
         self._outline, self._placement, self._chunks = outline, placement, chunks
-        self._dims, self._loss, self._loss_weight, self._adjusted = dims, loss, loss_weight, adjusted
+        self._dims, self._loss_of, self._adjusted = dims, loss_of, adjusted
+        self._loss_weight = "sum" if loss_weight is None and loss_of.sums else loss_weight
         self._placed: list[Plan] = []
         self._merging = LossMerging()
         self._checked: dict[str, int] = {}
@@ -97,6 +96,8 @@ class ModelStepRunner(CallRunner):
             message["mode"] = hashlib.blake2b(repr(surroundings).encode(), digest_size=8).hexdigest()
             args, kwargs = self._here(flat)
             split = split_call(args, kwargs, self._chunks, self._dims)
+            if with_loss and self._loss_of.takes_target:
+                self._loss_of.check_target(split, kwargs[TARGET], self._dims)
         except Exception as found:
             error = found
         messages = self._agreement.settle(message, error)
@@ -105,8 +106,8 @@ class ModelStepRunner(CallRunner):
             self.preemption.leave()
         self._calls += 1
         seed = messages[self._mesh.members[0]]["seed"]
-        finish = self._loss if with_loss else _whole
-        plans, weights, total = self._agree(call, split, finish, surroundings, seed)
+        run = self._loss_of.of_call if with_loss else whole_output
+        plans, weights, total = self._agree(call, split, run, surroundings, seed)
         if any(plan.random for plan in plans):
             draw_seed()  # on every rank, so that shuffles give the same samples on each
         else:
@@ -119,7 +120,7 @@ class ModelStepRunner(CallRunner):
         where = self._enter_pass(sum(split.sizes), m, n, learns)
         random = self._randomness(seed)
         batch = ModelBatch(plans, [], loss, learns, random, where, where.observers, self._monitor)
-        batch.calls, batch.finish, batch.with_loss = split.calls, finish, with_loss
+        batch.calls, batch.run, batch.with_loss = split.calls, run, with_loss
         checks = with_loss and self._loss_weight is None and m > 1
         if checks:
             batch.loss_parts, batch.watches = {}, () if learns else self._merging.watches(split)
@@ -229,7 +230,7 @@ class ModelStepRunner(CallRunner):
             )
 
     def _agree(
-        self, call: str, split: SplitCall, finish: Callable[[Any], Any], surroundings: Any, seed: int
+        self, call: str, split: SplitCall, run: ModelCall, surroundings: Any, seed: int
     ) -> tuple[list[Plan], list[float], float | None]:
         """Return the plan and the weight of each micro-batch, and the sum of all weights; ``None`` for a sum of losses.
 
@@ -242,11 +243,11 @@ class ModelStepRunner(CallRunner):
         sums, known = False, self._outline.made
         try:
             random = self._randomness(seed)
-            plans = [self._plan(split, i, finish, surroundings, random) for i in range(len(split.calls))]
+            plans = [self._plan(split, i, run, surroundings, random) for i in range(len(split.calls))]
             for i, plan in enumerate(plans):
                 split.refuse_changes(i, plan.changes)
             self._place(plans)
-            sums, weights = self._weigh(split, plans, finish, surroundings, random)
+            sums, weights = self._weigh(split, plans, run, surroundings, random)
         except Exception as found:
             error = found
         if self._outline.made == known and error is None and len(self._mesh.pipelines) == 1:
@@ -273,13 +274,13 @@ class ModelStepRunner(CallRunner):
         self,
         split: SplitCall,
         i: int,
-        finish: Callable[[Any], Any],
+        run: ModelCall,
         surroundings: Any,
         random: PassRandomness,
         *,
         anew: bool = False,
     ) -> Plan:
-        return self._outline.plan(split.calls[i], finish, surroundings, i, random, anew=anew)
+        return self._outline.plan(split.calls[i], run, surroundings, i, random, anew=anew)
 
     def _place(self, plans: list[Plan]) -> None:
         """Take over what plans say of who uses what, unless the last call had the same."""
@@ -294,7 +295,7 @@ class ModelStepRunner(CallRunner):
         self,
         split: SplitCall,
         plans: list[Plan],
-        finish: Callable[[Any], Any],
+        run: ModelCall,
         surroundings: Any,
         random: PassRandomness,
     ) -> tuple[bool, list[float]]:
@@ -306,14 +307,14 @@ class ModelStepRunner(CallRunner):
         samples = [float(size) for size in split.sizes]
         self._noted = False
         ignored = {plan.mean[1] for plan in plans if plan.mean is not None}
-        if self._loss_weight == "samples" or finish is _whole or len(plans) == 1 or not ignored:
+        if self._loss_weight == "samples" or run is whole_output or len(plans) == 1 or not ignored:
             return False, samples
         values = {value for value in ignored if value is not None}
         if None not in ignored and not _holds(split.calls, values):
             return False, samples  # every sample has as many targets as any other
         counts = None if self._targets is None else self._targets.counts(split)
         if counts is None:
-            plans = [self._plan(split, i, finish, surroundings, random, anew=True) for i in range(len(plans))]
+            plans = [self._plan(split, i, run, surroundings, random, anew=True) for i in range(len(plans))]
             if any(plan.mean is None for plan in plans):
                 return False, samples
             counts = [plan.mean[0] for plan in plans if plan.mean is not None]

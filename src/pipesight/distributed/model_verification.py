@@ -143,7 +143,7 @@ def _run_plain(plain: nn.Module, batch: ModelBatch, split: SplitCall) -> Tensor:
     """Run forward and backward of the plain model for each micro-batch; return the loss of the batch."""
     parts = []
     for i, (args, kwargs) in enumerate(split.calls):
-        loss = batch.finish(plain(*args, **kwargs))
+        loss = batch.run(plain, args, kwargs)
         weight = batch.loss.weights[i] * batch.loss.share
         if weight:
             loss = loss * weight

@@ -28,7 +28,10 @@ from pipesight.distributed import stand_ins
 from pipesight.distributed.stand_ins import META
 from pipesight.pipeline.randomness import PassRandomness, begin_task, end_task
 
-__all__ = ["Call", "Doors", "Name", "UnitResult", "Walk", "signature"]
+__all__ = ["Call", "Doors", "ModelCall", "Name", "UnitResult", "Walk", "signature", "whole_output"]
+
+ModelCall: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a model with arguments, and makes of its output what is wanted, such as the loss."""
 
 Name: TypeAlias = tuple[int, int, int, int]
 """A tensor: the partition that makes it, the call there, the call inside a unit (or 0), the place in its result."""
@@ -377,6 +380,11 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (tuple, list):
         return all(map(_is_plain, value))
     return type(value) is dict and all(map(_is_plain, value.values()))
+
+
+def whole_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a model, and return its output as it is."""
+    return model(*args, **kwargs)
 
 
 def signature(value: Any) -> Any:

@@ -10,7 +10,7 @@ what was received; entering the next one ends the call. ::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from pipesight._torch.function_modes import innermost_mode, without_innermost_mo
 from pipesight._torch.tensors import with_function_overrides
 from pipesight.distributed import stand_ins
 from pipesight.distributed.model_plan import Plan
-from pipesight.distributed.model_walk import Call, Doors, Name, Walk
+from pipesight.distributed.model_walk import Call, Doors, ModelCall, Name, Walk
 from pipesight.pipeline.checkpoint import Buffers
 from pipesight.pipeline.entering import EnteredArguments
 from pipesight.pipeline.flattening import flatten
@@ -267,17 +267,17 @@ def run_part(
     doors: Doors,
     model: nn.Module,
     call: tuple[tuple[Any, ...], dict[str, Any]],
-    finish: Callable[[Any], Any],
+    run: ModelCall,
 ) -> Any:
-    """Run a partition; return what the last one gives, after ``finish``, and ``None`` of others.
+    """Run a partition; return what the last one gives, and ``None`` of others.
 
-    ``finish`` makes of the model's output what is wanted of it.
+    ``run`` calls the model, and makes of its output what is wanted of it.
     """
     outer, doors.walk = doors.walk, walk
     args, kwargs = call
     try:
         with walk, around_functions(walk.call_function):
-            output = finish(model(*args, **kwargs))
+            output = run(model, args, kwargs)
         walk.check_count()
         flat = flatten(output)
         return flat.rebuild([walk.receive(tensor) for tensor in flat.tensors])

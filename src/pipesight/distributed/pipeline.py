@@ -33,7 +33,7 @@ from pipesight.pipeline.argument_text import argument_text
 from pipesight.pipeline.batch_dims import BatchDim
 from pipesight.pipeline.loss_merging import LossWeight
 from pipesight.pipeline.partition import Partition
-from pipesight.pipeline.step_losses import take_loss
+from pipesight.pipeline.step_losses import LossOf
 from pipesight.schedule.argument_checks import CheckpointMode, check_checkpoint, check_chunks
 from pipesight.schedule.supported_schedules import RankSchedule
 from pipesight.schedule.task_orders import Schedule
@@ -77,14 +77,15 @@ class DistributedPipeline:
         schedule: One of ``pipesight.distributed.schedule_names()``, or an order of tasks: a ``.csv`` file, as
             ``pipesight plan --out`` writes it, or a ``pipesight.plan.Schedule``.
         loss: With ``cuts``, takes the output of the model, returns its loss: by default ``output.loss``.
-        loss_fn: With ``balance``, takes output and target of a micro-batch, returns their loss. The losses of
-            micro-batches are averaged so that the loss is that of the whole batch, or summed if ``loss_fn.reduction``
-            is ``"sum"``. If it is a module with parameters, these are trained, and saved as ``loss_fn.*``, on the last
-            rank.
+        loss_fn: Takes output and target of a micro-batch, returns their loss; with ``cuts``, it may be given instead of
+            ``loss``. The losses of micro-batches are averaged so that the loss is that of the whole batch, or summed if
+            ``loss_fn.reduction`` is ``"sum"``. With ``balance``, it may be a module with parameters: these are trained,
+            and saved as ``loss_fn.*``, on the last rank.
         loss_weight: How much the loss of a micro-batch counts in that average, given its output (whose shape alone is
             known) and target. By default the number of samples, and for torch's ``cross_entropy`` and ``nll_loss``
             what their mean is over. ``"sum"`` sums losses; ``"samples"`` averages them by samples, without a check
-            that this gives the loss of the whole batch. With ``cuts``, a function gets the arguments of a micro-batch.
+            that this gives the loss of the whole batch. With ``cuts``, a function gets the arguments of a micro-batch,
+            and cannot be given beside ``loss_fn``.
         mesh: The ranks to use: one dimension, or two, named ``pp`` and ``dp``. All ranks by default. With ``dp``,
             give each replica of the pipeline its own part of the batch: it is not split for you.
         checkpoint: Which micro-batches are recomputed in backward instead of keeping their activations:
@@ -156,7 +157,7 @@ class DistributedPipeline:
                 self._kind,
                 self._mesh,
                 sample=sample,
-                loss=take_loss if loss is None else loss,
+                loss_of=LossOf(loss, loss_fn),
                 loss_weight=loss_weight,
                 batch_dim=batch_dim,
                 deferred_batch_norm=deferred_batch_norm,
@@ -312,7 +313,8 @@ class DistributedPipeline:
         """Run forward and backward of one mini-batch; gradients are added to ``.grad``, as ``backward`` does.
 
         Args:
-            *args: With ``cuts``, the arguments of the model, the same on every rank. With ``balance``, ``input``, which
+            *args: With ``cuts``, the arguments of the model, then the target if there is a ``loss_fn``, the same on
+                every rank. With ``balance``, ``input``, which
                 the first rank needs, and ``target``, which the last one does; others ignore them.
             broadcast_loss: Return the loss on every rank, not only on the last.
             scaler: A ``pipesight.distributed.GradScaler``, on every rank, to scale gradients against underflow.
@@ -466,8 +468,3 @@ def _check_way(balance: Any, cuts: Any, loss: Any, loss_fn: Any, sample: Any, ba
             raise TypeError("balance needs a loss_fn of output and target: DistributedPipeline(..., loss_fn=...)")
         if wrong:
             raise TypeError(f"{wrong[0]} belongs to cuts, but the model is cut by balance")
-    elif loss_fn is not None:
-        raise TypeError(
-            "loss_fn belongs to balance; with cuts, the model computes its loss itself, or loss= takes it from the "
-            "output: loss=lambda output: ..."
-        )

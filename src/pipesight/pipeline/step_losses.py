@@ -21,15 +21,19 @@ from torch import Tensor, nn
 
 from pipesight._nested import tensors_in
 from pipesight._torch.loss_graph import LossPart, loss_parts
+from pipesight.pipeline.batch_dims import BatchDims
 from pipesight.pipeline.calls import SplitCall
 from pipesight.pipeline.flattening import flatten
 from pipesight.pipeline.loss_merging import LossMerging, plain_numbers, shares_of
 from pipesight.pipeline.outputs import weigh_by_samples
 
-__all__ = ["LossOf", "StepLosses", "take_loss"]
+__all__ = ["TARGET", "LossOf", "StepLosses"]
+
+TARGET = "target"
+"""What a target is called among the arguments of a step."""
 
 
-def take_loss(output: Any) -> Any:
+def _take_loss(output: Any) -> Any:
     """Return the loss that a model computes: its output, if that is one number, or what the output calls ``loss``."""
     if isinstance(output, Tensor) and output.numel() == 1:
         return output
@@ -61,7 +65,7 @@ class LossOf:
                 f"loss_fn must have no parameters (got: {type(loss_fn).__name__}), since those of the pipeline are the "
                 "model's; make it a module of the model, which then returns its loss"
             )
-        self._loss = take_loss if loss is None else loss
+        self._loss = _take_loss if loss is None else loss
         self._loss_fn = loss_fn
 
     @property
@@ -73,6 +77,41 @@ class LossOf:
     def sums(self) -> bool:
         """Whether it says itself that it is a sum."""
         return str(getattr(self._loss_fn, "reduction", "mean")) == "sum"
+
+    def apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], Any]:
+        """Return the arguments of the model among those of a step, and the target."""
+        inputs, more = list(args), dict(kwargs)
+        if TARGET in more:
+            return inputs, more, more.pop(TARGET)
+        if len(inputs) + len(more) < 2 or not inputs:
+            raise TypeError(
+                "step needs the arguments of the model and then the target, which loss_fn takes: "
+                "pipe.step(input, target)"
+            )
+        return inputs, more, inputs.pop()
+
+    def of_call(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Call a model; return its loss. If there is a target, it is among the arguments."""
+        if not self.takes_target:
+            return self(model(*args, **kwargs), None)
+        more = {name: value for name, value in kwargs.items() if name != TARGET}
+        return self(model(*args, **more), kwargs[TARGET])
+
+    def check_target(self, call: SplitCall, target: Any, dims: BatchDims) -> None:
+        """Raise if a target was not cut with the inputs, and the user does not say that it must not be."""
+        rule, exact = dims.rule(TARGET)
+        if len(call.sizes) == 1 or (exact and rule is None):
+            return
+        dim = rule if isinstance(rule, int) else 0
+        for (_, kwargs), size in zip(call.calls, call.sizes, strict=True):
+            found = [*tensors_in(kwargs[TARGET])]
+            if not exact and (not found or any(t.dim() <= dim or t.size(dim) != size for t in found)):
+                shapes = ", ".join(str(list(t.shape)) for t in tensors_in(target)) or type(target).__name__
+                raise ValueError(
+                    "the target must have as many samples as the input, to be cut into micro-batches with it (target: "
+                    f"{shapes}); give it its batch dimension, or say where that is: batch_dim={{'target': ...}}, None "
+                    "if each micro-batch needs all of it"
+                )
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the loss."""

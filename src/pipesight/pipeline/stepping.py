@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from pipesight import context
-from pipesight._nested import tensors_in
 from pipesight.pipeline.caller_state import CallerState
 from pipesight.pipeline.calls import SplitCall, split_call
 from pipesight.pipeline.gradients import GradientSum
 from pipesight.pipeline.loss_merging import LossMerging, LossWeight
 from pipesight.pipeline.minibatch import MiniBatch
-from pipesight.pipeline.step_losses import LossOf, StepLosses
+from pipesight.pipeline.step_losses import TARGET, LossOf, StepLosses
 from pipesight.pipeline.step_pass import StepPass
 from pipesight.pipeline.trips import TripTape
 from pipesight.plan.schedule_files import load_schedule
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from pipesight.pipeline.any_model import Pipeline
 
 __all__ = ["Stepper", "scale_of"]
-
-TARGET = "target"
 
 
 class Stepper:
@@ -83,29 +80,14 @@ class Stepper:
         m = pipe.chunks if chunks is None else chunks
         if not self.loss_of.takes_target:
             return split_call(args, kwargs, m, pipe._dims), []
-        inputs, more, target = self._apart(args, kwargs)
+        inputs, more, target = self.loss_of.apart(args, kwargs)
         call = split_call(inputs, {**more, TARGET: target}, m, pipe._dims)
+        self.loss_of.check_target(call, target, pipe._dims)
         targets = []
-        for (_, kwargs), arguments, size in zip(call.calls, call.arguments, call.sizes, strict=True):
+        for (_, kwargs), arguments in zip(call.calls, call.arguments, strict=True):
             targets.append(kwargs.pop(TARGET))
             del arguments[TARGET]
-            self._check_target(pipe, targets[-1], target, size, len(call.sizes))
         return call, targets
-
-    def _check_target(self, pipe: Pipeline, piece: Any, whole: Any, size: int, m: int) -> None:
-        """Raise if a target was not cut with the inputs, and the user does not say that it must not be."""
-        rule, exact = pipe._dims.rule(TARGET)
-        if m == 1 or (exact and rule is None):
-            return
-        found = [*tensors_in(piece)]
-        dim = rule if isinstance(rule, int) else 0
-        if not exact and (not found or any(t.dim() <= dim or t.size(dim) != size for t in found)):
-            shapes = ", ".join(str(list(t.shape)) for t in tensors_in(whole)) or type(whole).__name__
-            raise ValueError(
-                f"the target must have as many samples as the input, to be cut into micro-batches with it (target: "
-                f"{shapes}); give it its batch dimension, or say where that is: batch_dim={{'target': ...}}, None if "
-                "each micro-batch needs all of it"
-            )
 
     def step(self, pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any], scale: float) -> Tensor:
         """Run a step; return its loss."""
@@ -142,24 +124,12 @@ class Stepper:
         """Return the loss of a mini-batch, from the output for all of it."""
         if not self.loss_of.takes_target:
             return self.loss_of(pipe(*args, **kwargs), None)
-        inputs, more, target = self._apart(args, kwargs)
+        inputs, more, target = self.loss_of.apart(args, kwargs)
         return self.loss_of(pipe(*inputs, **more), target)
 
     def inputs_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the arguments of the model among those of a step."""
-        return self._apart(args, kwargs)[:2] if self.loss_of.takes_target else (args, kwargs)
-
-    def _apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], Any]:
-        """Return the arguments of the model, and the target."""
-        inputs, more = list(args), dict(kwargs)
-        if TARGET in more:
-            return inputs, more, more.pop(TARGET)
-        if len(inputs) + len(more) < 2 or not inputs:
-            raise TypeError(
-                "step needs the arguments of the model and then the target, which loss_fn takes: "
-                "pipe.step(input, target)"
-            )
-        return inputs, more, inputs.pop()
+        return self.loss_of.apart(args, kwargs)[:2] if self.loss_of.takes_target else (args, kwargs)
 
 
 def _accumulate(total: GradientSum, inputs: Sequence[tuple[Tensor, Tensor]]) -> None:
