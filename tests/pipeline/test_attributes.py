@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipesight import Pipeline
+from pipesight import GPipe, Pipeline
 
 
 class Block(nn.Module):
@@ -152,10 +153,12 @@ class Keeping(Model):
         self.kept: Any = {"dict": {}, "list": [], "ring": deque([torch.zeros(4)], 1), "object": Context()}.get(kind)
         self.register_buffer("buffer", torch.zeros(4))
         self.settings = {"scale": 0}
+        self.array = np.zeros(4, dtype=np.float32)
+        self.keep = _keeper()
 
     def forward(self, x: Tensor) -> Any:
         read, write = WAYS[self.kind]
-        before = read(self)
+        before = _far(self) if self.kind == "global" else read(self)
         states, aux = super().forward(x if before is None else x + before)
         write(self, states[:, -1].detach().mean(0))
         return states, aux
@@ -173,7 +176,28 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any]]] = {
     "buffer": (lambda m: m.buffer, lambda m, new: m.buffer.copy_(new)),
     "new buffer": (lambda m: m.buffer, lambda m, new: setattr(m, "buffer", new)),
     "class": (lambda m: m.memory.get("state"), lambda m, new: m.memory.update(state=new)),
+    "global": (lambda m: None, lambda m, new: GLOBAL.update(state=new)),
+    "data": (lambda m: m.buffer, lambda m, new: m.buffer.data.copy_(new)),
+    "new data": (lambda m: m.buffer, lambda m, new: setattr(m.buffer, "data", new)),
+    "array": (lambda m: torch.from_numpy(m.array.copy()), lambda m, new: np.copyto(m.array, new.numpy())),
+    "closure": (lambda m: m.keep(), lambda m, new: m.keep(new)),
 }
+GLOBAL: dict[str, Tensor] = {}
+
+
+def _far(_: nn.Module) -> Tensor | None:
+    return GLOBAL.get("state")
+
+
+def _keeper() -> Callable[..., Any]:
+    kept: list[Tensor] = []
+
+    def keep(new: Tensor | None = None) -> Tensor | None:
+        if new is not None:
+            kept[:] = [new]
+        return kept[0] if kept else None
+
+    return keep
 
 
 @pytest.mark.parametrize("kind", WAYS)
@@ -184,12 +208,33 @@ def test_a_state_for_the_next_call_is_refused(kind: str) -> None:
     with pytest.raises(RuntimeError, match=r"one call of the model for the next|the next call of|another (one|micro)"):
         [pipe(x) for x in batches]
     Keeping.memory.clear()
+    GLOBAL.clear()
     expected = [objective(plain(x)).item() for plain in [Keeping(kind)] for x in batches]
     Keeping.memory.clear()
+    GLOBAL.clear()
     pipe = Pipeline(Keeping(kind), CUTS)
     for x, truth in zip(batches, expected, strict=True):
         assert objective(pipe(x)).item() == pytest.approx(truth, rel=1e-5)
     Keeping.memory.clear()
+    GLOBAL.clear()
+
+
+@pytest.mark.parametrize("kind", ["list", "buffer"])
+def test_a_state_that_begins_later(kind: str) -> None:
+    """It is noticed in the mini-batch in which it begins, and refused in the next one."""
+
+    class Late(Keeping):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) if late else Model.forward(self, x)
+
+    late, x, pipe = False, torch.randn(4, 4), Pipeline(Late(kind), CUTS, chunks=2)
+    for _ in range(3):
+        pipe(x)
+    late = True
+    with pytest.warns(RuntimeWarning, match=rf"changed Late.{'kept' if kind == 'list' else 'buffer'} for the first"):
+        pipe(x)
+    with pytest.raises(RuntimeError, match=r"one call of the model for the next|another micro"):
+        [pipe(x) for _ in range(2)]
 
 
 def test_what_micro_batches_append_is_all_there_afterwards() -> None:
@@ -221,3 +266,53 @@ def test_modules_made_in_a_call_are_left_alone() -> None:
             return type(criterion) is nn.CrossEntropyLoss, criterion(super().forward(x)[0][:, -1], x)
 
     assert Pipeline(Criterion(), CUTS, chunks=2)(torch.rand(4, 4))[0]
+
+
+class Quantised(nn.Module):
+    """Moves its codebook towards what it is called with, each time."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(4, 4)
+        self.codes = nn.Parameter(torch.randn(5, 4), requires_grad=kind == "replaced")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, codes = self.layer(x), self.codes.detach()
+        near = nn.functional.one_hot(torch.cdist(x.detach(), codes).argmin(1), 5).to(x)
+        lost = (near @ codes - x).square()
+        new = codes * 0.8 + near.T @ x.detach() * 0.2
+        if self.kind == "replaced":
+            self.codes = nn.Parameter(new)
+        elif self.kind == "data":
+            self.codes.data.copy_(new)
+        else:
+            with torch.no_grad():
+                self.codes.copy_(new)
+        return x + lost
+
+
+@pytest.mark.parametrize("engine", ["call", "step", "sequential"])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+@pytest.mark.parametrize("kind", ["in place", "data", "replaced"])
+def test_a_codebook_that_a_block_moves(kind: str, checkpoint: Any, engine: str) -> None:
+    """It moves once in each micro-batch, and those that are recomputed see the one that they saw before."""
+    if (engine, kind, checkpoint) == ("sequential", "replaced", "except_last"):
+        pytest.skip("a GPipe refuses to recompute a layer whose parameters were replaced")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Quantised(kind), nn.Tanh()), nn.Linear(4, 4)).double()
+    model, x = copy.deepcopy(plain), torch.randn(3, 6, 4, dtype=torch.float64)
+    options: Any = {"chunks": 3, "checkpoint": checkpoint}
+    if engine == "sequential":
+        pipe: Any = GPipe(model, [1, 2], **options)
+    else:
+        pipe = Pipeline(model, ["2"], loss_fn=lambda y, _: y.square().sum(), loss_weight="sum", **options)
+    for batch in x:
+        for part in batch.chunk(3):
+            plain(part).square().sum().backward()
+        if engine == "step":
+            pipe.step(batch, batch)
+        else:
+            pipe(batch).square().sum().backward()
+    for ours, truth in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, truth)
+        torch.testing.assert_close(ours.grad, truth.grad)

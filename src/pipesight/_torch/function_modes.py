@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
-__all__ = ["DEVICE_GETTERS", "innermost_mode", "pop_mode", "push_mode", "without_innermost_mode"]
+__all__ = [
+    "DATA_GETTER",
+    "DATA_SETTER",
+    "DEVICE_GETTERS",
+    "innermost_mode",
+    "pop_mode",
+    "push_mode",
+    "without_innermost_mode",
+]
 
 innermost_mode: Callable[[], Any] = _get_current_function_mode
 """Return the mode that sees a call first, ``None`` if there is none."""
@@ -25,3 +33,7 @@ without_innermost_mode: Callable[[], AbstractContextManager[Any]] = _pop_mode_te
 
 DEVICE_GETTERS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta"))
 """What a mode is called with when a program asks a tensor for its device."""
+
+_data: Any = torch.Tensor.data
+DATA_GETTER, DATA_SETTER = _data.__get__, _data.__set__
+"""What a mode is called with for ``tensor.data``, whose changes in place the tensor does not count."""

@@ -18,15 +18,16 @@ A list, dict, set or plain object that was there before and is filled in place i
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Container
 from typing import Any
 
 from torch import Tensor, nn
 
 from pipesight._nested import PLAIN, map_tensors
-from pipesight.pipeline.filled_attributes import CONTAINERS, Contents, Copies, Place, items, put
+from pipesight.pipeline.filled_attributes import CONTAINERS, Contents, Copies, Place, items, put, text_of
 from pipesight.pipeline.guard import guard
-from pipesight.pipeline.seen_changes import Lesson, ModelAttributes
+from pipesight.pipeline.seen_changes import Lesson, ModelAttributes, Rest
 
 __all__ = ["Attributes", "PassAttributes"]
 
@@ -60,9 +61,14 @@ class PassAttributes:
         self.copies: dict[int, Copies] = {}
         """Those of each micro-batch."""
         self.lesson = Lesson(model, partitions, self.first) if model is not None and self.learns else None
+        self._rest = None if model is None or self.shares else model.rest(count)
+        if self._rest is not None:
+            self._rest.note()
 
     def end(self, *, failed: bool = False) -> None:
         """Put back what micro-batches have filled, and let nobody differentiate what is left in the modules."""
+        if self._rest is not None and not failed:
+            self._look_at(self._rest)
         for _, copies in sorted(self.copies.items()):
             copies.write_back(_guarded_item)
         for _, value, _ in [*self.first.changes()] if self.shares else ():
@@ -73,6 +79,19 @@ class PassAttributes:
         if self._model is not None and self.learns and not failed:
             self._model.learned(self.count)
         self.last, self.copies, self.lesson = {}, {}, None
+
+    def _look_at(self, rest: Rest) -> None:
+        """Warn if the model has changed what it had not changed before."""
+        place = rest.first_change()
+        if place is not None and self._model is not None:
+            self._model.forget(self.count)
+            warnings.warn(
+                f"the model changed {text_of(place)} for the first time, in a mini-batch whose micro-batches ran at "
+                "the same time: if it reads that in its next call, this mini-batch is not exact; the next ones run "
+                "one after the other once, to see where it is used",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class Attributes:

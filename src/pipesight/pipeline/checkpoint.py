@@ -129,7 +129,7 @@ class Checkpointer:
 
 
 Place: TypeAlias = tuple[nn.Module, str]
-"""A buffer, by its module and name there."""
+"""A buffer or parameter, by its module and name there."""
 
 
 @dataclass(slots=True)
@@ -139,6 +139,7 @@ class SavedBuffers:
     values: dict[Place, Tensor | None]
     watched: dict[Place, tuple[Tensor, int]]
     absent: list[Place]  # registered only by that forward
+    parameters: dict[Place, nn.Parameter]  # themselves, as a forward may put others there
 
 
 class Buffers:
@@ -146,7 +147,8 @@ class Buffers:
 
     A recomputation must see the values that the first forward saw, and must not update them again. For batch
     normalisation, tracking is switched off. Other buffers are copied before each checkpointed forward: small ones
-    always, large ones, which are mostly constants, once they have been seen to change.
+    always, large ones, which are mostly constants, once they have been seen to change. So are parameters that a forward
+    changes or replaces, as those of a codebook.
     """
 
     _SMALL = 4096
@@ -157,11 +159,13 @@ class Buffers:
 
     def save(self) -> SavedBuffers:
         """Return copies of the buffers that the next forward may change: all of them, the first time."""
-        saved = SavedBuffers({}, {}, [])
+        saved = SavedBuffers({}, {}, [], {})
         for place in self._places():
-            buffer = place[0]._buffers[place[1]]
+            buffer = _table(place)[place[1]]
             if self._changing is None or buffer is None or buffer.numel() <= self._SMALL or place in self._changing:
                 saved.values[place] = None if buffer is None else buffer.detach().clone()
+                if isinstance(buffer, nn.Parameter):
+                    saved.parameters[place] = buffer
             else:
                 saved.watched[place] = buffer, buffer._version
         return saved
@@ -174,13 +178,14 @@ class Buffers:
             for place, before in list(saved.values.items()):
                 if _tracked(*place):
                     del saved.values[place]
-                elif before is not None and before.numel() > self._SMALL:
-                    if _differ(before, place[0]._buffers[place[1]]):
+                elif place[1] in place[0]._parameters or (before is not None and before.numel() > self._SMALL):
+                    if _differ(before, _table(place)[place[1]]):
                         self._changing.add(place)
                     else:
                         del saved.values[place]
+                        saved.parameters.pop(place, None)
             for module, name in set(self._places()) - set(saved.values):
-                buffer = module._buffers[name]
+                buffer = _table((module, name))[name]
                 if (module, name) not in seen and buffer is not None:
                     saved.absent.append((module, name))
         for place, (before, version) in saved.watched.items():
@@ -194,10 +199,10 @@ class Buffers:
     def restore(self, saved: SavedBuffers) -> None:
         """Put the values in ``saved`` back, as if the forward had not run."""
         with torch.no_grad():
-            for (module, name), before in saved.values.items():
-                buffer = module._buffers[name]
+            for place, before in saved.values.items():
+                buffer = _table(place)[place[1]]
                 if before is None or buffer is None:
-                    module._buffers[name] = before
+                    _table(place)[place[1]] = before
                 elif _differ(before, buffer):
                     buffer.copy_(before)
 
@@ -207,7 +212,7 @@ class Buffers:
         ``same_operators`` lets batch normalisation track, in copies that are thrown away: without tracking, it saves
         other tensors for backward.
         """
-        now = {(module, name): module._buffers[name] for module, name in (*saved.values, *saved.absent)}
+        now = {place: _table(place)[place[1]] for place in (*saved.values, *saved.absent)}
         norms = [m for m in self._partition.modules() if isinstance(m, BatchNorm) and m.training]
         norms = [m for m in norms if m.track_running_stats]
         if same_operators:
@@ -218,7 +223,15 @@ class Buffers:
                         norm._buffers[name] = buffer.clone()
             norms = []
         for (module, name), before in saved.values.items():
-            module._buffers[name] = None if before is None else before.clone()
+            value = None if before is None else before.clone()
+            parameter = saved.parameters.get((module, name))
+            if parameter is not None and value is not None:
+                learns = parameter.requires_grad and not same_operators  # the graph of this must lead to itself
+                if now[module, name] is not parameter or learns:
+                    value = parameter
+                else:
+                    value = nn.Parameter(value, parameter.requires_grad)
+            _table((module, name))[name] = value
         for module, name in saved.absent:
             del module._buffers[name]
         for norm in norms:
@@ -227,14 +240,24 @@ class Buffers:
         def resume() -> None:
             for norm in norms:
                 norm.track_running_stats = True
-            for (module, name), buffer in now.items():
-                module._buffers[name] = buffer
+            for place, buffer in now.items():
+                _table(place)[place[1]] = buffer
 
         return resume
 
     def _places(self) -> list[Place]:
         places = [(module, name) for module in self._partition.modules() for name in module._buffers]
-        return places if self._changing is None else [place for place in places if not _tracked(*place)]
+        if self._changing is None:
+            parameters = [(m, name, p) for m in self._partition.modules() for name, p in m._parameters.items()]
+            return places + [(m, name) for m, name, p in parameters if type(p) is nn.Parameter]
+        learned = [place for place in self._changing if place[1] in place[0]._parameters]
+        return learned + [place for place in places if not _tracked(*place)]
+
+
+def _table(place: Place) -> dict[str, Any]:
+    """Return the table of a module that has a buffer or parameter."""
+    module, name = place
+    return module._parameters if name in module._parameters else module._buffers
 
 
 def _tracked(module: nn.Module, name: str) -> bool:

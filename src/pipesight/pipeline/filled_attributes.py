@@ -1,4 +1,4 @@
-"""What a model changes in place while it is called: lists, dicts, sets and plain objects of its modules, and tensors.
+"""What a model changes in place while it is called: lists, dicts, sets, arrays and plain objects of its modules.
 
 Which of them it changes is not guessed, but seen: the first micro-batches run one after the other, and what is in the
 containers is compared before and after. From then on, each micro-batch fills copies of its own. When all have ended,
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from types import CellType, FunctionType, MethodType
@@ -29,15 +30,19 @@ from pipesight.pipeline.flattening import is_plain_object, items_of
 __all__ = ["CONTAINERS", "Contents", "Copies", "Place", "contents_of", "is_container", "items", "put", "text_of"]
 
 CONTAINERS = (list, dict, set, deque)
+FUNCTIONS = (FunctionType, MethodType)
 
 Place: TypeAlias = tuple[Any, ...]
 """Where something is: a module and the name of its attribute, or a hook and a number, and then keys."""
 
 _MOST = 10_000  # items of a container, and containers: more are a vocabulary, a data set
+_MOST_BYTES = 2**22  # of an array
 
 
 def is_container(value: Any) -> bool:
     """Tell whether a value may be filled in place, and can be copied."""
+    if is_array(value):
+        return bool(value.nbytes <= _MOST_BYTES and not value.dtype.hasobject)
     if isinstance(value, (*CONTAINERS, MutableMapping)):
         return len(value) <= _MOST and not type(value).__module__.startswith("torch.")
     if isinstance(value, (Collection, str, enum.Enum)) or not is_plain_object(value):
@@ -46,10 +51,19 @@ def is_container(value: Any) -> bool:
     return settings is None or not settings.frozen
 
 
+def is_array(value: Any) -> bool:
+    """Tell whether a value is an array of numpy, which may not be there."""
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+
+
 def items(value: Any) -> dict[Any, Any]:
-    """Return what is in a container, by its place; the members of a set are their own."""
+    """Return what is in a container, by its place; the members of a set are their own, an array is a number."""
     if isinstance(value, (list, deque, tuple)):
         return dict(enumerate(value))
+    if isinstance(value, FUNCTIONS):
+        return dict(enumerate(reached(value)))
+    if is_array(value):
+        return {"values": zlib.crc32(value.tobytes())}
     return {id(item): item for item in value} if isinstance(value, set) else dict(items_of(value) or ())
 
 
@@ -62,13 +76,17 @@ class Contents(dict[int, tuple[Place, Any, dict[Any, Any]]]):
 
     def __init__(self, roots: Iterable[tuple[Place, Any]] = ()) -> None:
         super().__init__()
-        waiting = list(roots)
+        waiting, functions = list(roots), set[int]()
         while waiting and len(self) < _MOST:
             place, value = waiting.pop()
-            if type(value) in PLAIN or id(value) in self or not (type(value) is tuple or is_container(value)):
+            if type(value) in PLAIN or id(value) in self or id(value) in functions:
+                continue
+            if isinstance(value, FUNCTIONS):
+                functions.add(id(value))  # it may reach itself
+            elif type(value) is not tuple and not is_container(value):
                 continue
             found = items(value)
-            if type(value) is not tuple:
+            if type(value) is not tuple and not isinstance(value, FUNCTIONS):
                 self[id(value)] = (place, value, found)
             waiting += [((*place, key), item) for key, item in found.items()]
 
@@ -78,6 +96,11 @@ class Contents(dict[int, tuple[Place, Any, dict[Any, Any]]]):
             now = items(value)
             if before.keys() != now.keys() or any(item is not now[key] for key, item in before.items()):
                 yield place, value, _changed_keys(before, now)
+
+    def renew(self) -> None:
+        """Take what is in the containers now."""
+        for key, (place, value, _) in self.items():
+            self[key] = place, value, items(value)
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
         """Yield the tensors in the containers."""
@@ -135,6 +158,7 @@ class Copies:
         self._first, self._stale, self._change = first or Contents(), stale or {}, change
         self._made: dict[int, tuple[Any, Any, dict[Any, Any]]] = {}  # by id: original, copy, what was in this at first
         self._originals: dict[int, Any] = {}  # by id of the copy
+        self._functions: dict[int, Any] = {}  # by id: what stands for it
 
     def of(self, value: Any, place: Place) -> Any:
         """Return the copy of a value; itself if it is nothing that may be filled."""
@@ -142,6 +166,8 @@ class Copies:
             return value if self._change is None else self._change(value)
         if type(value) is tuple:
             return tuple(self.of(item, (*place, key)) for key, item in enumerate(value))
+        if isinstance(value, FUNCTIONS):
+            return self.function_of(value, place)
         if type(value) in PLAIN or not is_container(value):
             return value
         if id(value) in self._made:
@@ -161,18 +187,23 @@ class Copies:
         self._made[id(value)] = (value, new, items(new))
         return new
 
-    def function_of(self, function: Any) -> Any:
+    def function_of(self, function: Any, place: Place = ()) -> Any:
         """Return a closure or method that reaches copies; itself if it reaches nothing that may be filled."""
+        if id(function) in self._functions:
+            return self._functions[id(function)]
+        self._functions[id(function)] = function  # as long as it is looked at: it may reach itself
         old = reached(function)
-        new = [self.of(value, (function, number)) for number, value in enumerate(old)]
+        new = [self.of(value, (*(place or (function,)), number)) for number, value in enumerate(old)]
         if all(one is other for one, other in zip(old, new, strict=True)):
             return function
         if isinstance(function, MethodType):
-            return MethodType(function.__func__, new[0])
+            self._functions[id(function)] = bound = MethodType(function.__func__, new[0])
+            return bound
         made = FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(map(CellType, new))
         )
         made.__kwdefaults__ = function.__kwdefaults__
+        self._functions[id(function)] = made
         return made
 
     def again(self, change: Callable[[Tensor], Tensor], filled: Iterable[Any] = ()) -> Copies:
@@ -189,6 +220,9 @@ class Copies:
             if before.keys() == now.keys() and all(item is now[key] for key, item in before.items()):
                 continue
             new = {key: self._back(item, change) for key, item in now.items() if type(item) is not _Stale}
+            if is_array(original):
+                original[...] = mine
+                continue
             there = items(original)
             gone = before.keys() - now.keys()
             if isinstance(mine, (list, deque)) and not gone and all(now[key] is before[key] for key in before):
@@ -213,6 +247,8 @@ class Copies:
 
 def put(value: Any, new: Mapping[Any, Any]) -> None:
     """Let these be the items of a container."""
+    if is_array(value):
+        return
     if isinstance(value, list):
         value[:] = new.values()
     elif isinstance(value, (deque, set)):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Container, Iterable, Iterator
-from types import FunctionType, ModuleType
+import weakref
+from collections.abc import Container, Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from pipesight._torch.module_internals import forward_hook_tables
 from pipesight.pipeline.attribute_access import LookedUp, OwnHook, look_up, original_hook
 from pipesight.pipeline.filled_attributes import Contents, Place, contents_of, text_of
 
-__all__ = ["Lesson", "ModelAttributes"]
+__all__ = ["Lesson", "ModelAttributes", "Rest"]
 
 
 class ModelAttributes:
@@ -37,6 +38,9 @@ class ModelAttributes:
         """What is filled; what a micro-batch finds there that another one has put there."""
         self.used: dict[Place, set[int]] = {}
         """Where tensors that belong to modules were seen to be used: the partitions."""
+        self.changed: set[Place] = set()
+        """The tensors that were seen to change."""
+        self._rest: dict[Any, Rest] = {}
         self._tables = [table for module in self.modules.values() for table in forward_hook_tables(module)]
         self._learned: set[Any] = set()
 
@@ -51,6 +55,20 @@ class ModelAttributes:
     def learned(self, count: int) -> None:
         """Note that it was seen."""
         self._learned.add(self._key(count))
+
+    def rest(self, count: int) -> Rest:
+        """Return what was not seen to change in such mini-batches."""
+        key = self._key(count)
+        if key not in self._rest:
+            known = {**self.filled, **self.shared}
+            contents = Contents((root, value) for root, value in self._roots() if root not in known)
+            self._rest[key] = Rest(contents, self.tensors(contents), self.changed)
+        return self._rest[key]
+
+    def forget(self, count: int) -> None:
+        """Let the next of such mini-batches show once more what it changes."""
+        self._learned.discard(self._key(count))
+        self._rest.pop(self._key(count), None)
 
     def _key(self, count: int) -> Any:
         return self._model.training, count > 1, sum(map(len, self._tables))
@@ -70,9 +88,7 @@ class ModelAttributes:
         found: dict[Place, Any] = {}
         for kind in {base for module in self.modules.values() for base in type(module).__mro__[:-1]}:
             if not _is_of_torch(kind):
-                names: Any = getattr(inspect.unwrap(vars(kind).get("forward", _there)), "__code__", _there.__code__)
-                globals_there = vars(sys.modules.get(kind.__module__, sys))
-                tables = vars(kind), {name: globals_there.get(name) for name in names.co_names}
+                tables = vars(kind), _globals_of(kind)
                 pairs = [pair for table in tables for pair in table.items() if type(pair[1]) not in _FIXED]
                 found |= {(kind, name): value for name, value in pairs if not name.startswith(("__", "_pipesight"))}
         return found, Contents(found.items())
@@ -112,6 +128,36 @@ class ModelAttributes:
         return found
 
 
+class Rest:
+    """What a model was not seen to change. It may begin to, such as after a number of steps.
+
+    Args:
+        contents: What is in containers.
+        tensors: Those that it might change, and which it does.
+        changed: Of these, those that it does change.
+    """
+
+    def __init__(self, contents: Contents, tensors: Mapping[Place, Tensor], changed: Container[Place]) -> None:
+        self._contents = contents
+        self._tensors = [(place, weakref.ref(t)) for place, t in tensors.items() if place not in changed]
+        self._versions: list[int] = []
+
+    def note(self) -> None:
+        """Note what is there before a mini-batch."""
+        self._contents.renew()
+        self._versions = self._versions_now()
+
+    def first_change(self) -> Place | None:
+        """Return where something is that is no number and was not there before, or another value of a tensor."""
+        pairs = zip(self._tensors, self._versions, self._versions_now(), strict=True)
+        found = next((place for (place, _), before, now in pairs if before != now), None)
+        return found or next((place for place, _, keys in self._contents.changes() if keys), None)
+
+    def _versions_now(self) -> list[int]:
+        found = (tensor() for _, tensor in self._tensors)
+        return [0 if tensor is None else _version(tensor) for tensor in found]
+
+
 class Lesson:
     """What is seen while micro-batches run one after the other.
 
@@ -127,6 +173,7 @@ class Lesson:
         self._places = {id(tensor): place for place, tensor in self._tensors.items()}
         self._versions = {place: _version(tensor) for place, tensor in self._tensors.items()}
         self._changed: dict[Place, set[int]] = {}
+        self._aliases: list[tuple[Place, Tensor, int]] = []  # and their versions
         self._outside = model.outside()
 
     def use(self, tensor: Tensor, j: int) -> None:
@@ -135,8 +182,21 @@ class Lesson:
         if place is not None:
             self._model.used.setdefault(place, set()).add(j)
 
+    def alias(self, tensor: Tensor, other: Tensor | None, j: int) -> None:
+        """Note that a partition uses ``tensor.data``, which is ``other``; None if it puts something else there."""
+        place = self._places.get(id(tensor))
+        if place is not None and other is None:
+            self.change(place, j)
+        elif place is not None and other is not None:
+            self.use(tensor, j)
+            self._aliases.append((place, other, other._version))
+
     def end_task(self, j: int, own: Container[tuple[int, str]]) -> None:
         """Note which tensors were changed in a partition, but in the micro-batch's ``own`` attributes."""
+        for place, other, version in self._aliases:
+            if other._version != version:
+                self.change(place, j)
+        self._aliases.clear()
         for place, tensor in self._model.tensors(self._contents).items():
             version = _version(tensor)
             changed = self._tensors.get(place) is tensor and version != self._versions[place]
@@ -146,6 +206,7 @@ class Lesson:
 
     def change(self, place: Place, j: int) -> None:
         """Note that a partition puts something else into a tensor, or another tensor there."""
+        self._model.changed.add(place)
         self._changed.setdefault(place, set()).add(j)
 
     def end_micro_batch(self, i: int, *, checks: bool) -> None:
@@ -171,6 +232,28 @@ class Lesson:
                     f"used in {' and '.join(map(str, both))}, too: in a pipeline, another micro-batch is there by "
                     "then; cut where all of that is in one partition, change it outside forward, or use chunks=1"
                 )
+
+
+def _globals_of(kind: type[nn.Module]) -> dict[str, Any]:
+    """Return the global variables that the methods of a class name, and the functions of its file that these call."""
+    variables, found = vars(sys.modules.get(kind.__module__, sys)), dict[str, Any]()
+    waiting: list[Any] = list(vars(kind).values())
+    while waiting:
+        code = getattr(inspect.unwrap(waiting.pop()), "__code__", None)
+        for name in {name for one in _codes(code) for name in one.co_names} & variables.keys() - found.keys():
+            value = found[name] = variables[name]
+            if isinstance(value, FunctionType) and value.__module__ == kind.__module__:
+                waiting.append(value)
+    return found
+
+
+def _codes(code: Any) -> Iterator[Any]:
+    """Yield the code of a function and of those in it."""
+    if code is not None:
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _codes(constant)
 
 
 def _there(owner: Any, name: Any) -> list[Any]:

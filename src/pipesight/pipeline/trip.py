@@ -26,7 +26,14 @@ from torch.overrides import TorchFunctionMode
 
 from pipesight._nested import PLAIN, map_tensors, tensors_in
 from pipesight._torch.autograd import DIFFERENTIATING, around_functions, next_sequence_number, sequence_number
-from pipesight._torch.function_modes import DEVICE_GETTERS, innermost_mode, pop_mode, push_mode
+from pipesight._torch.function_modes import (
+    DATA_GETTER,
+    DATA_SETTER,
+    DEVICE_GETTERS,
+    innermost_mode,
+    pop_mode,
+    push_mode,
+)
 from pipesight._torch.module_internals import forward_hook_tables, not_compiled
 from pipesight.context import Kept
 from pipesight.pipeline.attribute_access import used, watch_attributes
@@ -226,7 +233,8 @@ class Trip(TorchFunctionMode):
             return self._enter_unit(unit, args, kwargs)
         finally:
             self._busy = False
-            if rests and (self._unit is None or not (unit.closed.get(self._grad) or unit.is_compiled)):
+            known = self._lesson is None and unit.closed.get(self._grad)
+            if rests and (self._unit is None or not (known or unit.is_compiled)):
                 self._look(True)
 
     def _enter_unit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -311,7 +319,12 @@ class Trip(TorchFunctionMode):
         """Call a function with the tensors of earlier partitions replaced by roots of this one."""
         kwargs = kwargs or {}
         if self._busy or (getattr(func, "__name__", None) == "__get__" and func not in DEVICE_GETTERS):
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+            if self._lesson is not None and func == DATA_GETTER:
+                self._lesson.alias(args[0], found, self.j)
+            return found
+        if self._lesson is not None and func == DATA_SETTER:
+            self._lesson.alias(args[0], None, self.j)
         differentiates = func in DIFFERENTIATING
         if not differentiates and self._stay(args) and (not kwargs or self._stay(kwargs.values())):
             return func(*args, **kwargs)
