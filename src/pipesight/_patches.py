@@ -165,7 +165,7 @@ class _Place(abc.ABC):
     def _change(self, wrappers: list[_Wrapper]) -> None:
         run = self._original
         for wrapper in wrappers:
-            run = functools.partial(wrapper, run)
+            run = functools.partial(wrapper.__call__, run)  # its slot would cost a look-up in each call
         self._wrappers, self._run = wrappers, run
 
     @abc.abstractmethod
@@ -261,13 +261,13 @@ class _EqualMethod:
     def __init__(self, original: Callable[..., Any], place: _Attribute) -> None:
         functools.update_wrapper(self, original)
         self.__module__ = getattr(original, "__module__", None)  # type: ignore[assignment]
-        self.place = place
+        self.place, self._call = place, place.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.place(*args, **kwargs)
+        return self._call(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
+        return self if instance is None else MethodType(self._call, instance)
 
     def __eq__(self, other: object) -> bool:
         return other is self or bool(other == self.__wrapped__)

@@ -75,6 +75,7 @@ class Observers:
 
     def __init__(self, members: tuple[Observer, ...]) -> None:
         self.members = members
+        self._of_layers = tuple(observer for observer in members if _sees_layers(observer))
 
     def __bool__(self) -> bool:
         return bool(self.members)
@@ -136,16 +137,16 @@ class Observers:
                 self._drop(observer, "transfer_ended")
 
     def layer_started(self, where: Where) -> None:
-        """Call :meth:`Observer.layer_started` of each."""
-        for observer in self.members:
+        """Call :meth:`Observer.layer_started` of each that has one: there are more layers than anything else."""
+        for observer in self._of_layers:
             try:
                 observer.layer_started(where)
             except Exception:
                 self._drop(observer, "layer_started")
 
     def layer_ended(self, where: Where) -> None:
-        """Call :meth:`Observer.layer_ended` of each."""
-        for observer in self.members:
+        """Call :meth:`Observer.layer_ended` of each that has one."""
+        for observer in self._of_layers:
             try:
                 observer.layer_ended(where)
             except Exception:
@@ -153,7 +154,13 @@ class Observers:
 
     def _drop(self, observer: Observer, event: str) -> None:
         self.members = tuple(other for other in self.members if other is not observer)
+        self._of_layers = tuple(other for other in self._of_layers if other is not observer)
         _give_up(observer, event)
+
+
+def _sees_layers(observer: Observer) -> bool:
+    seen = (observer.layer_started, observer.layer_ended)
+    return [getattr(method, "__func__", None) for method in seen] != [Observer.layer_started, Observer.layer_ended]
 
 
 DEFAULT_OBSERVERS = (("pipesight.logs", "TaskLog"),)

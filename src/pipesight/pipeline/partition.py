@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -71,8 +71,18 @@ def watch_backward(input: object, output: object, name: str) -> None:
         where.layer = name
         where.observers.layer_started(where)
 
-    for node in _nodes(output) - _nodes(input):
+    for node in _nodes_between(input, output):
         node.register_prehook(reached)
+
+
+def _nodes_between(input: object, output: object) -> Collection[Node]:
+    """Return the nodes of the output that are not the input's."""
+    if isinstance(output, Tensor):  # as in most layers
+        node = output.grad_fn
+        if node is None or any(tensor.grad_fn is node for tensor in tensors_in(input)):
+            return ()
+        return (node,)
+    return _nodes(output) - _nodes(input)
 
 
 def _nodes(value: object) -> set[Node]:

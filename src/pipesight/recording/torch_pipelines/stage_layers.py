@@ -102,6 +102,6 @@ class LayerWatch:
             where.observers.layer_started(where)
             output = call(*args, **kwargs)
             where.observers.layer_ended(where)
-            watch_backward((args, kwargs), output, name)
+            watch_backward(args[0] if len(args) == 1 and not kwargs else (args, kwargs), output, name)
         self._open.layer = None
         return output

@@ -32,6 +32,8 @@ def _move_tensor(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwa
         return original(tensor, *args, **kwargs)
     start = now()
     moved = original(tensor, *args, **kwargs)
+    if moved is tensor:  # as in most calls: it was there already
+        return moved
     moment = now()
     with without_function_overrides():
         if isinstance(moved, Tensor) and moved.device != tensor.device:  # torch.fx returns a proxy
