@@ -19,6 +19,7 @@ from pipesight._formatting import size as format_size
 from pipesight.analysis.plan_outcome import make_plans
 from pipesight.cli import _quantities as quantities
 from pipesight.cli._model_option import make_sample
+from pipesight.cli.plan import NO_STATE
 from pipesight.distributed import schedule_names
 from pipesight.distributed.schedules import choose
 from pipesight.plan import SCHEDULES, Setting, load_schedule, measure
@@ -312,6 +313,7 @@ def test_models_without_a_run(tmp_path):
     assert "recorded" not in found
     assert {p["chunks"] for p in found["plans"]} == {1, 2, 4, 8, 16}
     assert all(sum(p["balance"]) == 4 and min(p["memory_bytes"]) > 0 for p in found["plans"])
+    assert NO_STATE in found["notes"]
     again = functools.partial(warm.run, "-m", "pipesight", "plan", cwd=tmp_path)
     for name, words in (
         ("mine:broken", "no model today"),
@@ -320,6 +322,8 @@ def test_models_without_a_run(tmp_path):
     ):
         ended = again("--model", name, "--sample", "16x8", "--partitions", "2")
         assert (ended.returncode, words in ended.stderr) == (2, True), ended.stderr
+    ended = again(*args, "--parameter-scale", "4")
+    assert NO_STATE not in json.loads(ended.stdout)["notes"]
     (tmp_path / "script.py").write_text(SCRIPT)  # it reads the command line, which is not for it
     ended = again("--model", "script:build_too", "--sample", "16x8", "--partitions", "2")
     assert ended.returncode == 0, ended.stderr

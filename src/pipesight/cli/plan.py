@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from pipesight.schedule.costs import Costs, Link
 
 __all__ = ["add_to", "run"]
+
+NO_STATE = (
+    "what the optimizer keeps is not known, so it is not in the memory; add --parameter-scale 4 for Adam, 3 for SGD "
+    "with momentum"
+)
 
 
 def add_to(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -146,6 +152,9 @@ def _plan(options: argparse.Namespace) -> Outcome:
         raise ValueError(f"--out writes a schedule as CSV, so its name must end in .csv (name: {options.out})")
     if measured is None and not options.partitions:
         raise ValueError("without a run, the number of devices is needed: --partitions N")
+    scale = _parameter_scale(options, measured)
+    if scale is None and costs.sizes_known:
+        costs = replace(costs, notes=(*costs.notes, NO_STATE))
     return make_plans(
         costs,
         measured,
@@ -155,7 +164,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
         chunks=options.chunks,
         rounds=options.rounds,
         memory=options.memory,
-        parameter_scale=_parameter_scale(options, measured),
+        parameter_scale=scale or 2.0,
         search=options.search,
         **({} if options.out is None else {"file": str(options.out)}),
     )
@@ -188,11 +197,11 @@ def _costs(options: argparse.Namespace) -> tuple[Costs, Measured | None]:
     return with_sizes(measured.costs, profiled), measured
 
 
-def _parameter_scale(options: argparse.Namespace, measured: Measured | None) -> float:
-    if options.parameter_scale is not None:
-        scale: float = options.parameter_scale
-        return scale
-    return (measured.parameter_scale if measured is not None else None) or 2.0
+def _parameter_scale(options: argparse.Namespace, measured: Measured | None) -> float | None:
+    """Return the bytes that are held for each byte of parameters, as given or recorded."""
+    recorded = measured.parameter_scale if measured is not None else None
+    given: float | None = options.parameter_scale
+    return recorded if given is None else given
 
 
 def _link(options: argparse.Namespace) -> Link | None:
