@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pipesight.stats.config import GEMM_KEYS, STEP_KEYS, TENSOR_KEYS, Config, ConfigError, StatisticRequest, load
 from pipesight.stats.config.steps import Steps
 from pipesight.stats.registry import Registry
+from support.counted import lines_run
 
 
 def make_registry():
@@ -311,19 +312,13 @@ def test_nonfinite_alone_needs_no_statistics():
     assert (rule.stats, rule.on_nonfinite) == ((), "dump")
 
 
-@pytest.mark.alone
 def test_a_rule_is_found_cheaply():
-    """Finding the section, the feature and the rule of a tensor takes well under a microsecond each."""
-    config = load(section(tensors=["x"], stats=["min"]), REGISTRY)
+    """Finding the section, the feature and the rule of a tensor takes a few lines each, whatever else there is."""
+    tensors = ["x", *(f"y{i}" for i in range(100))]
+    config = load(section(tensors=tensors, stats=["min"]), REGISTRY)
     feature = config.section_for("a.fc").features[0]
-    for ask in (lambda: feature.rule("x"), lambda: feature.rule("y"), lambda: config.section_for("a.fc")):
-        best = float("inf")
-        for _ in range(5):
-            began = time.perf_counter()
-            for _ in range(10_000):
-                ask()
-            best = min(best, (time.perf_counter() - began) / 10_000)
-        assert best < 0.6e-6
+    for ask in (lambda: feature.rule("x"), lambda: feature.rule("z"), lambda: config.section_for("a.fc")):
+        assert 1 < lines_run(ask) <= 4
 
 
 # Mistakes.
@@ -695,9 +690,9 @@ def test_tags_run_nothing(mistakes, tmp_path):
 def test_many_aliases_are_no_bomb(mistakes):
     """Aliases of aliases are read in no time."""
     lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40)]
-    began = time.monotonic()
+    began = time.thread_time()
     found = mistakes("\n".join(lines))
-    assert time.monotonic() - began < 5
+    assert time.thread_time() - began < 5
     assert len(found) == 40
 
 

@@ -3,7 +3,6 @@
 import itertools
 import os
 import textwrap
-import time
 
 import numpy as np
 import pytest
@@ -85,8 +84,7 @@ def test_layers_on_some_ranks_only(tmp_path):
 
 
 def test_skip_reduction(tmp_path):
-    """With skip_reduction a rank logs its own values; if all calls skip, ranks do not wait for each other."""
-    started = time.monotonic()
+    """With skip_reduction a rank logs its own values; if all calls skip, none waits for another, and all end."""
     run_ranks(
         2,
         """
@@ -99,7 +97,6 @@ def test_skip_reduction(tmp_path):
         """,
         tmp_path,
     )
-    assert time.monotonic() - started < 60
     assert list(values(tmp_path, 0).values()) == [2] * 5
     assert list(values(tmp_path, 1).values()) == [3] * 3
 
@@ -252,12 +249,14 @@ def test_memory_stays_the_same(tmp_path):
 
 
 MISSING = """
+        from pathlib import Path
         from pipesight.stats import MissingRankError
         import time
         debug_api.initialize(config(), log_dir=folder, reduction_timeout=3)
         def log():
             debug_api.log_tensor_stats("fc1", tensor=torch.ones(4), tensor_name="activation")
             debug_api.step()
+        dist.barrier()
         log()
 """
 
@@ -268,20 +267,20 @@ def test_a_rank_that_does_not_come(tmp_path):
         3,
         MISSING
         + """
-        if rank == 1:
-            time.sleep(7)
+        def wait_for_both():  # rank 1 must not have gone before, nor rank 0, which has the store
+            while len(list(Path(folder).glob("raised*"))) < 2:
+                time.sleep(0.05)
             os._exit(0)
-        began = time.monotonic()
+        if rank == 1:
+            wait_for_both()
         try:
             log()
         except MissingRankError as error:
-            print(error, f"took {time.monotonic() - began:.1f}")
-            assert time.monotonic() - began < 6
+            print(error, flush=True)
         else:
             raise AssertionError
-        sys.stdout.flush()
-        time.sleep(5)
-        os._exit(0)
+        Path(folder, f"raised{rank}").touch()
+        wait_for_both()
         """,
         tmp_path,
     )
