@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pipesight._gloo_exit import wait_for_gloo_at_exit
+
 __all__ = ["PaddedGather"]
 
 
@@ -17,7 +19,7 @@ class PaddedGather:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
-        self._kept: list[Tensor] = []  # else a thread of gloo may be the one that frees them, at exit
+        wait_for_gloo_at_exit()
 
     def __call__(self, sent: Tensor, size: int, wait: Callable[[Any], object] | None = None) -> Tensor:
         """Return what each rank sent, one row per rank, padded with zeros.
@@ -27,9 +29,7 @@ class PaddedGather:
         padded = sent.new_zeros(size)
         padded[: sent.numel()] = sent
         rows = sent.new_empty(len(self.ranks), size)
-        parts = list(rows)
-        self._kept = [padded, *parts]
-        work = dist.all_gather(parts, padded, group=self.group, async_op=wait is not None)
+        work = dist.all_gather(list(rows), padded, group=self.group, async_op=wait is not None)
         if wait is not None:
             wait(work)
         return rows

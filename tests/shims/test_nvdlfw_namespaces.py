@@ -174,6 +174,14 @@ def test_default(mine):
     assert mine.scale("fc1", tensor_name="b") == ("default", {}, "fc1", {"tensor_name": "b"})
 
 
+@pytest.mark.parametrize("chosen", [None, {}])
+def test_condition_without_settings(mine, monkeypatch, chosen):
+    """Where the condition chooses no settings, a feature is called with all it has."""
+    monkeypatch.setattr(mine, "routing_condition", lambda *_, **__: (True, chosen))
+    settings = {"enabled": True, "tensors": ["a"], "factor": 3}
+    assert mine.scale("fc1", tensor_name="a") == ("One", settings, "fc1", {"tensor_name": "a"})
+
+
 def test_features_are_found_once(mine):
     """Which features serve a call is worked out once for a layer and the arguments that matter."""
     for _ in range(3):
@@ -639,6 +647,7 @@ def test_steps_of_calls_through_a_namespace(steps, expected, tmp_path):
             debug_api.own.look_at("fc3", iteration=k, **arguments),
         ]
         assert [dict(one) for one in found] == [{"max": k} if k in expected else {}] * 3
+        assert debug_api.own.look_at_enabled("fc3", tensor_name="activation", iteration=k) == (k in expected)
         debug_api.step()
     debug_api.end_debug()
     for layer in ("fc1", "fc2", "fc3"):
@@ -660,6 +669,10 @@ OWN = """
                     config, layer_name, tensor=tensor, tensor_name=tensor_name, iteration=iteration
                 )
             return {}
+
+        @api_method
+        def look_at_enabled(self, config, layer_name, tensor_name, iteration):
+            return self._check_params(config, layer_name, iteration=iteration)
 """
 
 

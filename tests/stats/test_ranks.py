@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import subprocess
+import sys
 import textwrap
 
 import numpy as np
@@ -32,6 +34,25 @@ def test_uneven_shards(tmp_path):
         found = values(tmp_path, rank)
         for i in range(3):
             assert_six(found, i, "fc1", "activation", torch.arange(10.0).sin() + i)
+
+
+ENDS_AFTER_AN_EXCHANGE = """
+import sys, torch, torch.distributed as dist
+from pipesight._padded_gather import PaddedGather
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+gather = PaddedGather(dist.group.WORLD)
+sys.setswitchinterval(1000)  # other threads run when this one waits, and at no other time
+for _ in range(3):
+    assert gather(torch.ones(2), 2).tolist() == [[1, 1]] * 2
+"""
+
+
+def test_end_of_python_after_an_exchange(tmp_path):
+    """The thread of gloo's that made an exchange frees its tensors before Python ends, which else aborts."""
+    command = [sys.executable, "-c", ENDS_AFTER_AN_EXCHANGE, str(tmp_path / "store")]  # a fork would end too fast
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    ends = [(rank.communicate(timeout=100)[1], rank.returncode) for rank in ranks]
+    assert [code for _, code in ends] == [0, 0], ends
 
 
 def test_pooled_variance(tmp_path):

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipesight._gloo_exit import wait_for_gloo_at_exit
 from pipesight.context import Where
 from pipesight.distributed import diagnosis
 from pipesight.distributed.diagnosis import Answers, LivenessPort
-from pipesight.distributed.join_job import wait_for_gloo_at_exit
 from pipesight.distributed.rank_notes import ANSWERS, RankNotes, State, store_outlives_ranks
 from pipesight.distributed.rank_presence import RankPresence
 from pipesight.distributed.symptoms import is_late, is_symptom, seconds_waited

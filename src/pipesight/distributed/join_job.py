@@ -1,14 +1,11 @@
-"""Join the job that ``torchrun`` started, and leave it without a crash at exit."""
+"""Join the job that ``torchrun`` started."""
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
 import time
 import uuid
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +13,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["init_process_group", "wait_for_gloo_at_exit"]
+__all__ = ["init_process_group"]
 
 _PATIENCE = timedelta(minutes=10)  # for all ranks to join
-_EXIT_PATIENCE = 5.0  # seconds
-_LOOKS = 3  # in a row; a thread that waits for the GIL sleeps, too, but not while Python does
 
 
 def init_process_group(backend: str | None = None, **kwargs: Any) -> None:
@@ -77,34 +72,3 @@ def _attempt(store: Store, rank: int, size: int, patience: timedelta = _PATIENCE
             )
         time.sleep(0.01)
     return mine
-
-
-@functools.cache
-def wait_for_gloo_at_exit() -> None:
-    """Make Python wait, before it ends, until no thread of gloo's is at work. Once a process is enough.
-
-    A thread of gloo's frees its tensors a moment after a collective is done. If Python has freed them before, the
-    thread needs the GIL for that, which it cannot get any more when Python is ending: the process aborts, although all
-    went well. ::
-
-        Python    all_reduce ──────────────── done, frees the tensor, ends
-        gloo             computes, reports it ─────────────────────────── frees the tensor
-    """
-    atexit.register(_wait)
-
-
-def _wait() -> None:
-    until = time.monotonic() + _EXIT_PATIENCE
-    idle = 0
-    while idle < _LOOKS and time.monotonic() < until:
-        time.sleep(0.001)
-        idle = 0 if any(map(_at_work, Path("/proc/self/task").glob("*"))) else idle + 1
-
-
-def _at_work(thread: Path) -> bool:
-    try:
-        if not (thread / "comm").read_text().startswith("pt_gloo"):
-            return False
-        return (thread / "stat").read_text().rpartition(")")[2].split()[0] != "S"
-    except OSError:
-        return False  # it has ended, or this system does not tell

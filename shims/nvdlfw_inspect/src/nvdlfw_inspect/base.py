@@ -204,7 +204,7 @@ class BaseNamespaceAPI(ABC):
             )
             if serves:
                 call = getattr(self.namespace_features[feature], api_name)
-                found.append((feature, call, config if settings is None else settings))
+                found.append((feature, call, settings or config))
         if len(found) > 1 and not self.is_multiple_feature_invocation_allowed(api_name):
             raise ValueError(
                 f"only one feature may serve this call (call: {self.name}.{api_name}, layer: {layer_name}, features: "

@@ -34,3 +34,6 @@ class LogTensorStats(MeasuringFeature, GenericConfigAPIMapper):
 
     def _check_log_frequency(self, config: Mapping[str, Any], **kwargs: Any) -> bool:
         return steps_of(config, inclusive=self.inclusive).includes(self._get_current_iteration(**kwargs))
+
+    def _check_params(self, config: Mapping[str, Any], layer_name: str, **kwargs: Any) -> bool:
+        return self._check_log_frequency(config, **kwargs)  # Transformer Engine 2.4 to 2.6 ask this
