@@ -24,7 +24,7 @@ from pipesight.stats.moments._scratch import take
 __all__ = ["ROW", "in_segments"]
 
 NAN = math.nan
-PASS = 1 << 17  # elements that stay in the cache while the passes over them run
+PASS = 1 << 18  # elements that stay in the cache while the passes over them run
 ONES = np.ones(ROW, np.float32)
 CPU = torch.device("cpu")
 
