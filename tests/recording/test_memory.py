@@ -18,7 +18,8 @@ from pipesight import GPipe, Pipeline
 from pipesight._torch.saved_tensors import CAN_BE_SEEN
 from pipesight.analysis.memory import MemoryReport
 from pipesight.cli.command import main
-from pipesight.plan import Setting, measure, predict
+from pipesight.pipeline.call_costs import profile_call
+from pipesight.plan import Setting, measure, predict, profile
 from pipesight.recording.memory import memory_recorder
 from pipesight.recording.memory.machine_memory import machine_memory
 from pipesight.report import analyse, open_run
@@ -308,6 +309,39 @@ def test_a_plain_script_is_counted_like_the_allocator_does(tmp_path):
     assert max(totals) - min(totals) > 10_000_000
     inner = 256 * 2048 * 4  # the input of GELU, and its output for the layer after it
     assert {layer.name: layer.kept for layer in found.layers} == {"0": 0, "1": inner, "2": inner}
+
+
+class Remembers(torch.autograd.Function):
+    """Keeps its input as it should, and more that hooks on saved tensors do not see."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.cosine, ctx.others = x.cos(), [x.exp(), None]
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.cosine
+
+
+class Remembering(nn.Module):
+    """Calls it."""
+
+    def forward(self, x):
+        return Remembers.apply(x)
+
+
+def test_attributes_of_functions_count(tmp_path):
+    """What a function of the program keeps in attributes is counted: in runs, and where a model is profiled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Remembering())
+    x = torch.randn(SAMPLES, WIDTH)
+    profiled = [profile(model, x, timeout=0.0), profile_call(model, (x,), timeout=0.0)]
+    assert [costs.layers[1].kept_bytes for costs in profiled] == [3 * x.nbytes] * 2
+    pipe = GPipe(model, [2], devices=["cpu"], chunks=1, checkpoint="never")
+    found = recorded(tmp_path / "run", lambda x, y: pipe(x).sum().backward(), pipe)
+    assert found.layers[1].kept == 3 * x.nbytes
 
 
 def test_what_a_program_packs_is_not_unpacked(tmp_path):

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from pipesight._torch.autograd import PythonNode, sequence_number
 
-__all__ = ["CAN_BE_SEEN", "following_nodes", "hanging_weights", "saved_by", "saved_output", "waiting_bytes"]
+__all__ = [
+    "CAN_BE_SEEN",
+    "following_nodes",
+    "hanging_weights",
+    "saved_by",
+    "saved_in_attributes",
+    "saved_output",
+    "waiting_bytes",
+]
 
 CAN_BE_SEEN: bool = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 """Whether this PyTorch tells which saved tensors hooks of the program have packed; old ones do not."""
@@ -30,8 +38,21 @@ def saved_by(node: Any) -> Iterator[Tensor]:
         for one in saved if isinstance(saved, (tuple, list)) else (saved,):
             if one is not None and one.unpack_hook is None and isinstance(one.data, Tensor):
                 yield one.data
-    if isinstance(node, PythonNode):
-        yield from (value for value in vars(node).values() if isinstance(value, Tensor))
+    yield from _in_attributes(node)
+
+
+def saved_in_attributes(ends: Iterable[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """Yield what functions of the program have put into attributes of their ``ctx``, which no hook sees, and the number
+    of each one's node."""
+    for node in _nodes_behind(ends):
+        for tensor in _in_attributes(node):
+            yield tensor, sequence_number(node)
+
+
+def _in_attributes(node: Any) -> Iterator[Tensor]:
+    for value in vars(node).values() if isinstance(node, PythonNode) else ():
+        found = value if isinstance(value, (tuple, list)) else (value,)
+        yield from (one for one in found if isinstance(one, Tensor))
 
 
 def following_nodes(node: Any) -> Iterator[Any]:
@@ -67,13 +88,19 @@ def saved_output(node: Any, number: int) -> int:
 def waiting_bytes(ends: Iterable[Tensor], weights: Collection[int]) -> Iterator[tuple[int, int]]:
     """Yield the bytes of gradients that weights, given by their addresses, get on a way of their own, and the number of
     the node that gets them."""
+    for node in _nodes_behind(ends):
+        leaves, size = hanging_weights(node)
+        if any(leaf.untyped_storage().data_ptr() in weights for leaf in leaves):
+            yield size, sequence_number(node)
+
+
+def _nodes_behind(ends: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of a graph once each."""
     pending, seen = [end.grad_fn for end in ends if end.grad_fn is not None], set()
     while pending:
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
-        leaves, size = hanging_weights(node)
-        if any(leaf.untyped_storage().data_ptr() in weights for leaf in leaves):
-            yield size, sequence_number(node)
+        yield node
         pending.extend(following_nodes(node))

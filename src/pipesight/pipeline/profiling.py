@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesight._torch.cuda_peaks import PeakMeter
-from pipesight._torch.saved_tensors import waiting_bytes
+from pipesight._torch.saved_tensors import saved_in_attributes, waiting_bytes
 from pipesight.pipeline.microbatch import TensorOrTensors, as_tuple, scatter
 from pipesight.pipeline.skip import SkipTracker, use_tracker
 
@@ -181,6 +181,7 @@ class _Layer:
             self.output = self.module(input)
         # A part of the graph that leads to no output is gone by now, and with it what it had saved.
         alive = [tensor for reference in saved if (tensor := reference()) is not None]
+        alive += [tensor for tensor, _ in saved_in_attributes(self._results())]
         popped = [t for t in self.skips.popped.values() if t is not None]
         weights = storages([*self.module.parameters(), *self.module.buffers()])
         given, put_out = storages([*as_tuple(input, "input"), *popped]), storages(as_tuple(self.output, "output"))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipesight._nested import tensors_in
 from pipesight._torch.autograd import next_sequence_number, sequence_number
 from pipesight._torch.cuda_peaks import InsideTask, PeakMeter
-from pipesight._torch.saved_tensors import waiting_bytes
+from pipesight._torch.saved_tensors import saved_in_attributes, waiting_bytes
 from pipesight.pipeline.flattening import flatten
 from pipesight.pipeline.profiling import storages
 from pipesight.pipeline.units import find_units
@@ -141,10 +141,21 @@ class UnitRun:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = self._call()
         self._begin, self._end = lambda name: None, lambda name, output: None
+
+        def unit_of(number: int) -> tuple[int, str]:
+            return starts[bisect.bisect_right(starts, number, key=lambda entry: entry[0]) - 1]
+
         waiting: dict[str, int] = {}
         for size, number in waiting_bytes(tensors_in(output), weights):
-            name = starts[bisect.bisect_right(starts, number, key=lambda entry: entry[0]) - 1][1]
+            name = unit_of(number)[1]
             waiting[name] = waiting.get(name, 0) + size
+        for tensor, number in saved_in_attributes(tensors_in(output)):
+            first, name = unit_of(number)
+            if LOSS in found and number >= start[0]:
+                first, name = start[0], LOSS
+            found[name].append(
+                (tensor.detach(), tensor.grad_fn is not None and sequence_number(tensor.grad_fn) < first)
+            )
         sizes: dict[str, KeptBytes] = {}
         for name, tensors in found.items():
             mine = {a: size for a, size in storages(t for t, _ in tensors).items() if a not in known}
