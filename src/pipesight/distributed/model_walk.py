@@ -197,7 +197,9 @@ class Walk(TorchFunctionMode):
                 self.read_values(output)
         elif func in self._answers:
             return self._answers[func]
-        else:
+        elif (output := stand_ins.known(func, given)) is None:
+            if rows := stand_ins.rows_chosen(func, given):
+                self.read_values(rows)
             given, named = self._with_twin(stand_ins.changed_by(func, args, kwargs), given, named)
             output = stand_ins.call(func, given, named, self.device)
         target = stand_ins.changed_by(func, args, kwargs)

@@ -17,7 +17,17 @@ from torch import Tensor
 from pipesight._nested import map_tensors, tensors_in
 from pipesight._torch.operators import FakeTensorMode
 
-__all__ = ["META", "ValueNeededError", "answers_of", "call", "changed_by", "needs_values", "place"]
+__all__ = [
+    "META",
+    "ValueNeededError",
+    "answers_of",
+    "call",
+    "changed_by",
+    "known",
+    "needs_values",
+    "place",
+    "rows_chosen",
+]
 
 META = torch.device("meta")
 
@@ -66,6 +76,27 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch
             f"{place()} asks for the values of a tensor that another rank computes ({what}), which are not there; "
             "let the model decide by its arguments instead, or do this inside a block that no cut goes through"
         ) from None
+
+
+def known(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """Return what a function makes of a real tensor and the shape or type of a stand-in; None if it needs values."""
+    name = getattr(func, "__name__", "")
+    if len(args) == 2 and all(isinstance(tensor, Tensor) for tensor in args) and not args[0].is_meta:
+        if name in _AS:
+            shaped: Tensor = getattr(args[0], _AS[name])(args[1].shape)
+            return shaped
+        if name == "type_as":
+            return args[0].to(args[1].dtype)
+    return None
+
+
+def rows_chosen(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return how many items a stand-in is asked for by real masks; nothing if it is not."""
+    if getattr(func, "__name__", "") not in ("__getitem__", "masked_select"):
+        return ()
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    masks = (t for t in index if isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) and not t.is_meta)
+    return tuple(int(mask.sum()) for mask in masks)
 
 
 def needs_values(func: Any, args: tuple[Any, ...]) -> bool:
@@ -177,6 +208,7 @@ def _is_about_values(func: Any, error: Exception) -> bool:
     return name in _READS or name in _SHAPED_BY_VALUES or "no data" in text or "data-dependent" in text
 
 
+_AS = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape"}
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__contains__"}
 _READS |= {f"__{kind}__" for kind in ("bool", "int", "float", "complex", "index")}
 _SHAPED_BY_VALUES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "histc"}
