@@ -86,7 +86,8 @@ def known(func: Any, args: tuple[Any, ...]) -> Tensor | None:
             shaped: Tensor = getattr(args[0], _AS[name])(args[1].shape)
             return shaped
         if name == "type_as":
-            return args[0].to(args[1].dtype)
+            typed: Tensor = args[0].to(args[1].dtype)
+            return typed
     return None
 
 
