@@ -164,6 +164,66 @@ def test_classes_know_their_nodes():
     assert module.IO(cat="mine", parent_name="disk").read.name == "disk.io.read"
 
 
+def test_tree_of_a_program(traced):
+    """Classes derived from DFTracer's are nodes with children; what is done to one reaches all below it."""
+    module = importlib.import_module("dftracer.python")
+
+    class Step(module.DFTracerAI):
+        def __init__(self, step):
+            super().__init__(cat="step", step=step)
+            self.create_children({"plan": "planned", "act": "acted"})
+
+    class Agent(module.DFTracerAI):
+        def __init__(self):
+            super().__init__(cat="agent_root", name="agent")
+            self.step, self.compute = Step(3), OwnCompute(enable=True)
+            self._children = {"step": self.step, "compute": self.compute}
+
+    class OwnCompute(module.Compute):
+        pass
+
+    def work():
+        agent = Agent()
+        with agent as opened, agent.step.plan:
+            assert opened is agent
+        agent.update(args={"run": 7})
+        agent.step.act(lambda: None)()
+        list(agent.compute.forward.iter([1], include_iter=False))
+        agent.disable()
+        with agent, agent.step, agent.step.plan, agent.compute.forward:
+            pass
+        agent.enable()
+        agent.step.derive("end").start()
+        agent.step.derive("end").stop()
+        assert all(isinstance(node, module.DFTracerAI) for node in (agent, agent.compute, agent.step.plan))
+        assert isinstance(agent.compute, module.Compute)
+        assert not isinstance(agent.compute, Agent | module.Data)
+        assert not isinstance(ai.compute, OwnCompute)
+
+    found = [
+        (event["cat"], event["name"], event["args"].get("step"), event["args"].get("run")) for event in traced(work)
+    ]
+    assert sorted(found) == [
+        ("agent_root", "agent", None, None),
+        ("compute", "forward.block", None, 7),
+        ("step", "acted", 3, 7),
+        ("step", "planned", 3, None),
+        ("step", "step.end", 3, 7),
+    ]
+
+
+def test_class_that_makes_no_node():
+    """A derived class that does not initialize what it derives from is told so."""
+    module = importlib.import_module("dftracer.python")
+
+    class Lazy(module.DFTracerAI):
+        def __init__(self):
+            pass
+
+    with pytest.raises(AttributeError, match=r"Lazy.__init__ must call super\(\).__init__\(cat=...\)"):
+        Lazy().start()
+
+
 def test_events_beyond_the_guide(traced):
     """Events of I/O and of other work have the names of DFTracer 2.2; waits and bodies of loops can be named."""
 

@@ -33,7 +33,7 @@ class Dynamo:
     """
 
     def __init__(self, name: str | None = None, *, enable: bool = True, **args: Any) -> None:
-        self.node: Node = DFTracerAI(cat="dynamo", name=name, enable=enable, **args)
+        self.node: Node = DFTracerAI.make(cat="dynamo", name=name, enable=enable, **args)
         self.enable, self.disable, self.update = self.node.enable, self.node.disable, self.node.update
         self.name, self.cat = self.node.name, self.node.category
 
