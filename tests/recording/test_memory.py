@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import pipesight
 from pipesight import GPipe, Pipeline
 from pipesight._torch.saved_tensors import CAN_BE_SEEN
+from pipesight.analysis.measured_memory import gradients_of
 from pipesight.analysis.memory import MemoryReport
 from pipesight.cli.command import main
 from pipesight.pipeline.call_costs import profile_call
@@ -218,6 +220,18 @@ def test_gradients_that_stay_are_in_the_plan(tmp_path, engine, zero):
     assert plan.memory_bytes == pytest.approx(
         [entry.peak - more for entry, more in zip(found.partitions, targets, strict=True)], rel=0.005
     )
+
+
+def test_gradients_that_go_are_not_in_the_plan(tmp_path):
+    """Those that are dropped before the forwards, wherever steps are said to begin: a host is ahead of its GPU."""
+    model = model_of(4)
+    pipe = Pipeline(model, ["2"], devices=["cpu"] * 2, chunks=CHUNKS, schedule="1f1b", loss_fn=nn.functional.mse_loss)
+    memory = recorded(tmp_path / "run", lambda x, y: pipe.step(x, target=y), pipe, steps=3)
+    ahead = 1 + CHUNKS // 2
+    curves = [replace(one, steps=(*one.steps[ahead:], *one.steps[-1:] * ahead)) for one in memory.curves]
+    late = [replace(one, steps=(*one.steps[:1] * ahead, *one.steps[:-ahead])) for one in memory.curves]
+    for same in (memory.curves, curves, late):
+        assert gradients_of(replace(memory, curves=tuple(same)), 1) == (0.0, 1.0)
 
 
 def test_a_run_on_a_cpu_knows_what_the_machine_has(tmp_path):

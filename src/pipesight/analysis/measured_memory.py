@@ -50,9 +50,10 @@ def gradients_of(memory: MemoryReport | None, minibatches: int) -> tuple[float, 
     first = most = 0
     for curve in (curve for curve in memory.curves if (curve.partition, curve.rank) in ranks):
         gradients = curve.values[GRADIENTS]
-        begins = {step: k for k, step in reversed([*enumerate(curve.steps)]) if step > memory.steps[0]}
-        first += max((gradients[k] for k in begins.values()), default=0)  # at the end of the first forward of a step
-        most += max(gradients)
+        top = max(gradients)
+        there = next(k for k, size in enumerate(gradients) if size >= top / 2)
+        first += min(gradients[there:])  # next to none at the first forward of the next step, unless they stay
+        most += top
     stay = float(stay or first / weights > FEW)
     return stay, float(most / weights > stay + FEW)
 
