@@ -26,9 +26,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_transformers(tmp_path, accumulated):
-    settings = {"gradient_accumulation_steps": accumulated, "max_grad_norm": 0.5}
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}, {"label_smoothing_factor": 0.1}])
+def test_transformers(tmp_path, more):
+    settings = {"max_grad_norm": 0.5, **more}
     plain = model()
     expected, plainly = losses_of_transformers(plain, tmp_path / "plain", **settings)
     ours = model()

@@ -348,6 +348,14 @@ class Pipeline(nn.Module):
                 self.__dict__.pop("_running", None)
         return self
 
+    def _get_name(self) -> str:
+        """Return the name of the model's class: trainers tell by it how to compute a loss."""
+        return str(self.module._get_name())
+
+    def __repr__(self) -> str:
+        """Say how the model is cut and run, and list its modules."""
+        return type(self).__name__ + super().__repr__().removeprefix(self._get_name())
+
     def extra_repr(self) -> str:
         """Say how the model is cut and run."""
         return argument_text(
