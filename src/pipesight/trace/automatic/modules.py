@@ -149,8 +149,13 @@ class ModuleHooks:
         self._handles = []
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
+        if _span_events.is_compiling():
+            return
+        calls = _here.calls
+        if len(calls) >= self.depth and self.marks is None and _here.era == self._era and not _is_open(module, calls):
+            return  # most calls of most steps are too deep to be shown
         # In the worker of a pipeline, which records its layers itself.
-        if _span_events.is_compiling() or context.current() is not None or in_transform():
+        if context.current() is not None or in_transform():
             return
         if _here.era != self._era:
             _here.era, _here.calls = self._era, []
@@ -187,12 +192,14 @@ class ModuleHooks:
 
     @harmless
     def _ended(self, module: nn.Module, inputs: Any, *rest: Any) -> None:
-        *more, output = rest  # after an exception, no keyword arguments are passed
-        if _span_events.is_compiling() or context.current() is not None or in_transform():
+        if _span_events.is_compiling():
             return
         calls = _here.calls
-        if _here.era != self._era or all(call.module is not module for call in calls):
+        if _here.era != self._era or not _is_open(module, calls):
             return  # its beginning was not seen
+        if context.current() is not None or in_transform():
+            return
+        *more, output = rest  # after an exception, no keyword arguments are passed
         while calls:  # inner ones may have raised
             call = calls.pop()
             call.end()
@@ -202,6 +209,11 @@ class ModuleHooks:
                 break
         if not calls and self.outermost_ended is not None:
             self.outermost_ended(module, inputs, output)
+
+
+def _is_open(module: nn.Module, calls: list[_Call]) -> bool:
+    """Whether a call of a module is under way."""
+    return bool(calls) and (calls[-1].module is module or (len(calls) > 1 and any(c.module is module for c in calls)))
 
 
 on_outermost: list[Callable[[nn.Module], None]] = []
