@@ -215,12 +215,31 @@ class SentRows:
         return [each[place] for place in order[starts].tolist()], merged
 
 
+class _Queue:
+    """Tensors of one dtype that wait to be measured together; threads add to it without a lock.
+
+    Attributes:
+        bytes_left: How much more memory may wait.
+    """
+
+    __slots__ = ("_most_bytes", "bytes_left", "waiting")
+
+    def __init__(self, most_bytes: int) -> None:
+        self.waiting: deque[_Waiting] = deque()
+        self._most_bytes = self.bytes_left = most_bytes
+
+    def take(self) -> list[_Waiting]:
+        """Return tensors, as many as a kernel takes; they wait no longer."""
+        self.bytes_left = self._most_bytes
+        return [self.waiting.popleft() for _ in range(min(TOGETHER, len(self.waiting)))]
+
+
 class _Lane:
     """What belongs to one stream, the current one: memory is that of the stream it was taken on.
 
     Attributes:
         used: How many rows of the blocks are taken, of those that were skipped at the end of a block too.
-        bytes_left: How much more memory may wait to be measured.
+        queues: What waits to be measured, by dtype.
     """
 
     def __init__(self, device: torch.device, scratch_rows: int, most_bytes: int) -> None:
@@ -230,15 +249,14 @@ class _Lane:
         self._done = torch.zeros(TOGETHER, dtype=torch.int32, device=device)
         self.rows, self.done = self._rows.data_ptr(), self._done.data_ptr()
         self._device = device
-        self.waiting: deque[_Waiting] = deque()  # threads append without a lock
-        self.most_bytes = self.bytes_left = most_bytes
+        self.queues: dict[torch.dtype, _Queue] = {}
+        self._most_bytes = most_bytes
         self.free_tables: list[Table] = []
         self.begin()
 
-    def take_waiting(self) -> list[_Waiting]:
-        """Return tensors that wait to be measured, as many as a kernel takes; they wait no longer."""
-        self.bytes_left = self.most_bytes
-        return [self.waiting.popleft() for _ in range(min(TOGETHER, len(self.waiting)))]
+    def add_queue(self, dtype: torch.dtype) -> _Queue:
+        """Return the queue of a dtype that may be new."""
+        return self.queues.setdefault(dtype, _Queue(self._most_bytes))
 
     def begin(self) -> None:
         """Begin a step."""
@@ -370,12 +388,13 @@ class DeviceRows:
         lane = self._lanes.get(stream) or self._add_lane(stream)
         number = next(self._numbers)
         spot = number if where is None else (number, where.partition, where.microbatch, where.phase)
-        waiting = lane.waiting
+        queue = lane.queues.get(x.dtype) or lane.add_queue(x.dtype)
+        waiting = queue.waiting
         waiting.append((x, x._version, owner, spot))
-        lane.bytes_left -= x.nbytes
-        if lane.bytes_left <= 0 or len(waiting) >= TOGETHER:
+        queue.bytes_left -= x.nbytes
+        if queue.bytes_left <= 0 or len(waiting) >= TOGETHER:
             with self._lock:
-                some = lane.take_waiting()
+                some = queue.take()
             if some:
                 self._measure_waiting(lane, some)
         return True
@@ -383,25 +402,22 @@ class DeviceRows:
     def flush(self) -> None:
         """Measure all tensors that wait."""
         for lane in list(self._lanes.values()):
-            while lane.waiting:
-                with self._lock:
-                    waiting = lane.take_waiting()
-                if waiting:
-                    with torch.cuda.stream(lane.stream):
-                        self._measure_waiting(lane, waiting)
+            for queue in list(lane.queues.values()):
+                while queue.waiting:
+                    with self._lock:
+                        waiting = queue.take()
+                    if waiting:
+                        with torch.cuda.stream(lane.stream):
+                            self._measure_waiting(lane, waiting)
 
     def _measure_waiting(self, lane: _Lane, waiting: list[_Waiting]) -> None:
-        """Measure tensors on the lane's stream, which is the current one."""
+        """Measure tensors of one dtype on the lane's stream, which is the current one."""
         if current_gpu() != self._index:
             with torch.cuda.device(self.device):
                 self._measure_waiting(lane, waiting)
             return
-        alike: dict[torch.dtype, list[_Waiting]] = {}
-        for item in waiting:
-            alike.setdefault(item[0].dtype, []).append(item)
-        for items in alike.values():
-            if not self._measure_alike(lane, items):
-                self._measure_each(lane, items)
+        if not self._measure_alike(lane, waiting):
+            self._measure_each(lane, waiting)
 
     def _measure_each(self, lane: _Lane, waiting: list[_Waiting]) -> None:
         """Measure tensors of one dtype, those together that one kernel takes."""
@@ -503,7 +519,8 @@ class DeviceRows:
     @property
     def is_empty(self) -> bool:
         """Whether nothing waits to be measured, or was measured and is not on its way yet."""
-        return not any(lane.waiting or lane.used for lane in self._lanes.values())
+        lanes = list(self._lanes.values())
+        return not any(lane.used or any(queue.waiting for queue in lane.queues.values()) for lane in lanes)
 
     def hand_out(self) -> None:
         """Give the owners what was measured so far, and is not on its way yet."""
