@@ -156,3 +156,15 @@ def test_what_is_refused(settings: dict[str, Any], words: str) -> None:
     """Errors name what is missing."""
     with pytest.raises((TypeError, ValueError), match=words):
         Pipeline(Model([Block(), Block()]), **settings)
+
+
+def test_an_error_of_the_model_tells_what_it_got() -> None:
+    class Weighed(nn.Sequential):  # by two numbers for each sample
+        def forward(self, x: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+            y = super().forward(x)
+            return torch.stack([y[k] * pair.sum() for k, pair in enumerate(weights.split(2))])
+
+    model = Weighed(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(IndexError) as caught:
+        Pipeline(model, partitions=2, sample=((torch.ones(4, 2), torch.ones(8)), {}), chunks=2)
+    assert "batch_dim={'weights': 0} cuts it" in caught.value.__notes__[-1]

@@ -22,7 +22,7 @@ from pipesight.distributed.dry_run import ModelOutline
 from pipesight.distributed.failures import RankMonitor
 from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.model_building import build_model
-from pipesight.distributed.model_placement import Placement, guess_parts, named_tree
+from pipesight.distributed.model_placement import Placement, named_tree
 from pipesight.distributed.model_plan import Plan
 from pipesight.distributed.model_stage import ModelParts, ModelStage
 from pipesight.distributed.model_steps import ModelStepRunner
@@ -36,7 +36,7 @@ from pipesight.pipeline.batchnorm import DeferredBatchNorm
 from pipesight.pipeline.partition import Partition
 from pipesight.pipeline.randomness import PassRandomness
 from pipesight.pipeline.step_losses import TARGET, LossOf
-from pipesight.pipeline.units import check_cuts, find_units
+from pipesight.pipeline.units import check_cuts, find_units, guess_parts
 from pipesight.schedule.supported_schedules import RankSchedule
 
 __all__ = ["ModelPipeline"]

@@ -18,21 +18,7 @@ from torch import Tensor, nn
 from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.stand_ins import META
 
-__all__ = ["Placement", "guess_parts", "named_tree"]
-
-
-def guess_parts(names: Iterable[str], cuts: Sequence[str]) -> dict[str, int]:
-    """Return the partition of each module, if the model calls its modules in the order in which it registers them.
-
-    >>> guess_parts(["embed", "blocks", "blocks.0", "blocks.1", "head"], ["blocks.1"])
-    {'embed': 0, 'blocks': 0, 'blocks.0': 0, 'blocks.1': 1, 'head': 1}
-    """
-    first = {cut: k for k, cut in enumerate(cuts, start=1)}
-    part, parts = 0, {}
-    for name in names:
-        part = first.get(name, part)
-        parts[name] = part
-    return parts
+__all__ = ["Placement", "named_tree"]
 
 
 class Placement:

@@ -117,8 +117,10 @@ def _cuts(
     dims = BatchDims(batch_dim, inspect.signature(model.forward))
 
     def call() -> Any:
-        mine, named = split_call(args, kwargs, chunks, dims).calls[0]
-        return model(*mine, **named)
+        split = split_call(args, kwargs, chunks, dims)
+        mine, named = split.calls[0]
+        with split.watched():
+            return model(*mine, **named)
 
     opened: list[str] = []
     while True:

@@ -13,7 +13,7 @@ from pipesight._torch.module_internals import is_compiled
 from pipesight.pipeline.checkpoint import Buffers
 from pipesight.pipeline.partition import Partition, PlacedPartition, SkipRoutes, weights_changed
 from pipesight.pipeline.seen_changes import ModelAttributes
-from pipesight.pipeline.units import find_units, is_repeated
+from pipesight.pipeline.units import find_units, guess_parts, is_repeated
 
 __all__ = ["PlacedUnits", "Placement", "Unit"]
 
@@ -98,10 +98,9 @@ class Placement:
             partition.device = device
 
     def _place_all(self, cuts: Sequence[str]) -> None:
-        starts = {name: k for k, name in enumerate(cuts, start=1)}
-        j = 0
+        parts = guess_parts((name for name, _ in self.model.named_modules()), cuts)
         for name, module in self.model.named_modules():
-            j = starts.get(name, j)
+            j = parts[name]
             if (unit := self.units.get(module)) is not None:
                 self.partitions[j]._modules[unit.name] = module
             for tensor in (*module._parameters.values(), *module._buffers.values()):

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["check_cuts", "find_units", "is_callable", "is_repeated", "refuse_shards"]
+__all__ = ["check_cuts", "find_units", "guess_parts", "is_callable", "is_repeated", "refuse_shards"]
 
 
 def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Module]:
@@ -116,3 +116,34 @@ def _is_list_of_blocks(module: nn.Module, total: int) -> bool:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def guess_parts(names: Iterable[str], cuts: Sequence[str]) -> dict[str, int]:
+    """Return the partition of each module, if the model calls its modules in the order in which it registers them.
+
+    The cuts are in the order in which they are called, so that those around them are, too.
+
+    >>> guess_parts(["", "embed", "blocks", "blocks.0", "blocks.1", "head"], ["blocks.1"])
+    {'': 0, 'embed': 0, 'blocks': 0, 'blocks.0': 0, 'blocks.1': 1, 'head': 1}
+    >>> guess_parts(["", "text", "text.0", "text.1", "image", "image.0", "image.1"], ["image.1", "text.1"])
+    {'': 0, 'image': 0, 'image.0': 0, 'image.1': 1, 'text': 1, 'text.0': 1, 'text.1': 2}
+    """
+    children: dict[str, list[str]] = {}
+    for name in names:
+        if name:
+            children.setdefault(name.rpartition(".")[0], []).append(name)
+    first = {cut: k for k, cut in enumerate(cuts, start=1)}
+    earliest: dict[str, int] = {}  # of the cuts in a module
+    for cut, k in first.items():
+        parts = cut.split(".")
+        for size in range(1, len(parts) + 1):
+            earliest.setdefault(".".join(parts[:size]), k)
+    found: dict[str, int] = {}
+    waiting, part = [""], 0
+    while waiting:
+        name = waiting.pop()
+        part = found[name] = first.get(name, part)
+        siblings = children.get(name, [])
+        called = iter(sorted(filter(earliest.__contains__, siblings), key=earliest.__getitem__))
+        waiting += [next(called) if child in earliest else child for child in siblings][::-1]
+    return found
