@@ -87,18 +87,18 @@ class Dependencies:
             places = [*((partition.j + 1, k) for k in range(count)), *partition.leaving]
         outs = [(place, out) for place, out in zip(places, graph.outs, strict=True) if out is not None]
         notes = []
-        leaves: set[Tensor] = set()
+        leaves: dict[int, Tensor] = {}
         for (place, _), (stopped, found) in zip(outs, _follow([out for _, out in outs], stops, floor), strict=True):
             leaves |= found
             inner = {key for key in derived if key in stopped}
-            notes.append((place, stopped - inner, inner | {id(leaf) for leaf in found}))
+            notes.append((place, stopped - inner, inner | found.keys()))
         self._notes[i, partition.j] = notes
-        parameters = {id(p) for p in graph.parameters}
+        parameters = set(map(id, graph.parameters))
         # Without a shape, each output has to lead to everything; with it, all of them together.
         groups = [[note] for note in notes] if shape is None else [notes]
         if notes and all(_lead_to(group, everything, parameters) for group in groups):
             self._known.setdefault(partition.j, (shape, notes))
-        outside = partition.note_leaves(leaves, graph.parameters)
+        outside = partition.note_leaves(leaves, parameters)
         graph.parameters += outside
         return outside
 
@@ -130,8 +130,8 @@ def _lead_to(notes: Notes, places: set[Place], leaves: set[int]) -> bool:
 
 def _follow(
     starts: Sequence[GradientEdge], stops: Mapping[tuple[Any, int], Place], floor: int
-) -> list[tuple[set[Place], set[Tensor]]]:
-    """Walk a graph as backward would; return the stops and the leaves that each start leads to.
+) -> list[tuple[set[Place], dict[int, Tensor]]]:
+    """Walk a graph as backward would; return the stops and the leaves that each start leads to, these by id.
 
     Each node is visited once, however many starts lead to it. What a node leads to is a number, a bit for each end.
     """
@@ -165,7 +165,7 @@ def _follow(
             leaves.append(leaf)
         leads_to[node] = mask
         stack.pop()
-    ends: dict[int, tuple[set[Place], set[Tensor]]] = {}
+    ends: dict[int, tuple[set[Place], dict[int, Tensor]]] = {}
     found = []
     for start in starts:
         if (of_start := leads_to[start.node]) is None:
@@ -173,7 +173,7 @@ def _follow(
         if of_start not in ends:
             ends[of_start] = (
                 {place for bit, place in enumerate(places) if of_start >> bit & 1},
-                {leaf for bit, leaf in enumerate(leaves, start=len(places)) if of_start >> bit & 1},
+                {id(leaf): leaf for bit, leaf in enumerate(leaves, start=len(places)) if of_start >> bit & 1},
             )
         found.append(ends[of_start])
     return found

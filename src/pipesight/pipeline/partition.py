@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -187,11 +187,13 @@ class PlacedPartition:
         """Whether `note_leaves` ever found any."""
         return bool(self._outside)
 
-    def note_leaves(self, leaves: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
-        """Remember leaves that a layer uses but that are not its parameters; return those not ``known``."""
-        familiar = {*known, *self.layers.parameters()}
-        outside = [leaf for leaf in leaves if leaf not in familiar]
-        self._outside += [weakref.ref(leaf) for leaf in outside]
+    def note_leaves(self, leaves: Mapping[int, Tensor], known: Container[int]) -> list[Tensor]:
+        """Remember leaves, by id, that a layer uses but that are not its parameters; return those not ``known``."""
+        outside = [leaf for key, leaf in leaves.items() if key not in known]
+        if outside:
+            own = set(map(id, self.layers.parameters()))
+            outside = [leaf for leaf in outside if id(leaf) not in own]
+            self._outside += [weakref.ref(leaf) for leaf in outside]
         return outside
 
     def check_weights(self, weights: list[Tensor], versions: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,13 +47,12 @@ class PlacedUnits(PlacedPartition):
         known = {id(t) for t in own}
         return own + [t for key, t in self.guests.items() if key not in known and t.requires_grad]
 
-    def note_leaves(self, leaves: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
-        """Remember leaves that the graph of a task reaches; return those not ``known``."""
-        familiar = {id(t) for t in known}
-        new = [leaf for leaf in leaves if id(leaf) not in familiar]
-        self.guests.update((id(leaf), leaf) for leaf in new)
+    def note_leaves(self, leaves: Mapping[int, Tensor], known: Container[int]) -> list[Tensor]:
+        """Remember leaves, by id, that the graph of a task reaches; return those not ``known``."""
+        new = {key: leaf for key, leaf in leaves.items() if key not in known}
+        self.guests.update(new)
         self.new |= bool(new)  # a micro-batch that is under way may use them, too
-        return new
+        return [*new.values()]
 
     def check_weights(self, weights: list[Tensor], versions: list[int]) -> None:
         """Raise if the tensors that were `trainable` at forward have been changed."""
