@@ -22,7 +22,7 @@ from pipesight.cli._model_option import make_sample
 from pipesight.cli.plan import NO_STATE
 from pipesight.distributed import schedule_names
 from pipesight.distributed.schedules import choose
-from pipesight.plan import SCHEDULES, Setting, load_schedule, measure
+from pipesight.plan import SCHEDULES, Setting, load_schedule, measure, zero_bubble
 from pipesight.runs.reading.run import open_run
 from pipesight.schedule.setting import LOOPS
 from pipesight.view.plan_table import plan_text
@@ -226,6 +226,19 @@ def test_memory_limit(recorded):
     assert sizes is not None
     assert sizes[1] == "4.88 KiB"
     assert json.loads(plan(recorded, "--json", "--memory", sizes[2]).stdout)["plans"]
+
+
+def test_split_backwards_are_doubted(recorded):
+    """Where the run splits no backward, a note names the listed schedules that do: what that costs is not known."""
+    words = "note: what it costs to run backwards in two parts, as in zbv-zero-bubble, was not measured"
+    assert words in plan(recorded).stdout
+    assert "two parts" not in plan(recorded, "--schedule", "gpipe,1f1b").stdout
+    split = Made(recorded.with_name("split"), balance=[3, 3], chunks=4)
+    split.pipeline = {"schedule": "interleaved-zero-bubble", "ranks": [[0], [1]]}
+    at, times = 0, {"forward": 1_000, "backward": 1_100, "weight": 1_200}
+    for step in range(5):
+        at = 50 + split.scheduled(step, zero_bubble(2, 4), times, at=at)
+    assert "two parts" not in plan(split.write(), "--all").stdout
 
 
 def test_small_micro_batches_are_doubted(recorded):

@@ -136,6 +136,14 @@ def notes_on(outcome: Outcome, plans: Sequence[Plan]) -> list[str]:
                 f"with {_listed(small)} chunks, micro-batches have at most half the recorded samples; the "
                 "fixed cost of a task is estimated, so their savings are upper limits"
             )
+    if known is None or not known.schedule.split.any():
+        split = sorted({plan.schedule_name for plan in plans if plan.schedule.split.any()})
+        if split:
+            which = _listed(split, "and")
+            found.append(
+                f"what it costs to run backwards in two parts, as in {which}, was not measured, so that savings are "
+                "upper limits"
+            )
     if any(plan.setting.chunks == 1 and plan.setting.partitions > 1 for plan in plans):
         found.append("with chunks=1 there is no pipelining: partitions take turns")
     if (limit := outcome.limit) is not None and any(outcome.fits(plan) is False for plan in plans):
@@ -155,9 +163,9 @@ def large_layer_note(large: LargeLayer) -> str:
     )
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last
+def _listed(items: Sequence[object], word: str = "or") -> str:
+    *most, last = map(str, items)
+    return f"{', '.join(most)} {word} {last}" if most else last
 
 
 def _memory(outcome: Outcome, needs: Sequence[float] | None, plan: Plan | None = None) -> str:
