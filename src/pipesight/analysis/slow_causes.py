@@ -249,7 +249,8 @@ def verdict_of(
     words = "; ".join(named)
     more = ""
     if sum(cause.share for cause in causes) > slowdown - 1 + WORTH:
-        more = " Together they cost more than an ideal step saves: its times are means, which slow calls lengthen."
+        they = "Together they cost" if len(causes) > 1 else "It costs"
+        more = f" {they} more than an ideal step saves: its times are means, which slow calls lengthen."
     return f"{first}. {words[0].upper()}{words[1:]}.{more}"
 
 
