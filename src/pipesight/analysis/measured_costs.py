@@ -165,7 +165,7 @@ def measure_steps(
     even, uneven = window.makespans()
     makespan = max(even, uneven)
     per_step = max(1, round(float(usual.minibatches.mean())))
-    gradients = gradients_of(memory, per_step)
+    gradients = gradients_of(memory, facts, per_step)
     outside = max(float((usual.period - usual.window).mean()), 0.0)
     costs = Costs(
         found.layers,
@@ -180,11 +180,11 @@ def measure_steps(
         loss_outside=facts.ranks is None and facts.workers is None,
         jitter=makespan / even if even > 0 else 1.0,
         outside=outside * MICROSECOND,
-        input_bytes=input_bytes(memory),
+        input_bytes=input_bytes(memory, facts),
         loss_bytes=sum(layer.kept for layer in memory.layers if layer.name == LOSS) * m if memory is not None else 0.0,
         loss_peak=found.loss_peak,
         outside_peak=outside_peak(memory, found.layers[-1]),
-        other_bytes=other_bytes(memory),
+        other_bytes=other_bytes(memory, facts),
         optimizer_scale=(memory.optimizer or 0.0) if memory is not None else 0.0,
         gradients=gradients,
         minibatches=per_step,

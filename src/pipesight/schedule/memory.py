@@ -179,7 +179,7 @@ def block_bytes(costs: Costs, schedule: Schedule, parameter_scale: float) -> Blo
     else:  # each micro-batch has its loss right after its last forward
         forwards[:-1, -1] += most / chunks
         whole[:-1, -1] += max(left, 0.0) / chunks
-    stepping = parameters * (costs.optimizer_scale - max(before + of_gradients - 1.0, 0.0))  # they are summed by then
+    stepping = parameters * (costs.optimizer_scale - min(before, of_gradients))  # they are summed by then
     rises = forwards, again, whole, split, later
     return BlockBytes(inputs, kept, waiting, gradients, *rises, stepping, outside, returned, fixed)
 
