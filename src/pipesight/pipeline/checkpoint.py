@@ -249,7 +249,7 @@ class Buffers:
         places = [(module, name) for module in self._partition.modules() for name in module._buffers]
         if self._changing is None:
             parameters = [(m, name, p) for m in self._partition.modules() for name, p in m._parameters.items()]
-            return places + [(m, name) for m, name, p in parameters if type(p) is nn.Parameter]
+            return places + [(m, name) for m, name, p in parameters if type(p) is nn.Parameter and not p.is_meta]
         learned = [place for place in self._changing if place[1] in place[0]._parameters]
         return learned + [place for place in places if not _tracked(*place)]
 
