@@ -138,7 +138,8 @@ def test_same_as_on_the_cpu() -> None:
 
 def test_many_at_once() -> None:
     """Many tensors are measured by one kernel for so many of a dtype, each to its own row."""
-    from pipesight.stats.moments.cuda_moments import TOGETHER, DeviceRows
+    from pipesight.stats.moments.cuda_launch import TOGETHER
+    from pipesight.stats.moments.cuda_moments import DeviceRows
 
     torch.manual_seed(0)
     tensors = [torch.randn(n, device="cuda") + n for n in (1, 5, 8192, 100_000, 3, 70_000, *range(10, 300))]

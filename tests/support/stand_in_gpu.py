@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipesight.stats import iteration_buffer, stats_session
-from pipesight.stats.moments import cuda_launch, cuda_moments
+from pipesight.stats.moments import cuda_lanes, cuda_launch, cuda_moments, cuda_readback
 from pipesight.stats.moments.cpu_moments import measure
 
 __all__ = ["StandInGpu", "stand_in_gpu"]
@@ -51,11 +51,11 @@ def _kernels(gpu: StandInGpu) -> type:
             gpu.measure(x.dtype, x.data_ptr(), x.numel(), out)
 
         def measure_many(self, dtype, addresses, sizes, powers, table, rows, done, out) -> None:
-            assert len(addresses) <= cuda_moments.TOGETHER
+            assert len(addresses) <= cuda_launch.TOGETHER
             gpu.launches.append(len(addresses))
             for i, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
                 assert address % 16 == 0
-                gpu.measure(dtype, address, size, out + i * cuda_moments.ROW_BYTES)
+                gpu.measure(dtype, address, size, out + i * cuda_lanes.ROW_BYTES)
 
     return Kernels
 
@@ -117,7 +117,8 @@ def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> StandInGpu:
         get_device_properties=lambda _: properties,
         synchronize=lambda _: None,
     )
-    monkeypatch.setattr(cuda_moments, "torch", _Torch(torch, cuda=cuda, empty=_empty))
+    for module in (cuda_moments, cuda_lanes, cuda_readback):
+        monkeypatch.setattr(module, "torch", _Torch(torch, cuda=cuda, empty=_empty))
     monkeypatch.setattr(iteration_buffer, "torch", _Torch(torch, cuda=cuda, device=lambda *_: torch.device("cpu", 0)))
     monkeypatch.setattr(cuda_moments, "Kernels", _kernels(gpu))
     monkeypatch.setattr(iteration_buffer, "DeviceRows", _Rows)

@@ -22,7 +22,8 @@ from pipesight import context
 from pipesight.stats.actions import Action
 from pipesight.stats.measurements import TensorMeasurements, add_all, add_rows
 from pipesight.stats.message_log import MessageLog
-from pipesight.stats.moments.cuda_moments import Calls, DeviceRows, SentRows
+from pipesight.stats.moments.cuda_moments import DeviceRows
+from pipesight.stats.moments.cuda_readback import Calls, SentRows
 from pipesight.stats.moments.moments import LaterMoments
 from pipesight.stats.moments.quantity import MOMENTS, Source
 from pipesight.stats.moments.small_tensor_buffer import SmallRows

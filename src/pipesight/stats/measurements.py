@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipesight.stats.actions import Action
-from pipesight.stats.moments.cuda_moments import Calls
+from pipesight.stats.moments.cuda_readback import Calls
 from pipesight.stats.moments.moments import LaterMoments, Moments, merge_each
 from pipesight.stats.moments.quantity import MOMENTS, Quantity
 from pipesight.stats.nonfinite import Bad, Layers, Place, whole_spot

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipesight.context import Where
 from pipesight.stats.actions import Action, TensorActions
 from pipesight.stats.measurements import TensorMeasurements
-from pipesight.stats.moments.cuda_moments import Calls, DeviceRow
+from pipesight.stats.moments.cuda_readback import Calls, DeviceRow
 
 __all__ = ["Series", "Take", "Tap", "Trial"]
 
