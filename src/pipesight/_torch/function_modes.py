@@ -12,7 +12,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 __all__ = [
     "DATA_GETTER",
     "DATA_SETTER",
-    "DEVICE_GETTERS",
+    "OWN_GETTERS",
     "innermost_mode",
     "pop_mode",
     "push_mode",
@@ -31,8 +31,9 @@ pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 without_innermost_mode: Callable[[], AbstractContextManager[Any]] = _pop_mode_temporarily
 """A context without that mode."""
 
-DEVICE_GETTERS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta"))
-"""What a mode is called with when a program asks a tensor for its device."""
+_OF_DEVICE, _COMPUTED = ("device", "is_cuda", "is_cpu", "is_meta"), ("T", "mT", "H", "mH", "real", "imag")
+OWN_GETTERS = frozenset(getattr(torch.Tensor, name).__get__ for name in (*_OF_DEVICE, *_COMPUTED))
+"""What a mode is called with for attributes that depend on the device of a tensor, or are computed from it."""
 
 _data: Any = torch.Tensor.data
 DATA_GETTER, DATA_SETTER = _data.__get__, _data.__set__

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,16 @@ from pipesight._nested import tensors_in
 from pipesight.pipeline.batch_dims import BatchDim, BatchDims, Rule
 from pipesight.pipeline.checkpoint import versions_of
 from pipesight.pipeline.flattening import Flat, equal, flatten, items_of
-from pipesight.pipeline.guesses import Share, doubt, handed_out, is_unclear, ways_taken
+from pipesight.pipeline.guesses import (
+    Share,
+    doubt,
+    handed_out,
+    hardly_a_table,
+    has_several_rows,
+    is_unclear,
+    rows_taken,
+    ways_taken,
+)
 from pipesight.schedule.packing import chunk_sizes
 
 __all__ = ["SplitCall", "is_batch_size", "split_call"]
@@ -186,6 +196,18 @@ def _split(
     values = [batch.values(*known) for known in zip(flat.values, flat.value_names, strict=True)]
     shares = batch.shares(flat, cuts)
     if len(sizes) > 1 and size is not None:
+        rows = [share for share in shares if share.guessed and share.dim is None and has_several_rows(share, size)]
+        new = [share for share in rows if dims.is_new(share.name)]
+        if new and size % 2 == 0 and dims.model is not None:
+            taken = _rows_taken(args, kwargs, [share.name for share in rows], dims)
+            if taken == (True, False):
+                for share in rows:
+                    dims.learn(share.name, 0)
+                return _split(args, kwargs, chunks, dims, seen)
+            if taken != (False, True):
+                for share in rows if taken == (True, True) else filter(hardly_a_table, rows):
+                    several = f"several rows for each of {size} samples (shape: {list(share.value.shape)})"
+                    dims.warn_of_doubt(share.name, f"has {several}, and was not cut into micro-batches", 0)
         first = next((share for share in shares if share.name == source and isinstance(share.value, Tensor)), None)
         for share in shares:
             why = doubt(share, first, size, sizes[0])
@@ -259,6 +281,21 @@ def _ways_taken(
     cut, whole = (split_call(args, kwargs, min(chunks, max(size // 2, 2)), rule) for rule in rules)
     taken = ways_taken(dims.model, share.name, cut.positional, cut.arguments[0], whole.arguments[0])
     return taken if size >= 4 or not taken[0] else (True, False)  # one sample is broadcast, which proves nothing
+
+
+def _rows_taken(
+    args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str], dims: BatchDims
+) -> tuple[bool, bool]:
+    """Return whether the model takes arguments with several rows a sample cut, and whether it takes all of them."""
+    assert dims.model is not None
+    as_rows = as_whole = dims
+    for name in names:
+        as_rows, as_whole = as_rows.with_rule(name, 0), as_whole.with_rule(name, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batch, cut = (split_call(args, kwargs, chunks, as_rows) for chunks in (1, 2))
+        whole = split_call(args, kwargs, 2, as_whole)
+    return rows_taken(dims.model, cut.positional, batch.arguments[0], cut.arguments[0], whole.arguments[0])
 
 
 def _rows(tensor: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:

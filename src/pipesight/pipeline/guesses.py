@@ -6,6 +6,7 @@ one of positions, and a list of that length may be one of samples. A first call 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import warnings
@@ -23,7 +24,16 @@ from pipesight._torch.module_internals import HOOK_TABLES
 from pipesight.pipeline.batch_dims import Rule
 from pipesight.pipeline.flattening import Flat, flatten
 
-__all__ = ["Share", "doubt", "handed_out", "is_unclear", "ways_taken"]
+__all__ = [
+    "Share",
+    "doubt",
+    "handed_out",
+    "hardly_a_table",
+    "has_several_rows",
+    "is_unclear",
+    "rows_taken",
+    "ways_taken",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +59,19 @@ class Share:
         if self.dim is not None:
             return [None]
         rows = [dim for dim, length in enumerate(self.value.shape) if length == size]
-        several = self.value.dim() and self.value.size(0) > size > 0 and self.value.size(0) % size == 0
-        return [*rows, *([0] if several else [])]  # such as the patches of pictures
+        return [*rows, *([0] if has_several_rows(self, size) else [])]
+
+
+def has_several_rows(share: Share, size: int) -> bool:
+    """Tell whether a tensor may have several rows for each of so many samples, such as the patches of pictures."""
+    value = share.value
+    return isinstance(value, Tensor) and bool(value.dim()) and value.size(0) > size > 0 and value.size(0) % size == 0
+
+
+def hardly_a_table(share: Share) -> bool:
+    """Tell whether a tensor looks like tokens or their mask, and not like a table or a mask of steps for steps."""
+    value = share.value
+    return value.dim() > 1 and not value.is_floating_point() and value.size(0) != value.size(1)
 
 
 def doubt(share: Share, source: Share | None, size: int, part: int) -> str:
@@ -100,6 +121,44 @@ def ways_taken(
         cut: The arguments of a micro-batch.
         whole: The same, with all rows of the one.
     """
+    cut_shapes, whole_shapes = _shapes_of(model, positional, (cut, whole), name)
+    return cut_shapes is not None, bool(whole_shapes) and cut_shapes in (None, whole_shapes)
+
+
+def rows_taken(
+    model: nn.Module, positional: int, batch: Mapping[str, Any], cut: Mapping[str, Any], whole: Mapping[str, Any]
+) -> tuple[bool, bool]:
+    """Return whether a model takes arguments with several rows a sample cut, and whether it takes all of them.
+
+    What it returns must have the shapes that it has for the batch, but for the samples: tables of classes make as many
+    columns as there are classes, and rows of samples as each sample has. Only shapes are computed.
+
+    Args:
+        model: The model.
+        positional: How many arguments are positional.
+        batch: The arguments of all samples.
+        cut: Those of half as many.
+        whole: The same, with all rows.
+    """
+    expected, *found = _shapes_of(model, positional, (batch, cut, whole))
+    if not expected:
+        return False, False
+    one, other = (shapes is not None and len(shapes) == len(expected) and _half(expected, shapes) for shapes in found)
+    return one, other
+
+
+def _half(batch: list[torch.Size], part: list[torch.Size]) -> bool:
+    """Whether shapes are those of a batch, or have half as many rows."""
+    return all(
+        len(a) == len(b) and a[1:] == b[1:] and (not a or b[0] in (a[0], a[0] / 2))
+        for a, b in zip(batch, part, strict=True)
+    )
+
+
+def _shapes_of(
+    model: nn.Module, positional: int, calls: Sequence[Mapping[str, Any]], name: str | None = None
+) -> list[list[torch.Size] | None]:
+    """Return the shapes of what a model returns in each call, computed without values; None where that fails."""
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         empty = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
@@ -108,7 +167,7 @@ def ways_taken(
         if table:
             memo[id(table)] = OrderedDict()  # hooks must not see this
     shapes: list[list[torch.Size] | None] = []
-    for arguments in (cut, whole):
+    for arguments in calls:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -116,17 +175,17 @@ def ways_taken(
                 shapes.append(_shapes(outline, flatten(arguments), positional, name))
         except Exception:
             shapes.append(None)
-    return shapes[0] is not None, bool(shapes[1]) and shapes[0] in (None, shapes[1])
+    return shapes
 
 
-def _shapes(outline: nn.Module, arguments: Flat, positional: int, name: str) -> list[torch.Size]:
-    """Return the shapes of what a model returns; none if it does not use the argument."""
+def _shapes(outline: nn.Module, arguments: Flat, positional: int, name: str | None) -> list[torch.Size]:
+    """Return the shapes of what a model returns; none if it does not use the argument of that name."""
     tensors = [tensor.to("meta") for tensor in arguments.tensors]
-    (place,) = [k for k, names in enumerate(arguments.names) if name in names]
+    place = next((k for k, names in enumerate(arguments.names) if name in names), None)
     items = list(arguments.rebuild(tensors).items())
-    with _Using(tensors[place]) as mode:
+    with _Using(tensors[place]) if place is not None else contextlib.nullcontext() as mode:
         output = flatten(outline(*(value for _, value in items[:positional]), **dict(items[positional:])))
-    return [tensor.shape for tensor in output.tensors] if mode.used else []
+    return [tensor.shape for tensor in output.tensors] if mode is None or mode.used else []
 
 
 class _Using(TorchFunctionMode):

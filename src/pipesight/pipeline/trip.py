@@ -29,7 +29,7 @@ from pipesight._torch.autograd import DIFFERENTIATING, around_functions, next_se
 from pipesight._torch.function_modes import (
     DATA_GETTER,
     DATA_SETTER,
-    DEVICE_GETTERS,
+    OWN_GETTERS,
     innermost_mode,
     pop_mode,
     push_mode,
@@ -318,7 +318,7 @@ class Trip(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function with the tensors of earlier partitions replaced by roots of this one."""
         kwargs = kwargs or {}
-        if self._busy or (getattr(func, "__name__", None) == "__get__" and func not in DEVICE_GETTERS):
+        if self._busy or (getattr(func, "__name__", None) == "__get__" and func not in OWN_GETTERS):
             found = func(*args, **kwargs)
             if self._lesson is not None and func == DATA_GETTER:
                 self._lesson.alias(args[0], found, self.j)
