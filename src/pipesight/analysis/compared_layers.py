@@ -99,8 +99,11 @@ def same_layers(first: Report, second: Report) -> SameLayers | None:
     """Return the layers that did the same work in both runs, if there are two of them at least.
 
     These have the same name, class and parameters, outputs of one size a sample, and micro-batches of as many samples.
-    Recomputation does not count: it depends on the settings.
+    Recomputation does not count: it depends on the settings. Where another number of partitions ran beside each other,
+    layers may share a device with others than before.
     """
+    if len({layer.partition for layer in first.layers}) != len({layer.partition for layer in second.layers}):
+        return None
     sizes = _samples(first), _samples(second)
     if sizes[0] != sizes[1]:
         return None

@@ -43,9 +43,10 @@ class MemoryLimit:
     def told(self, devices: Sequence[float], now: Sequence[float]) -> str:
         """Say what a plan needs, beside what the recorded setting needs."""
         need, before, there = size(self.needed(devices)), size(self.needed(now)), size(self.bytes)
+        instead = f" instead of {before}" if before != need else ", as before"
         if self.shared:
-            return f"the program needs about {need} instead of {before}, and the machine has {there}"
-        return f"a device needs {need} instead of {before}, and has {there}"
+            return f"the program needs about {need}{instead}, and the machine has {there}"
+        return f"a device needs {need}{instead}, and has {there}"
 
 
 def limit_of(

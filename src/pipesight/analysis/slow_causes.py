@@ -240,6 +240,8 @@ def verdict_of(
     if slowdown - 1 < WORTH and not causes:
         return f"No straggler costs {WORTH:.0%}: a step takes {slowdown:.2f} times as long as an ideal one."
     first = f"A step takes {slowdown:.2f} times as long as without stragglers"
+    if slowdown - 1 < WORTH:
+        first = "A step takes about as long as without stragglers"
     if not causes:
         return f"{first}, for no single cause."
     named = [_in_words(cause, by_worker, names_of(cause.ranks, partitions), stages) for cause in causes]
@@ -249,8 +251,7 @@ def verdict_of(
     words = "; ".join(named)
     more = ""
     if sum(cause.share for cause in causes) > slowdown - 1 + WORTH:
-        they = "Together they cost" if len(causes) > 1 else "It costs"
-        more = f" {they} more than an ideal step saves: its times are means, which slow calls lengthen."
+        more = " That is more than the whole slowdown: ideal durations are means, and slow calls are in them."
     return f"{first}. {words[0].upper()}{words[1:]}.{more}"
 
 
