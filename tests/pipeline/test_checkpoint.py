@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pipesight import GPipe, context, is_checkpointing, is_recomputing
+from pipesight.pipeline.checkpoint import Buffers
 from support.against_plain import MODES, Fn, assert_same, assert_same_state, mlp, modes, rand, run_plain, total
 
 RECOMPUTED = {"always": 3, "except_last": 2, "never": 0}  # of three micro-batches
@@ -378,6 +379,18 @@ def test_buffers_change_once(kind, checkpoint):
     x.requires_grad_()
     for balance in ([2, 2], [1, 1, 1, 1], [4]):
         assert_same(copy.deepcopy(model), x, balance, chunks=3, checkpoint=checkpoint, passes=3)
+
+
+def test_parameters_without_memory_are_left_alone():
+    """Over ranks, a block may have parameters that its rank does not use, and so does not have."""
+    layers = nn.Sequential(nn.Linear(2, 2))
+    layers.unused = nn.Parameter(torch.empty(3, device="meta"))
+    buffers = Buffers(layers)
+    saved = buffers.save()
+    with torch.no_grad():
+        layers[0].bias += 1
+    buffers.learn(saved)
+    assert set(saved.values) == {(layers[0], "bias")}
 
 
 @modes
