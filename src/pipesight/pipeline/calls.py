@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -196,9 +197,9 @@ def _split(
     values = [batch.values(*known) for known in zip(flat.values, flat.value_names, strict=True)]
     shares = batch.shares(flat, cuts)
     if len(sizes) > 1 and size is not None:
+        asks = dims.model is not None and dims.default == 0
         rows = [share for share in shares if share.guessed and share.dim is None and has_several_rows(share, size)]
-        new = [share for share in rows if dims.is_new(share.name)]
-        if new and size % 2 == 0 and dims.model is not None:
+        if asks and [share for share in rows if dims.is_new(share.name)]:
             taken = _rows_taken(args, kwargs, [share.name for share in rows], dims)
             if taken == (True, False):
                 for share in rows:
@@ -295,7 +296,8 @@ def _rows_taken(
         warnings.simplefilter("ignore")
         batch, cut = (split_call(args, kwargs, chunks, as_rows) for chunks in (1, 2))
         whole = split_call(args, kwargs, 2, as_whole)
-    return rows_taken(dims.model, cut.positional, batch.arguments[0], cut.arguments[0], whole.arguments[0])
+    calls = batch.arguments[0], cut.arguments[0], whole.arguments[0]
+    return rows_taken(dims.model, cut.positional, *calls, Fraction(cut.sizes[0], batch.sizes[0]))
 
 
 def _rows(tensor: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:

@@ -13,6 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -126,7 +127,12 @@ def ways_taken(
 
 
 def rows_taken(
-    model: nn.Module, positional: int, batch: Mapping[str, Any], cut: Mapping[str, Any], whole: Mapping[str, Any]
+    model: nn.Module,
+    positional: int,
+    batch: Mapping[str, Any],
+    cut: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    part: Fraction,
 ) -> tuple[bool, bool]:
     """Return whether a model takes arguments with several rows a sample cut, and whether it takes all of them.
 
@@ -137,21 +143,24 @@ def rows_taken(
         model: The model.
         positional: How many arguments are positional.
         batch: The arguments of all samples.
-        cut: Those of half as many.
+        cut: Those of a part of them.
         whole: The same, with all rows.
+        part: How large that part is.
     """
     expected, *found = _shapes_of(model, positional, (batch, cut, whole))
     if not expected:
         return False, False
-    one, other = (shapes is not None and len(shapes) == len(expected) and _half(expected, shapes) for shapes in found)
+    one, other = (
+        shapes is not None and len(shapes) == len(expected) and _is_part(part, expected, shapes) for shapes in found
+    )
     return one, other
 
 
-def _half(batch: list[torch.Size], part: list[torch.Size]) -> bool:
-    """Whether shapes are those of a batch, or have half as many rows."""
-    return all(
-        len(a) == len(b) and a[1:] == b[1:] and (not a or b[0] in (a[0], a[0] / 2))
-        for a, b in zip(batch, part, strict=True)
+def _is_part(part: Fraction, batch: list[torch.Size], shapes: list[torch.Size]) -> bool:
+    """Whether shapes are those of a batch, or have a part of the rows."""
+    return len(batch) == len(shapes) and all(
+        len(a) == len(b) and a[1:] == b[1:] and (not a or b[0] in (a[0], a[0] * part))
+        for a, b in zip(batch, shapes, strict=True)
     )
 
 
