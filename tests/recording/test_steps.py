@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pipesight import context
 from pipesight.recording import observe
 from pipesight.recording.step_sampling import StepSampling
+from support.dftraced import run_script
 from support.observed import STATS, description, events, learn, log_lines, pipeline, sgd, statistics, tasks, train
 
 # Which step an event belongs to.
@@ -74,6 +75,29 @@ def test_loading_an_optimizer_is_no_step(run):
             optimizer.step()
         assert observation.step_number == 1
     assert {e["args"]["step"] for e in events(run) if e["name"] == "forward"} == {0, 1}
+
+
+def test_without_an_optimizer_backwards_end_steps(tmp_path):
+    """A program that changes its parameters itself has a step for each backward, and its loss is a curve."""
+    program = """
+        import torch
+        import pipesight
+        model = torch.nn.Linear(4, 1)
+        with pipesight.observe("RUN", logs=None) as observation:
+            for _ in range(3):
+                model.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.sub_(0.1 * parameter.grad)
+                with torch.no_grad():
+                    model(torch.randn(8, 4))
+            assert observation.step_number == 3, observation.step_number
+    """
+    run_script(program, tmp_path)
+    forwards = [e["args"]["step"] for e in events(tmp_path / "RUN") if e["name"] == "forward"]
+    assert forwards == [0, 1, 1, 2, 2, 3]
+    assert [e["args"]["step"] for e in events(tmp_path / "RUN") if e["name"] == "backward"] == [0, 1, 2]
 
 
 def test_program_numbers_its_steps(run):

@@ -65,7 +65,7 @@ def pipelining_lead(program: ProgramReport, description: Mapping[str, Any]) -> P
     name = str(model.get("class"))
     units = [unit for unit in model.get("units") or () if isinstance(unit, dict)]
     if not units:
-        return PipeliningLead(name, "its modules were not seen, as those of a compiled model are not")
+        return PipeliningLead(name, "no modules were seen in it: it is a single one, or compiled")
     if sum(str(entry.get("class")) == name for entry in models) > 1:
         return PipeliningLead(name, "several models of this class train, whose modules have the same names")
     times = {module.name: module for module in program.modules.modules if module.model == name}

@@ -1,8 +1,9 @@
-"""Count training steps by the steps of optimizers, unless the program numbers them itself.
+"""Count training steps by the steps of optimizers, unless the program numbers them itself or has none.
 
-A step ends with an optimizer's step. The next begins with whatever comes first: a batch is fetched, a model called, a
-backward begun, something sent or received. So two optimizers that step one after the other end one step, several
-mini-batches before an optimizer's step belong to one step, and an evaluation belongs to the step after it::
+A step ends with an optimizer's step; in a program that has no optimizer, with a backward. The next begins with whatever
+comes first: a batch is fetched, a model called, a backward begun, something sent or received. So two optimizers that
+step one after the other end one step, several mini-batches before an optimizer's step belong to one step, and an
+evaluation belongs to the step after it::
 
     fetch  forward  backward  step  |  fetch  evaluate  forward  backward  forward  backward  step  step  |  fetch ...
     0      0        0         0     |  1      1         1        1         1        1         1     1     |  2
@@ -11,6 +12,7 @@ mini-batches before an optimizer's step belong to one step, and an evaluation be
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pipesight import context
 from pipesight._patches import Patches
+from pipesight._torch.autograd import in_backward
 from pipesight._torch.data_loader import iterator_class
 from pipesight._torch.optimizer_state import optimizer_rehearsal_code
 from pipesight.recording.pipeline_description import Pipeline
@@ -62,6 +65,7 @@ class StepCounter:
         self._listener = listener
         self._ended = False  # an optimizer has stepped, and nothing has begun since
         self._numbered_by_program = False
+        self._has_optimizer: bool | None = None  # None: not looked for
         self._turning = threading.RLock()
         self._patches = Patches()
 
@@ -80,7 +84,7 @@ class StepCounter:
         self._patches.keep(register_optimizer_step_post_hook(self._optimizer_stepped))
         watch = functools.partial(self._patches.wrap, may_raise=True)  # statistics do, where the configuration says so
         watch(iterator_class(), "__next__", self._before)
-        watch(torch.autograd, "backward", self._before)
+        watch(torch.autograd, "backward", self._backward)
         watch(torch.autograd, "grad", self._before)
         watch(torch.amp.GradScaler, "step", self._scaler_stepped)
         if dist.is_available():
@@ -143,6 +147,16 @@ class StepCounter:
         self.begin()
         return original(*args, **kwargs)
 
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """End the step where no optimizer does: the program changes its parameters itself."""
+        self.begin()
+        result = original(*args, **kwargs)
+        if self._has_optimizer is None:
+            self._has_optimizer = any(issubclass(type(thing), Optimizer) for thing in gc.get_objects())
+        if not self._has_optimizer and context.current() is None and not in_backward():
+            self._end()
+        return result
+
     def _joining(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         self._listener.join()
@@ -154,6 +168,7 @@ class StepCounter:
         return original(*args, **kwargs)
 
     def _optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._has_optimizer = True
         if not _only_creates_state():
             self._end()
 
