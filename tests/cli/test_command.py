@@ -1,5 +1,6 @@
 """The `pipesight` command: help, version, errors, and how it ends."""
 
+import re
 import subprocess
 import sys
 
@@ -68,6 +69,27 @@ def test_bad_option_is_told_in_one_line(args, error, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"pipesight demo: error: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (
+            ["reprot", "RUN"],
+            r"pipesight: error: argument COMMAND: invalid choice: 'reprot' \(.*\); did you mean report\?",
+        ),
+        (["report", "RUN", "--htm"], r"pipesight report: error: unrecognized arguments: --htm; did you mean --html\?"),
+        (["run", "--ot=RUN", "x.py"], r"pipesight run: error: unrecognized arguments: --ot=RUN; did you mean --out\?"),
+        (["stats", "chek", "x"], r"pipesight stats: error: argument COMMAND: .*; did you mean check\?"),
+        (["plan", "RUN", "--zzz"], r"pipesight plan: error: unrecognized arguments: --zzz"),
+    ],
+)
+def test_misspelt_word(args, error, capsys):
+    """A command or an option that does not exist is refused with the nearest one, even if it abbreviates that."""
+    assert main(args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(f"{error}\n", captured.err)
 
 
 def test_bad_option_of_a_process():

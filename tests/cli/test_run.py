@@ -190,7 +190,7 @@ def test_killed(folder):
 
 
 def test_interrupted_by_the_keyboard(folder):
-    """Ctrl-C ends a program as it ends any, and it is recorded."""
+    """Ctrl-C ends a program as it ends any, and it is recorded; the last line says where."""
     program = subprocess.Popen(
         [*RUN, "train.py", "100000", "0.01"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -200,7 +200,7 @@ def test_interrupted_by_the_keyboard(folder):
             break
     _, stderr = program.communicate(timeout=60)
     assert program.returncode == -signal.SIGINT
-    assert stderr.rstrip().endswith("KeyboardInterrupt")
+    assert stderr.endswith("KeyboardInterrupt\npipesight: recorded in RUN; see it with: pipesight report RUN\n")
     assert "pipesight/cli" not in stderr
     assert description(folder / "RUN")["outcome"] == "KeyboardInterrupt"
     assert max(task["args"]["step"] for task in tasks(folder / "RUN")) >= 5
@@ -320,7 +320,7 @@ def test_refusals(folder, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ot", "RUN", "train.py"], "pipesight: error: unrecognized arguments: --ot\n"),
+        (["--ot", "RUN", "train.py"], "pipesight run: error: unrecognized arguments: --ot; did you mean --out?\n"),
         (["train.py"], "pipesight run: error: the following arguments are required: --out\n"),
         *(
             (

@@ -7,12 +7,13 @@ A subcommand is a module of this package, named in `COMMANDS`. Its ``add_to(subc
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipesight._version import __version__
 from pipesight.runs.directory import later_recording
@@ -73,7 +74,30 @@ def _mention_later(run: Path | None) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong option in one line, without the usage."""
+    """Reports a wrong word in one line, with the nearest right one and without the usage; knows no abbreviations."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown options here, where the known ones are; argparse would leave them to the outer parser."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = (_near(word.partition("=")[0], self._option_string_actions) for word in unknown)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{next(filter(None, near), '')}")
+        return options, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(action, error.message + _near(value, action.choices or ())) from None
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    """Return the end of a message that asks which known word was meant, if one is near."""
+    found = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {found[0]}?" if found else ""

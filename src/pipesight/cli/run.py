@@ -108,8 +108,10 @@ def run(options: argparse.Namespace) -> int:
         observation.__exit__(None if ended_by is None else type(ended_by), ended_by, None)
     except BaseException as late:  # such as a rank that is missing at the end
         ended_by = ended_by or late
-    _print_path(options.out if observation.path == options.out.absolute() else observation.path)
-    return _end(ended_by)
+    try:
+        return _end(ended_by)
+    finally:  # after the traceback, if there is one
+        _print_path(options.out if observation.path == options.out.absolute() else observation.path)
 
 
 # The program.
