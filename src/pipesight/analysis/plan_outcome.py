@@ -81,7 +81,7 @@ class Outcome:
 
     def worth_listing(self) -> list[Plan]:
         """Return the plans that are faster than all that need as little memory, or hardly more, and the fastest that
-        the engine of the run can run.
+        the engine of the run can run: those that save time or, if none does, all.
 
         Where sizes of layers are not known, plans are compared by the share of activations that a device holds at most.
         """
@@ -90,7 +90,8 @@ class Outcome:
             if (needs := self._needs(plan)) < least * (1 - LESS):
                 chosen.add(id(plan))
                 least = needs
-        return [plan for plan in self.plans if id(plan) in chosen]
+        best = [plan for plan in self.plans if id(plan) in chosen]
+        return [plan for plan in best if self.baseline is None or plan.step_seconds < self.baseline] or best
 
     def _needs(self, plan: Plan) -> float:
         if self.costs.sizes_known:

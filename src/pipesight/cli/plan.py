@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -226,14 +225,16 @@ def _text(options: argparse.Namespace, outcome: Outcome) -> str:
         cut, large = plan_as(options.format, outcome.costs, outcome.plans[0], file=file), outcome.too_large()
         return cut if large is None else f"{cut}\n# note: {large_layer_note(large)}"
     from pipesight.view.plan_table import plan_text
+    from pipesight.view.text_layout import broken_code
 
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    width = min(shutil.get_terminal_size((80, 24)).columns, 200)
     lines = [plan_text(outcome, all_plans=options.all, width=width, with_call=options.out is None)]
     if options.html is not None:
         lines += ["", f"the timelines are in {options.html}"]
     if options.out is not None:
         lines += ["", f"the order of the fastest plan is in {options.out}; this runs it"]
-        lines += [f"{where}:\n{call}" for where, call in outcome.calls_with_file(outcome.plans[0]).items()]
+        for where, call in outcome.calls_with_file(outcome.plans[0]).items():
+            lines += [f"{where}:", *broken_code(call, width)]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from pipesight._plurals import count_of
 from pipesight.analysis.plan_outcome import Outcome
 from pipesight.plan.large_layers import LargeLayer
 from pipesight.plan.plans import Plan
-from pipesight.view.text_layout import broken, columns, shown_width
+from pipesight.view.text_layout import broken, broken_code, columns, shown_width
 
 __all__ = ["HEADINGS", "Row", "large_layer_note", "notes_on", "plan_text", "table_rows"]
 
@@ -20,19 +20,20 @@ FAR_OFF = 0.1
 """The error of the simulated recording above which there is a note."""
 RECORDED, SIMULATED = "recorded", "simulated"
 """The first rows: the recorded schedule as measured, and as simulated."""
+KEPT = "\xa0"
+"""A space that no line ends at."""
 HEADINGS = ("", "schedule", "checkpoint", "chunks", "balance", "step", "saves", "bubble", "memory")
 
 Row: TypeAlias = tuple[str, ...]
 """A cell for each of `HEADINGS`."""
 
 
-def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = None, with_call: bool = True) -> str:
+def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int = 10_000, with_call: bool = True) -> str:
     """Write the plans as text, and ``with_call`` the code that runs the fastest.
 
-    By default, only plans that are worth it are listed: those that save time, each faster than all that need as little
-    memory. Without ``width``, there is no limit.
+    By default, only plans that are worth it are listed.
     """
-    shown = outcome.plans if all_plans else _faster(outcome)
+    shown = outcome.plans if all_plans else outcome.worth_listing()
     lines = _fitted(table_rows(outcome, shown), width)
     sentences = []
     if any(not plan.proven for plan in shown):
@@ -51,17 +52,10 @@ def plan_text(outcome: Outcome, *, all_plans: bool = False, width: int | None = 
     elif with_call and (plan := outcome.fastest_to_run()) is not None:
         sentences += ["", *([] if plan is outcome.plans[0] else [f"{_limit_of_engine(outcome)}; its best:"])]
     for sentence in sentences:
-        lines += broken(sentence, width or 10_000, indent="  ") or [""]
+        lines += broken(sentence, width, indent="  ") or [""]
     if plan is not None:
-        lines.append(str(outcome.call(plan)))
+        lines += broken_code(str(outcome.call(plan)), width)
     return "\n".join(lines)
-
-
-def _faster(outcome: Outcome) -> list[Plan]:
-    """Return the plans worth listing that are faster than what was recorded; without one, all worth listing."""
-    best = outcome.worth_listing()
-    faster = [plan for plan in best if outcome.baseline is None or plan.step_seconds < outcome.baseline]
-    return faster or best
 
 
 def _limit_of_engine(outcome: Outcome) -> str:
@@ -71,10 +65,8 @@ def _limit_of_engine(outcome: Outcome) -> str:
     return f"Pipeline.step runs any of these, {engine} only gpipe"
 
 
-def _fitted(rows: Sequence[Row], width: int | None) -> list[str]:
+def _fitted(rows: Sequence[Row], width: int) -> list[str]:
     """Lay the table out or, where it is too wide, what was recorded above it, or each plan in lines of its own."""
-    if width is None:
-        return columns([HEADINGS, *rows], align="l" * len(HEADINGS))
     known = [row for row in rows if row[0] in (RECORDED, SIMULATED)]
     above = [line for row in known for line in _stacked(row, width)]
     plans = [row[1:] for row in (HEADINGS, *rows[len(known) :])]
@@ -92,9 +84,10 @@ def _stacked(row: Row, width: int) -> list[str]:
     words = []
     for heading, cell in zip(HEADINGS[1:], row[1:], strict=True):
         if cell:
-            words.append(f"{heading} {cell}" if heading in named and not cell.endswith("off") else cell)
+            word = f"{heading} {cell}" if heading in named else cell
+            words.append(word if heading == "balance" else word.replace(" ", KEPT))
     first = f"{row[0]}: " if row[0] else "- "
-    return broken(", ".join(words), width, indent="    ", first=first)
+    return [line.replace(KEPT, " ") for line in broken(", ".join(words), width, indent="    ", first=first)]
 
 
 def table_rows(outcome: Outcome, plans: Iterable[Plan]) -> list[Row]:
@@ -103,7 +96,7 @@ def table_rows(outcome: Outcome, plans: Iterable[Plan]) -> list[Row]:
     if (known := outcome.measured) is not None:
         what = (known.schedule_name, known.checkpoint, str(known.schedule.chunks), _balance(known.balance))
         found.append((RECORDED, *what, time(known.step_seconds * 1e6), "", f"{known.bubble:.1%}", ""))
-        simulated = (time(known.predicted_seconds * 1e6), f"{known.error:+.1%} off", f"{known.predicted_bubble:.1%}")
+        simulated = (time(known.predicted_seconds * 1e6), "", f"{known.predicted_bubble:.1%}")
         found.append((SIMULATED, *[""] * 4, *simulated, _memory(outcome, outcome.recorded_bytes)))
     for place, plan in enumerate(plans):
         setting = plan.setting

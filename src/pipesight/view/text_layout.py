@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["LEAST", "NAMED", "Style", "bar", "beside", "broken", "columns", "shown_width", "spark"]
+__all__ = ["LEAST", "NAMED", "Style", "bar", "beside", "broken", "broken_code", "columns", "shown_width", "spark"]
 
 LEAST = 40
 """The narrowest terminal that text is written for."""
@@ -20,6 +20,7 @@ READABLE = 100
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36", "magenta": "35"}
 _BREAKABLE = ".,(=[/_"
+_WORDS_OF_CODE = re.compile(r'(?:"(?:\\.|[^"\\])*"|[^" ])+')
 _ESCAPE = re.compile("\x1b\\[[0-9;]*m")
 # Names come from files: what would move the cursor, or turn text around, is shown as a question mark.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
@@ -86,6 +87,25 @@ def broken(text: str, width: int, *, indent: str = "", first: str = "") -> list[
     ['copy: loader.to(', 'device,non_blocking=', 'True)']
     """
     return _Lines(width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False).wrap(text)
+
+
+def broken_code(code: str, width: int) -> list[str]:
+    """Break a call into lines that can be pasted: between words, but not in a string. A long comment comes first.
+
+    >>> broken_code('Pipeline(model, cuts=["b 2"], chunks=4)', 24)
+    ['Pipeline(model,', '    cuts=["b 2"],', '    chunks=4)']
+    """
+    if len(code) <= width:
+        return [code]
+    call, _, comment = code.partition("  # ")
+    lines = broken(comment, width, first="# ", indent="# ")
+    row = ""
+    for word in _WORDS_OF_CODE.findall(call):
+        if row.strip() and len(row) + len(word) > width:
+            lines.append(row.rstrip())
+            row = "    "
+        row += f"{word} "
+    return [*lines, row.rstrip()]
 
 
 def shown_width(text: str) -> int:
