@@ -59,7 +59,7 @@ def record(folder: Path) -> Path:
     from pipesight.recording import observe
 
     with one_thread():
-        training = Training(partitions=4, chunks=4, checkpoint="except_last", seed=0)
+        training = Training(partitions=2, chunks=4, checkpoint="except_last", seed=0)
         with observe(folder, stats=STATISTICS):
             for _ in range(STEPS):
                 training.step()
@@ -74,7 +74,7 @@ def take(page: Any, out: Path) -> None:
         save(page, out / f"page-{theme}.png", below="#timeline-section")
     page.prefer("light")
     page.focus("#timeline")
-    page.keys("\ue014", "\ue015", "\ue015", "\ue014", "\ue007")  # a forward of the third partition, opened
+    page.keys("\ue014", "\ue015", "\ue015", "\ue014", "\ue007")  # a forward of the last partition, opened
     save(page, out / "block.png", of="#timeline-section")
     page.keys("\ue00c")
     page.run("document.activeElement.blur()")

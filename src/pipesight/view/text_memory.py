@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from pipesight._formatting import size
@@ -52,7 +53,12 @@ def memory_block(found: MemoryReport, style: Style) -> list[str]:
     lines += style.wrapped(_devices(found), indent="    ", first="  ") if _devices(found) else []
     layers = sorted((layer for layer in found.layers if layer.kept), key=lambda layer: -layer.kept)
     if layers:
-        named = ", ".join(f"{_name(style.plain(layer.name))} {size(layer.kept)}" for layer in layers[:LAYERS])
+        often = Counter(layer.name for layer in layers)
+        named = ", ".join(
+            f"{_name(style.plain(layer.name))}{f' of partition {layer.partition}' if often[layer.name] > 1 else ''} "
+            f"{size(layer.kept)}"
+            for layer in layers[:LAYERS]
+        )
         rest = f", and {len(layers) - LAYERS:,} more" if len(layers) > LAYERS else ""
         what = "Layers that keep most for each micro-batch" if found.partitions else "Modules that keep most of a call"
         lines += style.wrapped(f"{what}: {named}{rest}", indent="    ", first="  ")

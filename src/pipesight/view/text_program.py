@@ -12,8 +12,9 @@ from pipesight.analysis.pipelining_lead import PipeliningLead
 from pipesight.analysis.program_report import ProgramReport
 from pipesight.analysis.program_time import OWN, part_title
 from pipesight.analysis.report import Report
+from pipesight.runs.format import STOPPED
 from pipesight.view.finding_sentences import numbers
-from pipesight.view.text_layout import NAMED, Style, bar, columns, spark
+from pipesight.view.text_layout import NAMED, Style, bar, columns, shown_width, spark
 
 __all__ = ["curve_lines", "own_span_table", "program_blocks", "step_lines"]
 
@@ -197,7 +198,6 @@ def module_table(program: ProgramReport, style: Style) -> list[str]:
     recomputed = any(module.recompute for module in shown)
     head = ["module", "class", "calls", "forward", *["recompute"] * recomputed, "backward", "share"]
     table = [[style.paint(cell, "dim") for cell in head]]
-    room = max(12, min(40, style.width - 64))
     several = len({module.model for module in found.modules}) > 1
     for module in shown:
         same = sum(other.name == module.name for other in found.modules) > 1
@@ -205,6 +205,8 @@ def module_table(program: ProgramReport, style: Style) -> list[str]:
         cells = [style.plain(name), style.plain(module.type), f"{module.calls:g}"]
         cells += [time(module.forward), *[time(module.recompute)] * recomputed]
         table.append([*cells, time(module.backward), percent(module.share)])
+    others = sum(max(shown_width(row[k]) for row in table) + 2 for k in range(1, len(head)))
+    room = max(12, min(40, style.width - 2 - others))
     laid = columns(table, align="ll" + "r" * (len(head) - 2), names=room, width=style.width - 2)
     where = f"in each alone; of {count_of(found.steps, 'step')} that show all modules"
     title = style.wrapped(f"Slowest modules ({where})")
@@ -239,9 +241,14 @@ def _instants(report: Report, style: Style) -> list[str]:
         own = steps.setdefault(moment.name, [])
         if moment.step not in own:
             own.append(moment.step)
+    stopped = steps.pop(STOPPED, None)
     shown = [f"{style.plain(name)} in {numbers(own)}" for name, own in [*steps.items()][:SPANS]]
     more = f", and {len(steps) - SPANS} more" if len(steps) > SPANS else ""
-    return style.wrapped(f"Your instants: {', '.join(shown)}{more}", indent="  ", first="") if shown else []
+    lines = style.wrapped(f"Your instants: {', '.join(shown)}{more}", indent="  ", first="") if shown else []
+    if stopped is not None:
+        why = "by a signal, a debugger, its container, or for want of a processor"
+        lines += style.wrapped(f"The process was stopped in {numbers(stopped)}: {why}", indent="  ", first="")
+    return lines
 
 
 def curve_lines(report: Report, style: Style) -> list[str]:

@@ -25,6 +25,7 @@ function showLabels() {
   const labels = byId("lane-labels");
   labels.style.height = `${timeline.height}px`;
   const { lanes } = state.run;
+  byId("corner").textContent = step?.laneBubbles.some((bubble) => bubble !== null) ? "bubble" : "";
   byId("fold-toggle").hidden = lanes.length < 8;
   byId("fold-toggle").textContent = isFolded() ? "All rows" : "Fold rows";
   put(
@@ -35,6 +36,8 @@ function showLabels() {
       return row.kind === "program" ? rankLabel(step, row, place) : laneLabel(step, row, place);
     }),
   );
+  const names = [...labels.querySelectorAll(".rank, .layers")].map((name) => name.scrollWidth);
+  byId("timeline-section").style.setProperty("--names", `${Math.max(0, ...names) + 14}px`);
 }
 
 /** The rows that have room for a label: of low ones, every second or third. */
@@ -119,9 +122,13 @@ function laneLabel(step, row, place) {
   );
 }
 
-/** `span(["a", "b", "c"])` is "a … c". */
+/** `span(["h.0", "h.1", "h.2"])` is "h.0 … 2": the last name without what it shares with the first. */
 function span(names) {
-  return names.length > 2 ? `${names[0]} \u2026 ${names.at(-1)}` : names.join(", ");
+  if (names.length < 2) return names.join("");
+  const [first, last] = [names[0].split("."), names.at(-1).split(".")];
+  let shared = 0;
+  while (shared < last.length - 1 && first[shared] === last[shared]) shared += 1;
+  return `${names[0]}${names.length > 2 ? " \u2026" : ","} ${last.slice(shared).join(".")}`;
 }
 
 function showLegend() {

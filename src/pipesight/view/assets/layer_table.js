@@ -5,7 +5,7 @@ import { formatBytes, formatShare, formatTime, listed, plural } from "./format.j
 import { listen, state, tell } from "./state.js";
 
 const COLUMNS = [
-  { key: "name", title: "layer", text: (row) => row.name },
+  { key: "name", text: (row) => row.name },
   { key: "class", title: "class", text: (row) => row.class ?? "" },
   {
     key: "partition",
@@ -34,6 +34,7 @@ function showLayers() {
   const { layers } = state.run;
   byId("layers-section").hidden = !layers.length;
   byId("layers-title").textContent = state.run.payload.layers_title ?? "Layers";
+  const noun = (state.run.payload.layers_title ?? "Layers").toLowerCase().slice(0, -1);
   const wanted = byId("layers-search").value.trim().toLowerCase();
   const rows = layers
     .map((row, index) => ({ ...row, index }))
@@ -46,13 +47,13 @@ function showLayers() {
     ({ key }) => key === "name" || layers.some((row) => row[key] !== null && row[key] !== undefined),
   );
   byId("layers-facts").textContent = listed(
-    plural(layers.length, (state.run.payload.layers_title ?? "Layers").toLowerCase().slice(0, -1)),
+    plural(layers.length, noun),
     state.run.payload.layers_note ?? "mean time of a micro-batch",
     rows.length < layers.length && `${rows.length} shown`,
   );
   put(
     byId("layers"),
-    make("thead", {}, make("tr", {}, columns.map(head))),
+    make("thead", {}, make("tr", {}, columns.map((column) => head(column, noun)))),
     make(
       "tbody",
       {},
@@ -67,7 +68,7 @@ function compare(a, b) {
   return (x ?? -Infinity) - (y ?? -Infinity);
 }
 
-function head({ key, title, number }) {
+function head({ key, title, number }, noun) {
   const sorted = order.key === key ? (order.falling ? "descending" : "ascending") : "none";
   const sort = () => {
     Object.assign(order, { key, falling: order.key === key ? !order.falling : Boolean(number) });
@@ -77,7 +78,7 @@ function head({ key, title, number }) {
   return make(
     "th",
     { scope: "col", "aria-sort": sorted, class: number ? "number" : null },
-    make("button", { type: "button", "data-key": key, onclick: sort }, title),
+    make("button", { type: "button", "data-key": key, onclick: sort }, title ?? noun),
   );
 }
 

@@ -7,12 +7,13 @@ import { listen, shownStep, state } from "./state.js";
 
 const MOST = 500;
 const LOUD = new Set(["WARNING", "ERROR", "CRITICAL"]);
-let scope = "step";
+let scope = null; // until lines are shown: the step that is shown, or all if it has none
 let withTasks = false; // whether to show pipesight's own line for each task, too
 
 export function startLog() {
   listen("selection", () => {
-    scope = state.selected === null ? (scope === "all" ? "all" : "step") : "block";
+    if (state.selected !== null) scope = "block";
+    else if (scope === "block") scope = "step";
   });
   listen("run step selection search", showLog);
 }
@@ -22,13 +23,15 @@ function showLog() {
   byId("log-section").hidden = !lines.length;
   if (!lines.length) return;
   if (scope === "block" && state.selected === null) scope = "step";
-  const all = lines.map((line, index) => ({ ...line, index })).filter(belongs);
-  const chosen = all.filter((line) => withTasks || isOwn(line));
+  const kept = lines.map((line, index) => ({ ...line, index })).filter((line) => withTasks || isOwn(line));
+  const step = shownStep();
+  scope ??= kept.some((line) => line.step === step?.number) ? "step" : "all";
+  const chosen = kept.filter(belongs);
   const seen = state.query ? chosen.filter(({ index }) => state.query.lines.has(index)) : chosen;
   put(byId("log-scope"), ...scopes());
   put(byId("log-tasks"), taskSwitch(lines));
   byId("log-facts").textContent = listed(
-    `${plural(seen.length, "line")}${state.query ? " found" : ""}`,
+    kept.length === 0 ? "none of the program" : `${seen.length < kept.length ? `${seen.length} of ` : ""}${plural(kept.length, "line")}`,
     seen.length > MOST && `the first ${MOST} shown`,
     left_out > 0 && `${plural(left_out, "line")} of the run not in the page`,
   );
@@ -40,9 +43,9 @@ function showLog() {
           make(
             "p",
             { class: "soft" },
-            scope === "all"
-              ? `No line of the program${state.query ? " matches" : ""}.`
-              : `No line ${state.query ? "matches " : ""}here. Lines of other steps: choose \u201call\u201d.`,
+            kept.length === 0
+              ? "The program wrote no lines while it was recorded."
+              : `No line ${state.query ? "matches " : ""}here${scope === "all" ? "." : "; choose \u201call\u201d for those of other steps."}`,
           ),
         ]),
   );

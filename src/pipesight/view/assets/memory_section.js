@@ -25,11 +25,12 @@ function showMemory() {
   const { curves, number } = step ?? memory.steps.at(-1);
   const many = new Set(curves.map((curve) => curve.rank)).size > 1;
   byId("memory-facts").textContent = `peaks of step ${number}, at the ends of tasks`;
+  const most = Math.max(...curves.map((curve) => curve.peak), 1);
   const others = memory.steps.filter((one) => one !== step);
   put(
     byId("memory"),
     make("p", { class: "keys" }, memory.parts.map((part) => make("span", { class: `key ${part}` }, named(part)))),
-    curves.map((curve) => make("p", {}, `${nameOf(curve, many)}: ${formatBytes(curve.peak)}`)),
+    make("div", { class: "bars" }, curves.map((curve) => bar(curve, memory.parts, most, many))),
     others.length > 0 &&
       make(
         "p",
@@ -37,6 +38,26 @@ function showMemory() {
         step ? "Counted in other steps, too: " : "On the timeline of: ",
         others.map((one) => make("button", { type: "button", onclick: () => goToStep(state.run.placeOf(one.number)) }, `step ${one.number}`)),
       ),
+  );
+}
+
+/** What a partition held at its peak. */
+function bar(curve, parts, most, many) {
+  const totals = curve.times.map((_, at) => curve.values.reduce((sum, values) => sum + values[at], 0));
+  const at = totals.indexOf(Math.max(...totals));
+  const held = parts.map((part, k) => ({ part, bytes: curve.values[k][at] })).filter(({ bytes }) => bytes > 0);
+  const words = held.map(({ part, bytes }) => `${named(part)} ${formatBytes(bytes)}`);
+  return make(
+    "div",
+    { class: "stack" },
+    make("span", { class: "stack-name" }, `${nameOf(curve, many)}: ${formatBytes(curve.peak)}`),
+    make(
+      "div",
+      { class: "stack-bar", role: "img", "aria-label": words.join(", ") },
+      held.map(({ part, bytes }, k) =>
+        make("span", { class: `part ${part}`, vars: { share: bytes / most }, title: words[k] }),
+      ),
+    ),
   );
 }
 

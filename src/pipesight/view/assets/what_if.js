@@ -4,6 +4,7 @@ import { byId, make, put, tableHead } from "./dom.js";
 import { formatTime, listed } from "./format.js";
 import { listen, state } from "./state.js";
 
+const WORTH = 1.05; // the slowdown from which it is worth saying whose it is
 const STRONGEST = 55; // percent of the colour, so that numbers on it can be read
 
 export function startWhatIf() {
@@ -17,11 +18,22 @@ export function startWhatIf() {
       found.reordered !== null && `with the longest micro-batches in the middle ${formatTime(found.reordered)}`,
       found.exchanged !== null && `and exchanged among replicas ${formatTime(found.exchanged)}`,
       `slowdown ${found.slowdown.toFixed(2)}`,
-      found.m_w !== null && `M_W ${found.m_w.toFixed(2)}`,
-      found.m_s !== null && `M_S ${found.m_s.toFixed(2)}`.replace("-0.00", "0.00"),
     );
     byId("what-if-verdict").textContent = state.run.payload.verdict.text === found.verdict ? "" : found.verdict;
-    put(byId("what-if-remarks"), ...found.remarks.map((remark) => make("li", {}, `${remark[0].toUpperCase()}${remark.slice(1)}.`)));
+    const without = [
+      ["M_W", found.m_w, "slowest 3% of workers are"],
+      ["M_S", found.m_s, "last stage is"],
+    ];
+    const shares = without
+      .filter(([, share]) => share !== null && found.slowdown >= WORTH)
+      .map(([name, share, who]) => {
+        const figure = share.toFixed(2).replace("-0.00", "0.00").replace("-", "\u2212");
+        return `${name} ${figure}: share of the slowdown that goes if the ${who} ideal`;
+      });
+    put(
+      byId("what-if-remarks"),
+      [...shares, ...found.remarks].map((remark) => make("li", {}, `${remark[0].toUpperCase()}${remark.slice(1)}.`)),
+    );
     put(byId("what-if"), map(found));
   });
 }

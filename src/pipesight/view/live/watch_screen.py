@@ -241,7 +241,7 @@ def _log(log: Sequence[LogLine], most: int, style: Style) -> list[str]:
     digits = max((len(str(line.step)) for line in shown if line.step is not None), default=0)
     lines: list[str] = []
     for line in reversed(shown):
-        message = line.message.split("\n", 1)[0]
+        message = line.message.strip().split("\n", 1)[0]
         text = f"{line.level:<8}{message}" if line.level else message
         place = f"step {line.step:>{digits}}  " if line.step is not None else " " * (digits + 7) if digits else ""
         whole = style.plain(f"  {place}{text}")
