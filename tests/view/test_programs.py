@@ -111,9 +111,15 @@ def test_notebook(folder, report):
 
 
 def test_tables_for_pandas(folder):
-    """A table becomes a DataFrame with the same columns."""
+    """A table becomes a DataFrame with the same columns; steps have one for each part, and these add up."""
     pandas = pytest.importorskip("pandas")
     with open_run(folder) as run:
         frame = run.program().to_pandas()
         assert isinstance(frame, pandas.DataFrame)
         assert frame["name"].tolist() == run.program().name.tolist()
+        program = analyse(run).program
+    steps = program.steps.to_pandas()
+    assert steps["step"].tolist() == program.steps.step.tolist()
+    assert steps[[*program.parts]].sum(axis=1).tolist() == pytest.approx(steps["period"].tolist())
+    with pytest.raises(TypeError, match=r"open: analyse\(open_run\('"):
+        analyse(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -95,8 +96,11 @@ def analyse(
         advice: Find changes to advise, and the critical path, which takes most of the time.
 
     Raises:
+        TypeError: It is no run.
         ValueError: There is no such step, partition or layer.
     """
+    if isinstance(run, (str, os.PathLike)):
+        raise TypeError(f"analyse takes a run that is open: analyse(open_run({os.fspath(run)!r}))")
     if (operations := run.operations()) is not None:
         return _of_operations(run, operations, steps, partition, layer)
     if (log := run.training_log()) is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from pipesight.analysis.program_time import Pieces, is_own, nested_pieces, own_n
 from pipesight.analysis.program_waits import ProgramWaits, program_waits
 from pipesight.analysis.step_times import Summary, slow_first, summary
 from pipesight.runs.reading.event_codes import DATA, EVALUATION, OPTIMIZER
-from pipesight.runs.reading.event_tables import Column, ProgramSpans
+from pipesight.runs.reading.event_tables import Column, ProgramSpans, data_frame
 
 __all__ = ["OwnSpan", "ProgramReport", "ProgramTimes", "own_spans_of", "program_report"]
 
@@ -74,6 +75,12 @@ class ProgramTimes:
             name: getattr(self, name)[rows] for name in ("rank", "step", "begin", "period", "follows", "samples")
         }
         return ProgramTimes(self.names, **columns, parts=self.parts[:, rows])
+
+    def to_pandas(self) -> Any:
+        """Return a pandas ``DataFrame`` with a row for each step of each rank; each part is a column."""
+        own = (one.name for one in fields(self) if one.name not in ("names", "parts"))
+        parts = dict(zip(self.names, self.parts, strict=True))
+        return data_frame({name: getattr(self, name) for name in own} | parts)
 
     def by_step(self) -> tuple[Column, Column]:
         """Return the numbers of steps, and how long each took on the slowest rank."""

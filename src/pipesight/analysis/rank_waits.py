@@ -26,7 +26,7 @@ from pipesight.runs.reading.event_tables import Column, Spans, Table
 
 __all__ = ["WORTH", "LateRank", "RankWaits", "followed", "unlikely"]
 
-WORTH = 0.01
+WORTH = 0.05
 """The share of the mean step that a wait must cost to be named."""
 _Table = TypeVar("_Table", bound=Table)
 _CHAIN = 8  # ranks in a chain, each waiting for the next

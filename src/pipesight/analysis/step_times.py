@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesight.analysis.bubble_losses import LOSSES
-from pipesight.runs.reading.event_tables import Column
+from pipesight.runs.reading.event_tables import Column, data_frame
 
 __all__ = ["OUTSIDE", "PARTS", "StepTimes", "Summary", "slow_first", "summary", "warm_up"]
 
@@ -82,6 +82,11 @@ class StepTimes:
         """Return some of the steps."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return StepTimes(**{name: column[..., rows] for name, column in columns.items()})
+
+    def to_pandas(self) -> Any:
+        """Return a pandas ``DataFrame`` with a row for each step; each part is a column."""
+        own = (field.name for field in fields(self) if field.name != "parts")
+        return data_frame({name: getattr(self, name) for name in own} | dict(zip(PARTS, self.parts, strict=True)))
 
     def mean_parts(self) -> dict[str, float]:
         """Return the parts of the mean step, by name."""

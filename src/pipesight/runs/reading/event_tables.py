@@ -27,9 +27,19 @@ __all__ = [
     "Table",
     "Tasks",
     "Transfers",
+    "data_frame",
 ]
 
 Column: TypeAlias = NDArray[Any]
+
+
+def data_frame(columns: dict[str, Column]) -> Any:
+    """Make a pandas ``DataFrame``."""
+    try:
+        pandas = importlib.import_module("pandas")
+    except ImportError as error:
+        raise ImportError(f"pandas is not installed ({error}): pip install pandas") from error
+    return pandas.DataFrame(columns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,11 +59,7 @@ class Table:
 
     def to_pandas(self) -> Any:
         """Return the table as a pandas ``DataFrame``, a column for each of its own; ``ImportError`` without pandas."""
-        try:
-            pandas = importlib.import_module("pandas")
-        except ImportError as error:
-            raise ImportError(f"pandas is not installed ({error}): pip install pandas") from error
-        return pandas.DataFrame(self.columns())
+        return data_frame(self.columns())
 
     @classmethod
     def of(cls, **columns: Any) -> Self:
