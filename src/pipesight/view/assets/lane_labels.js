@@ -153,20 +153,21 @@ function showLegend() {
         PHASES[phase],
       );
     }),
-    blocks && make(
-      "li",
-      {},
-      make("span", {
-        class: "ramp",
-        "aria-hidden": "true",
-        vars: {
-          from: blockColours(0, 2).fill,
-          middle: blockColours(middle, 2).fill,
-          to: blockColours(state.run.chunks - 1, 2).fill,
-        },
-      }),
-      state.run.chunks > 1 ? `micro-batches 0\u2013${state.run.chunks - 1}` : "micro-batch 0",
-    ),
+    blocks &&
+      make(
+        "li",
+        {},
+        make("span", {
+          class: "ramp",
+          "aria-hidden": "true",
+          vars: {
+            from: blockColours(0, 2).fill,
+            middle: blockColours(middle, 2).fill,
+            to: blockColours(state.run.chunks - 1, 2).fill,
+          },
+        }),
+        state.run.chunks > 1 ? `micro-batches 0\u2013${state.run.chunks - 1}` : "micro-batch 0",
+      ),
     blocks &&
       make(
         "li",

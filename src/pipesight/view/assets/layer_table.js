@@ -53,7 +53,15 @@ function showLayers() {
   );
   put(
     byId("layers"),
-    make("thead", {}, make("tr", {}, columns.map((column) => head(column, noun)))),
+    make(
+      "thead",
+      {},
+      make(
+        "tr",
+        {},
+        columns.map((column) => head(column, noun)),
+      ),
+    ),
     make(
       "tbody",
       {},

@@ -1,13 +1,13 @@
 // Log lines: of the open block, of the step, or all.
 
 import { byId, choices, make, marked, put } from "./dom.js";
-import { listed, plural } from "./format.js";
+import { formatCount, listed, plural } from "./format.js";
 import { PHASES } from "./phases.js";
 import { listen, shownStep, state } from "./state.js";
 
 const MOST = 500;
 const LOUD = new Set(["WARNING", "ERROR", "CRITICAL"]);
-let scope = null; // until lines are shown: the step that is shown, or all if it has none
+let scope = null; // at first: the lines of the step that is shown, or all if it has none
 let withTasks = false; // whether to show pipesight's own line for each task, too
 
 export function startLog() {
@@ -25,13 +25,15 @@ function showLog() {
   if (scope === "block" && state.selected === null) scope = "step";
   const kept = lines.map((line, index) => ({ ...line, index })).filter((line) => withTasks || isOwn(line));
   const step = shownStep();
-  scope ??= kept.some((line) => line.step === step?.number) ? "step" : "all";
+  scope ??= kept.length > 0 && !kept.some((line) => line.step === step?.number) ? "all" : "step";
   const chosen = kept.filter(belongs);
   const seen = state.query ? chosen.filter(({ index }) => state.query.lines.has(index)) : chosen;
   put(byId("log-scope"), ...scopes());
   put(byId("log-tasks"), taskSwitch(lines));
   byId("log-facts").textContent = listed(
-    kept.length === 0 ? "none of the program" : `${seen.length < kept.length ? `${seen.length} of ` : ""}${plural(kept.length, "line")}`,
+    kept.length === 0
+      ? "none of the program"
+      : `${seen.length < kept.length ? `${formatCount(seen.length)} of ` : ""}${plural(kept.length, "line")}`,
     seen.length > MOST && `the first ${MOST} shown`,
     left_out > 0 && `${plural(left_out, "line")} of the run not in the page`,
   );
@@ -44,7 +46,7 @@ function showLog() {
             "p",
             { class: "soft" },
             kept.length === 0
-              ? "The program wrote no lines while it was recorded."
+              ? "No line of the program is in the page."
               : `No line ${state.query ? "matches " : ""}here${scope === "all" ? "." : "; choose \u201call\u201d for those of other steps."}`,
           ),
         ]),

@@ -29,14 +29,28 @@ function showMemory() {
   const others = memory.steps.filter((one) => one !== step);
   put(
     byId("memory"),
-    make("p", { class: "keys" }, memory.parts.map((part) => make("span", { class: `key ${part}` }, named(part)))),
-    make("div", { class: "bars" }, curves.map((curve) => bar(curve, memory.parts, most, many))),
+    make(
+      "p",
+      { class: "keys" },
+      memory.parts.map((part) => make("span", { class: `key ${part}` }, named(part))),
+    ),
+    make(
+      "div",
+      { class: "bars" },
+      curves.map((curve) => bar(curve, memory.parts, most, many)),
+    ),
     others.length > 0 &&
       make(
         "p",
         { class: "keys" },
         step ? "Counted in other steps, too: " : "On the timeline of: ",
-        others.map((one) => make("button", { type: "button", onclick: () => goToStep(state.run.placeOf(one.number)) }, `step ${one.number}`)),
+        others.map((one) =>
+          make(
+            "button",
+            { type: "button", onclick: () => goToStep(state.run.placeOf(one.number)) },
+            `step ${one.number}`,
+          ),
+        ),
       ),
   );
 }
