@@ -1,8 +1,8 @@
 """Many partitions in one process: 16 transformer blocks on as many cores, and what holds them.
 
-Each row can at most be what the one above it is. Processes that run the tasks of one partition each, and wait for
-nothing, share memory and its bandwidth; threads that do so share the GIL and malloc, too; in a pipeline they also wake
-each other up. To measure other sizes:
+Processes that run the tasks of one partition each, and wait for nothing, share memory and its bandwidth; threads that
+do so share the GIL and malloc, too. A pipeline in one process can at most be what the threads are, one over ranks what
+the processes are. To measure other sizes:
 
     python -m benchmarks.scale 2 8 16 --batch 32 --chunks 32
 """
@@ -12,19 +12,22 @@ import dataclasses
 import multiprocessing
 import os
 import resource
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.synchronize import Barrier
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.harness import Options
 from benchmarks.job import Job
 from benchmarks.steps import Steps, build_workload
 from benchmarks.tables import Cell, Table, publish, show_limit
 from pipesight.context import Observer, Where, attach, detach
+from pipesight.distributed import DistributedPipeline, init_process_group
 
 __all__ = ["run"]
 
@@ -90,16 +93,24 @@ def measure(partitions: list[int], *, batch: int, chunks: int, steps: int) -> No
     limits = []
     for n in partitions:
         bound = n * chunks / (n + chunks - 1)
-        for what, independent in (("tasks in processes", in_processes), ("tasks in threads", in_threads)):
-            took = independent(job("tasks", n, batch, chunks), steps)
+        tasks = job("tasks", n, batch, chunks)
+        for what, took in (
+            ("tasks in processes", in_processes(_tasks_alone, tasks, steps)),
+            ("tasks in threads", in_threads(tasks, steps)),
+        ):
             speed = plain.wall / took.wall * chunks / (n + chunks - 1)
             rows.append([n, what, speed, speed / bound, took.cpu / plain.cpu, None, None, None])
+        over_ranks = in_processes(_as_rank, tasks, steps)
+        speed = plain.wall / over_ranks.wall
+        rows.append([n, "DistributedPipeline 1f1b", speed, speed / bound, over_ranks.cpu / plain.cpu, None, None, None])
         for engine, what in ENGINES.items():
             runner = Steps(job(engine, n, batch, chunks))
             took, (wall, watched) = timed(runner.run, steps), watch(runner, 2)
-            speed, tasks = plain.wall / took.wall, 2 * n * chunks
+            speed = plain.wall / took.wall
             inside = [(watched.wall - watched.cpu) / (n * wall), 1 - watched.wall / (n * wall)]
-            rows.append([n, what, speed, speed / bound, took.cpu / plain.cpu, *inside, took.switches / tasks])
+            rows.append(
+                [n, what, speed, speed / bound, took.cpu / plain.cpu, *inside, took.switches / (2 * n * chunks)]
+            )
             limits.append((f"{what}, {n} partitions, speed", speed, SHARE * bound))
     cores = len(os.sched_getaffinity(0))
     title = f"Scale: {LAYERS} blocks of 256, {chunks} micro-batches of {batch // chunks} x 64 tokens, {cores} cores"
@@ -168,23 +179,51 @@ def in_threads(job: Job, steps: int) -> Cost:
     return timed(together, steps)
 
 
-def in_processes(job: Job, steps: int) -> Cost:
-    """Return what a step takes if each partition has a process."""
+def in_processes(prepare: Callable[[Job, int, str], Callable[[int], Any]], job: Job, steps: int) -> Cost:
+    """Return what a step takes if each partition has a process, in which ``prepare`` makes what runs steps."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["benchmarks.steps"])
+    server.set_forkserver_preload(["benchmarks.steps", "pipesight.distributed"])
     barrier, answers = server.Barrier(job.partitions), server.SimpleQueue()
-    begun = [server.Process(target=_be_one, args=(job, j, steps, barrier, answers)) for j in range(job.partitions)]
-    for process in begun:
-        process.start()
-    found = [answers.get() for _ in begun]
-    for process in begun:
-        process.join()
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [
+            (prepare, job, j, steps, str(Path(folder, "store")), barrier, answers) for j in range(job.partitions)
+        ]
+        begun = [server.Process(target=_be_one, args=each) for each in arguments]
+        for process in begun:
+            process.start()
+        found = [answers.get() for _ in begun]
+        for process in begun:
+            process.join()
     return Cost(max(wall for wall, _ in found), sum(cpu for _, cpu in found))
 
 
-def _be_one(job: Job, j: int, steps: int, barrier: Barrier, answers: Any) -> None:
-    took = timed(tasks_of(job, j), steps, barrier.wait)
+def _be_one(prepare: Any, job: Job, j: int, steps: int, store: str, barrier: Any, answers: Any) -> None:
+    took = timed(prepare(job, j, store), steps, barrier.wait)
     answers.put((took.wall, took.cpu))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _tasks_alone(job: Job, j: int, store: str) -> Callable[[int], None]:
+    return tasks_of(job, j)
+
+
+def _as_rank(job: Job, j: int, store: str) -> Callable[[int], None]:
+    """Return what runs steps of a rank of the pipeline."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    init_process_group("gloo", init_method=f"file://{store}", rank=j, world_size=job.partitions)
+    workload = build_workload(job)
+    balance = job.balance(LAYERS)
+    pipe = DistributedPipeline(workload.model, balance, chunks=job.chunks, schedule="1f1b", loss_fn=workload.loss)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            pipe.module.zero_grad(set_to_none=True)
+            pipe.step(workload.input, workload.target)
+
+    return run
 
 
 if __name__ == "__main__":
