@@ -15,21 +15,47 @@ test("a fragment is read as it was written, and anything else is no link", () =>
   ])
     assert.deepEqual(readFragment(writeFragment(place)), place);
   assert.equal(writeFragment({ step: 12, block, range: null }), "#step=12&block=backward.1.3");
-  for (const other of ["", "#timeline", "#step=", "#step=-1", "#block=forward.1.2"]) assert.equal(readFragment(other), null);
+  for (const other of ["", "#timeline", "#step=", "#step=-1", "#block=forward.1.2"])
+    assert.equal(readFragment(other), null);
   const broken = { step: 1, block: null, range: null };
   for (const rest of ["block=sideways.1.2", "block=forward.1", "range=9-3", "range=a-b"])
     assert.deepEqual(readFragment(`#step=1&${rest}`), broken);
 });
 
 test("what overlaps is covered once", () => {
-  assert.equal(covered([[5, 9], [0, 4], [3, 6], [3, 4]], 1, 8), 7);
-  assert.equal(covered([[0, 1], [9, 12]], 2, 8), 0);
+  assert.equal(
+    covered(
+      [
+        [5, 9],
+        [0, 4],
+        [3, 6],
+        [3, 4],
+      ],
+      1,
+      8,
+    ),
+    7,
+  );
+  assert.equal(
+    covered(
+      [
+        [0, 1],
+        [9, 12],
+      ],
+      2,
+      8,
+    ),
+    0,
+  );
 });
 
 /** Random blocks, none of which overlaps another of its lane, in a window that ends before the step. */
 function randomStep(takes_turns) {
   let seed = 7;
-  const random = (most) => (seed = (seed * 48271) % 2147483647) % most;
+  const random = (most) => {
+    seed = (seed * 48271) % 2147483647;
+    return seed % most;
+  };
   const blocks = [];
   for (const lane of [0, 1, 2])
     for (let at = random(40); at < 900; at += random(60)) {
@@ -78,7 +104,10 @@ test("the totals of any range add up to its length, and are those counted micros
       let busy = 0;
       for (let at = from; at < to; at += 1) busy += own.some(({ begin, time }) => begin <= at && at < begin + time);
       assert.equal(row.busy, busy);
-      assert.equal(row.phases.reduce((sum, time) => sum + time), busy);
+      assert.equal(
+        row.phases.reduce((sum, time) => sum + time),
+        busy,
+      );
       assert.equal(row.busy + row.idle + row.outside, to - from);
       assert.equal(row.turns, 0);
     }

@@ -117,7 +117,8 @@ test("folded, all lanes are in view, as far as they can be seen", () => {
   const { rows, height } = layOut(run(many), 400);
   assert.equal(rows.length, 64);
   assert.ok(height <= 400);
-  rows.forEach((row, place) => assert.ok(!place || rows[place - 1].top + rows[place - 1].height < row.top));
+  for (const [place, row] of rows.entries())
+    assert.ok(!place || rows[place - 1].top + rows[place - 1].height < row.top);
   assert.ok(layOut(run(many.concat(many)), 100).rows.every((row) => row.height >= 3));
 });
 
@@ -127,10 +128,16 @@ test("all steps are on the strip: those that share a bar have the slowest, and n
   const shown = number.filter((step) => step % 100 === 5);
   const bars = barsOf({ number, time, nonfinite: [4242] }, shown, 600);
   assert.ok(bars.length <= 601);
-  assert.equal(bars.reduce((sum, bar) => sum + bar.steps, 0), 10000);
+  assert.equal(
+    bars.reduce((sum, bar) => sum + bar.steps, 0),
+    10000,
+  );
   assert.equal(bars.filter((bar) => time[bar.step] === 900).length, 10);
   assert.equal(bars.filter(({ bad }) => bad).length, 1);
-  assert.deepEqual([5, 55, 105, 9905, 10004].map((step) => placeBetween(shown, step) * 99), [0, 0.5, 1, 99, 99]);
+  assert.deepEqual(
+    [5, 55, 105, 9905, 10004].map((step) => placeBetween(shown, step) * 99),
+    [0, 0.5, 1, 99, 99],
+  );
   assert.equal(mostOf([10, 10, 10, 500]), 30);
   assert.equal(mostOf([10, 12]), 12);
 });

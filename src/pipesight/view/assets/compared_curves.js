@@ -34,7 +34,12 @@ function chart({ name, steps, values, time }, marks) {
     make("figcaption", {}, make("h3", {}, name)),
     makeSvg(
       "svg",
-      { class: "line-chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${name}: ${label.join(", ")}` },
+      {
+        class: "line-chart",
+        viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+        role: "img",
+        "aria-label": `${name}: ${label.join(", ")}`,
+      },
       levels.map((level) => [
         makeSvg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(level), y2: y(level) }),
         makeSvg(
@@ -53,7 +58,9 @@ function chart({ name, steps, values, time }, marks) {
 
 /** Steps that a run does not have do not interrupt its line; it ends where its last step is. */
 function line(steps, values, x, y) {
-  const points = steps.map((step, k) => (values[k] === null ? null : `${x(step).toFixed(1)} ${y(values[k]).toFixed(1)}`));
+  const points = steps.map((step, k) =>
+    values[k] === null ? null : `${x(step).toFixed(1)} ${y(values[k]).toFixed(1)}`,
+  );
   const there = points.filter(Boolean);
   return there.length === 1 ? `M${there[0]}h0.1` : there.map((point, k) => `${k ? "L" : "M"}${point}`).join("");
 }

@@ -19,7 +19,10 @@ function show(payload) {
   byId("headline").textContent = alone ? first : payload.title;
   byId("headline-more").textContent = alone ? rest.join(" ") : "";
   const said = (index) => `${payload.text[index]} ${payload.settings[index]}.`;
-  put(byId("settings"), alone ? payload.settings[0] : payload.text.map((_, index) => make("span", { class: "of-run" }, said(index))));
+  put(
+    byId("settings"),
+    alone ? payload.settings[0] : payload.text.map((_, index) => make("span", { class: "of-run" }, said(index))),
+  );
   table("quantities", "", payload.quantities);
   showParts(payload.parts);
   showComparedCurves(payload.curves, marks);

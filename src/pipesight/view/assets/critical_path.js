@@ -5,7 +5,13 @@ import { formatShare, formatTime } from "./format.js";
 import { palette } from "./palette.js";
 import { listen, shownStep, state, tell } from "./state.js";
 
-const KEYS = { transfer: "transfers", weight: "weight", "data loading": "data_loading", checkpoint: "checkpoints", gap: "between" };
+const KEYS = {
+  transfer: "transfers",
+  weight: "weight",
+  "data loading": "data_loading",
+  checkpoint: "checkpoints",
+  gap: "between",
+};
 const WEIGHT = 3; // pixels
 
 export function startPath() {
@@ -36,8 +42,14 @@ function showPath() {
     make("h3", {}, `Critical path of ${formatTime(whole)}`),
     make(
       "div",
-      { class: "stack-bar", role: "img", "aria-label": sorted.map(([kind, time]) => `${kind} ${share(time)}`).join(", ") },
-      sorted.map(([kind, time]) => make("span", { class: `part ${classOf(kind)}`, vars: { share: time / Math.max(whole, 1) } })),
+      {
+        class: "stack-bar",
+        role: "img",
+        "aria-label": sorted.map(([kind, time]) => `${kind} ${share(time)}`).join(", "),
+      },
+      sorted.map(([kind, time]) =>
+        make("span", { class: `part ${classOf(kind)}`, vars: { share: time / Math.max(whole, 1) } }),
+      ),
     ),
     make(
       "ul",
@@ -67,17 +79,18 @@ export function drawPath(pen, step, rows) {
   context.beginPath();
   let before = null;
   let now = step.path.begin;
-  lane.forEach((of, place) => {
+  for (const [place, of] of lane.entries()) {
     const row = rows[of];
     const [left, right] = [now, now + time[place]].map((at) => Math.min(Math.max(pen.x(at), -9), pen.width + 9));
     now += time[place];
-    if (!row) return void (before = null);
-    if (before === null) context.moveTo(left, foot(row));
-    else context.lineTo(left, foot(row));
-    context.lineTo(right, foot(row));
+    if (row) {
+      if (before) context.lineTo(left, foot(row));
+      else context.moveTo(left, foot(row));
+      context.lineTo(right, foot(row));
+      drawn += 1;
+    }
     before = row;
-    drawn += 1;
-  });
+  }
   for (const [colour, weight] of [
     [palette.colours.paper, WEIGHT + 2.5],
     [palette.colours.alarm, WEIGHT],

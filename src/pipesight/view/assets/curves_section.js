@@ -34,7 +34,12 @@ function chart({ name, steps, values }, width) {
   return make(
     "figure",
     { class: "curve" },
-    make("figcaption", {}, make("h3", {}, name), crosses > 0 && make("span", { class: "alarm" }, `${plural(crosses, "step")} not finite`)),
+    make(
+      "figcaption",
+      {},
+      make("h3", {}, name),
+      crosses > 0 && make("span", { class: "alarm" }, `${plural(crosses, "step")} not finite`),
+    ),
     drawing,
   );
 }

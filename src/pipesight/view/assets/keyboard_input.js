@@ -3,12 +3,12 @@
 import { togglePath } from "./critical_path.js";
 import { byId } from "./dom.js";
 import { formatTime } from "./format.js";
+import { clearRange, selectRange } from "./range_panel.js";
 import { choose, focusBlock } from "./selection.js";
 import { shownStep, state } from "./state.js";
 import { firstAtOrAfter } from "./step_model.js";
 import { goToStep } from "./step_slider.js";
 import { middleOf, timeline } from "./timeline.js";
-import { clearRange, selectRange } from "./range_panel.js";
 import { hideTooltip, showTooltip } from "./tooltip.js";
 import { isWhole, lookAtAll, pan, zoom } from "./zoom.js";
 
@@ -101,7 +101,8 @@ function markRange(edge) {
   const [from, to] = state.range ?? [0, step.end];
   if (edge === "from") selectRange(step.from[state.focused], Math.max(to, step.to[state.focused]));
   else selectRange(Math.min(from, step.from[state.focused]), step.to[state.focused]);
-  if (state.range) byId("announce").textContent = `range from ${formatTime(state.range[0])} to ${formatTime(state.range[1])}`;
+  if (state.range)
+    byId("announce").textContent = `range from ${formatTime(state.range[0])} to ${formatTime(state.range[1])}`;
 }
 
 function leave() {

@@ -4,8 +4,8 @@
 import { byId, make, put } from "./dom.js";
 import { formatBytes } from "./format.js";
 import { palette } from "./palette.js";
-import { firstAtOrAfter } from "./step_model.js";
 import { listen, shownStep, state } from "./state.js";
+import { firstAtOrAfter } from "./step_model.js";
 import { goToStep } from "./step_slider.js";
 
 export function startMemory() {

@@ -1,9 +1,9 @@
 // The mouse and fingers on the timeline: hover, click, drag, wheel, pinch.
 
 import { byId } from "./dom.js";
+import { selectRange } from "./range_panel.js";
 import { choose, hover } from "./selection.js";
 import { state } from "./state.js";
-import { selectRange } from "./range_panel.js";
 import { blockAt, placeAt, timeAt } from "./timeline.js";
 import { hideTooltip, showTooltip } from "./tooltip.js";
 import { isWhole, lookAt, zoom } from "./zoom.js";

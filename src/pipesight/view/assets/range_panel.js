@@ -68,7 +68,12 @@ function showRange() {
         "\u2715",
       ),
     ),
-    make("div", { class: "totals" }, lanes.length > 0 && laneTable(lanes, to - from), spanTable(step, spans, to - from)),
+    make(
+      "div",
+      { class: "totals" },
+      lanes.length > 0 && laneTable(lanes, to - from),
+      spanTable(step, spans, to - from),
+    ),
   );
 }
 
@@ -97,7 +102,11 @@ function laneTable(lanes, length) {
     "Partitions, with the share of the range",
     ["partition", ...columns.map(([name]) => name)],
     1,
-    lanes.length > 1 && row("all", columns.map((_, k) => [all[k], all[k] / (length * lanes.length)])),
+    lanes.length > 1 &&
+      row(
+        "all",
+        columns.map((_, k) => [all[k], all[k] / (length * lanes.length)]),
+      ),
     lanes
       .slice(0, MOST_ROWS)
       .map((of) => make("tr", {}, make("th", { scope: "row" }, state.run.laneName(of.lane)), cells(of, length))),
@@ -122,18 +131,20 @@ function spanTable(step, spans, length) {
     "Spans, with what is inside them, and the share of the range",
     [...(ranks ? ["rank"] : []), "span", "kind", "spans", "time", "share"],
     ranks ? 3 : 2,
-    spans.slice(0, MOST_ROWS).map(({ rank, kind, place, count, time }) =>
-      make(
-        "tr",
-        {},
-        ranks && make("td", {}, `${rank}`),
-        make("th", { scope: "row" }, step.spanName(place)),
-        make("td", {}, KIND_NAMES[kind]),
-        make("td", { class: "number" }, formatCount(count)),
-        make("td", { class: "number" }, formatTime(time)),
-        make("td", { class: "number" }, formatShare(time / length)),
+    spans
+      .slice(0, MOST_ROWS)
+      .map(({ rank, kind, place, count, time }) =>
+        make(
+          "tr",
+          {},
+          ranks && make("td", {}, `${rank}`),
+          make("th", { scope: "row" }, step.spanName(place)),
+          make("td", {}, KIND_NAMES[kind]),
+          make("td", { class: "number" }, formatCount(count)),
+          make("td", { class: "number" }, formatTime(time)),
+          make("td", { class: "number" }, formatShare(time / length)),
+        ),
       ),
-    ),
     spans.length > MOST_ROWS && make("tr", {}, make("td", {}, `and ${plural(spans.length - MOST_ROWS, "more row")}`)),
   );
 }

@@ -52,7 +52,18 @@ function links(rows, more) {
   const end = (rank, host) => (host ? `${rank} on ${host}` : `${rank}`);
   return table(
     "Messages: of those that the receiver was waiting for, the median",
-    ["from rank", "to rank", "partitions", "messages", "size", "time", "bandwidth", "overlapped", "waits a step", "of the step"],
+    [
+      "from rank",
+      "to rank",
+      "partitions",
+      "messages",
+      "size",
+      "time",
+      "bandwidth",
+      "overlapped",
+      "waits a step",
+      "of the step",
+    ],
     3,
     rows.map((row) =>
       make(
@@ -63,7 +74,9 @@ function links(rows, more) {
         make("td", {}, row.partitions.join(", ")),
         cell(formatCount(row.messages)),
         cell(formatBytes(Math.round(row.bytes))),
-        cell(formatTime(row.time), { title: row.error === null ? "the clocks of these ranks were not compared" : `\u00b1 ${formatTime(row.error)}` }),
+        cell(formatTime(row.time), {
+          title: row.error === null ? "the clocks of these ranks were not compared" : `\u00b1 ${formatTime(row.error)}`,
+        }),
         cell(rate(row.bandwidth)),
         cell(formatShare(row.overlap)),
         cell(formatTime(row.wait)),

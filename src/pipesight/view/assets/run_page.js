@@ -2,8 +2,8 @@
 
 import { startBlock } from "./block_panel.js";
 import { startBlockTable } from "./block_table.js";
-import { startCurves } from "./curves_section.js";
 import { startPath } from "./critical_path.js";
+import { startCurves } from "./curves_section.js";
 import { byId } from "./dom.js";
 import { startFindings } from "./findings.js";
 import { startKeys } from "./keyboard_input.js";
@@ -96,7 +96,12 @@ function inspect() {
     path: state.path && step?.path ? step.path : null,
     focused: step && state.focused !== null ? step.keyOf(state.focused) : null,
     found: state.query
-      ? { blocks: state.query.blocks.size, spans: state.query.spans.size, layers: state.query.layers.size, lines: state.query.lines.size }
+      ? {
+          blocks: state.query.blocks.size,
+          spans: state.query.spans.size,
+          layers: state.query.layers.size,
+          lines: state.query.lines.size,
+        }
       : null,
     statistics: { ...statisticsDrawn },
   };

@@ -42,9 +42,7 @@ function showStep() {
   slider.setAttribute("aria-valuetext", step ? `step ${step.number}, ${facts(step)}` : "no step");
   byId("timeline").setAttribute(
     "aria-label",
-    step
-      ? `Timeline of step ${step.number}: ${contents(step)}, ${facts(step)}`
-      : "Timeline, empty",
+    step ? `Timeline of step ${step.number}: ${contents(step)}, ${facts(step)}` : "Timeline, empty",
   );
 }
 

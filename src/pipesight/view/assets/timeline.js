@@ -2,12 +2,12 @@
 
 import { AXIS_HEIGHT, drawAxis, drawGrid } from "./axis.js";
 import { drawFrame, drawLane } from "./block_drawing.js";
-import { drawPath } from "./critical_path.js";
 import { Pen } from "./canvas_pen.js";
+import { drawPath } from "./critical_path.js";
 import { byId } from "./dom.js";
 import { foldsAtFirst, layOut, rowAt } from "./lane_layout.js";
-import { Columns } from "./narrow_blocks.js";
 import { curvesOf, drawMemory, memoryAt } from "./memory_section.js";
+import { Columns } from "./narrow_blocks.js";
 import { palette } from "./palette.js";
 import { drawRange } from "./range_panel.js";
 import { listen, shownStep, state } from "./state.js";
@@ -146,7 +146,8 @@ export function placeAt(x, y) {
   const slack = 2 / lanesPen.scale;
   if (row.kind === "program") {
     const { kind, begin, time: lasts } = step.spans;
-    const moment = row.level === 0 && step.moments.find(([of, at]) => of === row.rank && Math.abs(at - time) <= 2 * slack);
+    const moment =
+      row.level === 0 && step.moments.find(([of, at]) => of === row.rank && Math.abs(at - time) <= 2 * slack);
     if (moment) return { what: "moment", rank: row.rank, name: moment[2], values: moment[3], from: moment[1] };
     const place = step
       .spansOf(row.rank, row.level)

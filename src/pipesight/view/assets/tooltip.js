@@ -92,7 +92,9 @@ function ofPlace(place) {
   if (place.what === "memory")
     return [
       make("strong", {}, `Memory of ${place.name}`),
-      ...place.parts.filter(([, bytes]) => bytes).map(([part, bytes]) => make("p", {}, `${part} ${formatBytes(bytes)}`)),
+      ...place.parts
+        .filter(([, bytes]) => bytes)
+        .map(([part, bytes]) => make("p", {}, `${part} ${formatBytes(bytes)}`)),
       make("p", { class: "number" }, `from ${formatTime(place.from)} on`),
     ];
   if (place.what === "span") {
