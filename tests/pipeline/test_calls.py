@@ -431,8 +431,8 @@ def test_an_output_that_changes():
         ([{"y": rand(3)}, {"z": rand(2)}], None, ["same structure", "'output.y'", "'output.z'"]),
         ([[rand(3), 1], [rand(2)]], None, ["list of 2", "list of 1", "'items'"]),
         ([rand(3).sum() > 0, rand(3).sum() <= 0], None, ["'output'", "depends on the micro-batch"]),
-        ([rand(3), rand(2)], {"output": 1}, ["rows for each sample in dimension 1"]),
-        ([rand(3), rand(4)], {"output": 0}, ["rows for each sample in dimension 0", "[4] of 2 samples"]),
+        ([rand(3), rand(2)], {"output": 1}, ["must have a dimension 1", "[2] of 2 samples"]),
+        ([rand(3, 4), rand(4, 4)], None, ["batch_dim={'output': 0}"]),
         ([3, 2], None, ["'output'", "is 3, 2", "'sum'"]),
         ([torch.Size([3, 1]), torch.Size([2, 1])], None, ["torch.Size", "[3, 1], [2, 1]"]),
         ([torch.distributions.Normal(0, 1), torch.distributions.Normal(0, 1)], None, ["'output'", "Normal"]),
@@ -445,6 +445,12 @@ def test_outputs_that_are_refused(outputs, batch_dim, words):
     with pytest.raises(ValueError, match=r"must|depends|may") as error:
         merged(call, outputs)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_outputs_packed_without_padding():
+    """What is named is put together with any number of rows for each sample, and so is its gradient."""
+    call = split_call((rand(5),), {}, 2, {"output": 0})
+    torch.testing.assert_close(merged(call, [rand(7, 2), rand(4, 2)]), torch.cat([rand(7, 2), rand(4, 2)]))
 
 
 def test_samples_that_are_scored_against_each_other():

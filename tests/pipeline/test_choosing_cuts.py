@@ -162,7 +162,8 @@ def test_an_error_of_the_model_tells_what_it_got() -> None:
     class Weighed(nn.Sequential):  # by two numbers for each sample
         def forward(self, x: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
             y = super().forward(x)
-            return torch.stack([y[k] * pair.sum() for k, pair in enumerate(weights.split(2))])
+            scale = float(x.mean())  # what has no values cannot run this
+            return torch.stack([y[k] * pair.sum() for k, pair in enumerate(weights.split(2))]) * scale
 
     model = Weighed(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(IndexError) as caught:

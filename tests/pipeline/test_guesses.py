@@ -87,6 +87,30 @@ def test_the_model_is_asked_whether_it_takes_all_of_a_table(way, x, warns):
         torch.testing.assert_close(found, [pipe.module(x, other)] * 2)
 
 
+class Positions(nn.Module):
+    """Attends from samples to tokens, whose positions stand in one table, as those of pictures and words do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeroth, self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, words: Tensor, of_x: Tensor, of_words: Tensor) -> Tensor:
+        places = torch.cat([of_words, of_x])
+        return self.second(torch.cat([self.zeroth(words), self.first(x)], 1) * places)
+
+
+@pytest.mark.parametrize("cuts", [{"cuts": ["second"]}, {"partitions": 2}])
+@pytest.mark.filterwarnings("error")
+def test_the_model_is_asked_about_several_tables(cuts):
+    """One is as long as the batch, the other several times: what it says of one without the other is asked again."""
+    call = rand(4, 8, 4), rand(4, 4, 4), rand(8, 4), rand(4, 4)
+    model = Positions().double()
+    if "partitions" in cuts:
+        cuts = {**cuts, "sample": (call, {})}
+    pipe = Pipeline(model, devices=["cpu", "cpu"], chunks=2, **cuts)
+    torch.testing.assert_close(pipe(*call), model(*call))
+
+
 def test_a_wrong_call_does_not_change_what_right_ones_are():
     """What failed is forgotten; labels that were too few for a batch are cut again when there are enough."""
     x, labels = rand(8, 4), torch.randint(4, (8,))
@@ -248,6 +272,27 @@ def test_errors_of_the_model_tell_what_micro_batches_got():
     with pytest.raises(RuntimeError, match=r"mat1 and mat2") as error:
         piped()(rand(8, 5).float())
     assert not any("micro-batches got" in note for note in error.value.__notes__)
+
+
+class Codebooks(nn.Module):
+    """Adds what the codes of a sample mean: as many rows for each as there are codebooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, codes: Tensor, mask: Tensor) -> Tensor:
+        return self.last(self.words(codes.view(-1, 3, codes.size(1))).sum(1) * mask.unsqueeze(-1))
+
+
+def test_the_first_argument_has_several_rows_for_each_sample():
+    """The error says which rows belong to a sample; with that, the batch is as large as the shorter argument."""
+    call, model = (torch.arange(60).view(12, 5) % 9, rand(4, 5).float()), Codebooks()
+    with pytest.raises(RuntimeError, match="must match the size") as error:
+        Pipeline(model, ["last"], chunks=2)(*call)
+    assert "batch_dim={'codes': 0, 'mask': 0} cuts both, in a batch of 4 samples" in error.value.__notes__[-1]
+    pipe = Pipeline(model, ["last"], chunks=3, batch_dim={"codes": 0, "mask": 0})
+    torch.testing.assert_close(pipe(*call), model(*call))
 
 
 def test_a_whole_argument_that_is_changed_in_place_is_refused():

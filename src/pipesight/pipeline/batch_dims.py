@@ -86,13 +86,14 @@ class BatchDims:
         """Return the same, with what one is."""
         other = copy.copy(self)
         other._rules = {**self._rules, name: rule}
-        other._seen, other._warned = dict(self._seen), set(self._warned)
+        other._seen, other._warned, other._asked = dict(self._seen), set(self._warned), set(self._asked)
         other.model = None
         return other
 
     def learn(self, name: str, rule: Rule) -> None:
-        """Note what one is, as if the user had said it."""
+        """Note what one is, as if the user had said it; what the model said of others was said without that."""
         self._rules[name] = rule
+        self._asked.clear()
 
     def is_new(self, name: str) -> bool:
         """Tell once whether the model was not asked before about an argument."""

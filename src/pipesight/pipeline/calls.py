@@ -11,10 +11,8 @@ import contextlib
 import functools
 import itertools
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -24,16 +22,7 @@ from pipesight._nested import tensors_in
 from pipesight.pipeline.batch_dims import BatchDim, BatchDims, Rule
 from pipesight.pipeline.checkpoint import versions_of
 from pipesight.pipeline.flattening import Flat, equal, flatten, items_of
-from pipesight.pipeline.guesses import (
-    Share,
-    doubt,
-    handed_out,
-    hardly_a_table,
-    has_several_rows,
-    is_unclear,
-    rows_taken,
-    ways_taken,
-)
+from pipesight.pipeline.guesses import Guesses, Share, handed_out
 from pipesight.schedule.packing import chunk_sizes
 
 __all__ = ["SplitCall", "is_batch_size", "split_call"]
@@ -197,41 +186,9 @@ def _split(
     values = [batch.values(*known) for known in zip(flat.values, flat.value_names, strict=True)]
     shares = batch.shares(flat, cuts)
     if len(sizes) > 1 and size is not None:
-        asks = dims.model is not None and dims.default == 0
-        rows = [share for share in shares if share.guessed and share.dim is None and has_several_rows(share, size)]
-        if asks and [share for share in rows if dims.is_new(share.name)]:
-            taken = _rows_taken(args, kwargs, [share.name for share in rows], dims)
-            if taken == (True, False):
-                for share in rows:
-                    dims.learn(share.name, 0)
-                return _split(args, kwargs, chunks, dims, seen)
-            if taken != (False, True):
-                for share in rows if taken == (True, True) else filter(hardly_a_table, rows):
-                    several = f"several rows for each of {size} samples (shape: {list(share.value.shape)})"
-                    dims.warn_of_doubt(share.name, f"has {several}, and was not cut into micro-batches", 0)
-        first = next((share for share in shares if share.name == source and isinstance(share.value, Tensor)), None)
-        for share in shares:
-            why = doubt(share, first, size, sizes[0])
-            known = share.guessed and isinstance(share.value, Tensor) and dims.seen_whole(share.name)
-            if known and share.value.size(dims.default) == size:
-                asked = dims.model is not None and size >= 4
-                if asked and _ways_taken(args, kwargs, chunks, share, dims.default, size, dims) == (True, False):
-                    dims.follows(share.name)  # what was not cut then was a mistake, such as too few labels
-                    return _split(args, kwargs, chunks, dims, seen)
-                dims.remember(share.name, True, size, share.value.shape)
-                continue
-            unclear = not why and first is not None and is_unclear(share, first) and dims.is_new(share.name)
-            taken = _ways_taken(args, kwargs, chunks, share, share.dim, size, dims) if unclear else (True, False)
-            if taken == (False, True):
-                dims.learn(share.name, None)
-                return _split(args, kwargs, chunks, dims, seen)
-            if taken == (True, True):
-                why = (
-                    f"has as many rows as the batch has samples, {size} (shape: {list(share.value.shape)}), and was "
-                    "cut into micro-batches, but the model takes all of it for a micro-batch as well"
-                )
-            if why:
-                dims.warn_of_doubt(share.name, why, share.dim or 0 if isinstance(share.value, Tensor) else "'items'")
+        guesses = Guesses(shares, source, sizes, dims, functools.partial(split_call, args, kwargs))
+        if guesses.correct():
+            return _split(args, kwargs, chunks, dims, seen)
     originals: dict[int, tuple[Any, Any]] = {}  # by id; what was handed out is kept, so that ids stay its own
     arguments = []
     containers: dict[str, Any] = {}
@@ -264,40 +221,6 @@ def _split(
             if cut is None and not held and len(sizes) > 1
         },
     )
-
-
-def _ways_taken(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    chunks: int,
-    share: Share,
-    dim: int | None,
-    size: int,
-    dims: BatchDims,
-) -> tuple[bool, bool]:
-    """Return whether the model takes an argument cut, and whether all of it, with the samples of a micro-batch."""
-    if dims.model is None or size < 2:
-        return True, False
-    rules = (dims.with_rule(share.name, dim), dims.with_rule(share.name, None))
-    cut, whole = (split_call(args, kwargs, min(chunks, max(size // 2, 2)), rule) for rule in rules)
-    taken = ways_taken(dims.model, share.name, cut.positional, cut.arguments[0], whole.arguments[0])
-    return taken if size >= 4 or not taken[0] else (True, False)  # one sample is broadcast, which proves nothing
-
-
-def _rows_taken(
-    args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str], dims: BatchDims
-) -> tuple[bool, bool]:
-    """Return whether the model takes arguments with several rows a sample cut, and whether it takes all of them."""
-    assert dims.model is not None
-    as_rows = as_whole = dims
-    for name in names:
-        as_rows, as_whole = as_rows.with_rule(name, 0), as_whole.with_rule(name, None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        batch, cut = (split_call(args, kwargs, chunks, as_rows) for chunks in (1, 2))
-        whole = split_call(args, kwargs, 2, as_whole)
-    calls = batch.arguments[0], cut.arguments[0], whole.arguments[0]
-    return rows_taken(dims.model, cut.positional, *calls, Fraction(cut.sizes[0], batch.sizes[0]))
 
 
 def _rows(tensor: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:
@@ -343,7 +266,7 @@ def _batch_size(flat: Flat, dims: BatchDims, chunks: int) -> tuple[int | None, s
         if name in listed and name in values:
             return len(values[name]), name
         if name in tensors and isinstance(rule, int) and tensors[name].dim() > rule:
-            return tensors[name].size(rule), name
+            return _fewest_rows(name, rule, tensors, dims)
     if chunks == 1:
         return None, ""
     raise ValueError(
@@ -351,6 +274,21 @@ def _batch_size(flat: Flat, dims: BatchDims, chunks: int) -> tuple[int | None, s
         f"(arguments: {', '.join(name for name, _ in flat.form if name) or 'none'}; chunks: {chunks}); "
         "pass one, use chunks=1, or name a list with one item for each sample: batch_dim={'name': 'items'}"
     )
+
+
+def _fewest_rows(name: str, dim: int, tensors: Mapping[str, Tensor], dims: BatchDims) -> tuple[int, str]:
+    """Return the size of the batch, that of a tensor: if the user names it and others, some may have several rows each.
+
+    The one with the fewest then has one.
+    """
+    sizes = {name: tensors[name].size(dim)}
+    if dims.rule(name)[1]:
+        for other, tensor in tensors.items():
+            rule, exact = dims.rule(other)
+            if exact and isinstance(rule, int) and tensor.dim() > rule and tensor.size(rule):
+                sizes.setdefault(other, tensor.size(rule))
+    fewest = min(sizes, key=lambda found: sizes[found])
+    return sizes[fewest], fewest
 
 
 @dataclass(frozen=True, slots=True)

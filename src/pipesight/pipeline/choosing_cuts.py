@@ -114,7 +114,7 @@ def _cuts(
     if not isinstance(partitions, int) or isinstance(partitions, bool) or partitions < 1:
         raise ValueError(f"partitions must be a positive integer (partitions: {partitions!r})")
     args, kwargs = call_of(sample)
-    dims = BatchDims(batch_dim, inspect.signature(model.forward))
+    dims = BatchDims(batch_dim, inspect.signature(model.forward), model=model)
 
     def call() -> Any:
         split = split_call(args, kwargs, chunks, dims)

@@ -1,40 +1,26 @@
 """What micro-batches get of the arguments of a call, where that was guessed: which guesses are doubtful, and the words.
 
 A tensor with as many rows as the batch has samples is taken for samples. It may as well be a table, a learned one or
-one of positions, and a list of that length may be one of samples. A first call cannot tell, so it says so.
+one of positions, and a list of that length may be one of samples. The model is asked, and in doubt, the user is told.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import itertools
 import warnings
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from pipesight._nested import tensors_in
-from pipesight._torch.module_internals import HOOK_TABLES
-from pipesight.pipeline.batch_dims import Rule
-from pipesight.pipeline.flattening import Flat, flatten
+from pipesight.pipeline.asking_shapes import rows_taken, ways_taken
+from pipesight.pipeline.batch_dims import BatchDims, Rule
 
-__all__ = [
-    "Share",
-    "doubt",
-    "handed_out",
-    "hardly_a_table",
-    "has_several_rows",
-    "is_unclear",
-    "rows_taken",
-    "ways_taken",
-]
+if TYPE_CHECKING:
+    from pipesight.pipeline.calls import SplitCall
+
+__all__ = ["Guesses", "Share", "handed_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +46,111 @@ class Share:
         if self.dim is not None:
             return [None]
         rows = [dim for dim, length in enumerate(self.value.shape) if length == size]
-        return [*rows, *([0] if has_several_rows(self, size) else [])]
+        return [*rows, *([0] if _has_several_rows(self, size) else [])]
 
 
-def has_several_rows(share: Share, size: int) -> bool:
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What was guessed of the arguments of a call."""
+
+    shares: Sequence[Share]
+    source: str
+    """The argument from which the size of the batch is known."""
+    sizes: Sequence[int]
+    """How many samples each micro-batch has."""
+    dims: BatchDims
+    cut: Callable[[int, BatchDims], SplitCall]
+    """Cuts the call into so many micro-batches, by other rules."""
+
+    def correct(self) -> bool:
+        """Correct a guess that the model tells is wrong, and return whether there was one: then cut the call again.
+
+        If the model does not tell, warn of those that are doubtful.
+        """
+        return any(map(self._is_corrected, self.shares)) or self._are_rows_corrected()
+
+    def _is_corrected(self, share: Share) -> bool:
+        dims, size, value = self.dims, sum(self.sizes), share.value
+        first = next(
+            (mine for mine in self.shares if mine.name == self.source and isinstance(mine.value, Tensor)), None
+        )
+        known = share.guessed and isinstance(value, Tensor) and dims.seen_whole(share.name)
+        if known and value.size(dims.default) == size:
+            if dims.model is not None and size >= 4 and self._ways_taken(share, dims.default) == (True, False):
+                dims.follows(share.name)  # what was not cut then was a mistake, such as too few labels
+                return True
+            dims.remember(share.name, True, size, value.shape)
+            return False
+        why = _doubt(share, first, size, self.sizes[0])
+        if not why and dims.model is not None and _is_unclear(share, first) and dims.is_new(share.name):
+            taken = self._ways_taken(share, share.dim)
+            if taken == (False, True):
+                dims.learn(share.name, None)
+                return True
+            if taken == (True, True):
+                why = (
+                    f"has as many rows as the batch has samples, {size} (shape: {list(value.shape)}), and was "
+                    "cut into micro-batches, but the model takes all of it for a micro-batch as well"
+                )
+        if why:
+            dims.warn_of_doubt(share.name, why, share.dim or 0 if isinstance(value, Tensor) else "'items'")
+        return False
+
+    def _are_rows_corrected(self) -> bool:
+        """Correct what micro-batches get of tensors that may have several rows for each sample."""
+        dims, size = self.dims, sum(self.sizes)
+        rows = [
+            share for share in self.shares if share.guessed and share.dim is None and _has_several_rows(share, size)
+        ]
+        if dims.model is None or dims.default != 0 or not [share for share in rows if dims.is_new(share.name)]:
+            return False
+        taken = self._rows_taken([share.name for share in rows])
+        if taken == (True, False):
+            for share in rows:
+                dims.learn(share.name, 0)
+            return True
+        if taken != (False, True):
+            for share in rows if taken == (True, True) else filter(_is_hardly_a_table, rows):
+                several = f"several rows for each of {size} samples (shape: {list(share.value.shape)})"
+                dims.warn_of_doubt(share.name, f"has {several}, and was not cut into micro-batches", 0)
+        return False
+
+    def _ways_taken(self, share: Share, dim: int | None) -> tuple[bool, bool]:
+        """Return whether the model takes an argument cut, and whether all of it, with the samples of a micro-batch."""
+        dims, size = self.dims, sum(self.sizes)
+        if dims.model is None or size < 2:
+            return True, False
+        chunks = min(len(self.sizes), max(size // 2, 2))
+        cut, whole = (self.cut(chunks, dims.with_rule(share.name, rule)) for rule in (dim, None))
+        taken = ways_taken(dims.model, share.name, cut.positional, cut.arguments[0], whole.arguments[0])
+        return taken if size >= 4 or not taken[0] else (True, False)  # one sample is broadcast, which proves nothing
+
+    def _rows_taken(self, names: Sequence[str]) -> tuple[bool, bool]:
+        """Return whether the model takes arguments with several rows a sample cut, and whether it takes all of them."""
+        assert self.dims.model is not None
+        as_rows = as_whole = self.dims
+        for name in names:
+            as_rows, as_whole = as_rows.with_rule(name, 0), as_whole.with_rule(name, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            batch, cut, whole = self.cut(1, as_rows), self.cut(2, as_rows), self.cut(2, as_whole)
+        calls = batch.arguments[0], cut.arguments[0], whole.arguments[0]
+        return rows_taken(self.dims.model, cut.positional, *calls, Fraction(cut.sizes[0], batch.sizes[0]))
+
+
+def _has_several_rows(share: Share, size: int) -> bool:
     """Tell whether a tensor may have several rows for each of so many samples, such as the patches of pictures."""
     value = share.value
     return isinstance(value, Tensor) and bool(value.dim()) and value.size(0) > size > 0 and value.size(0) % size == 0
 
 
-def hardly_a_table(share: Share) -> bool:
+def _is_hardly_a_table(share: Share) -> bool:
     """Tell whether a tensor looks like tokens or their mask, and not like a table or a mask of steps for steps."""
     value = share.value
     return value.dim() > 1 and not value.is_floating_point() and value.size(0) != value.size(1)
 
 
-def doubt(share: Share, source: Share | None, size: int, part: int) -> str:
+def _doubt(share: Share, source: Share | None, size: int, part: int) -> str:
     """Return why a guess may be wrong; nothing if there is no sign of it."""
     value, dim = share.value, share.dim
     if not share.guessed or (source is not None and share.name == source.name):
@@ -99,115 +174,14 @@ def doubt(share: Share, source: Share | None, size: int, part: int) -> str:
     )
 
 
-def is_unclear(share: Share, source: Share) -> bool:
+def _is_unclear(share: Share, source: Share | None) -> bool:
     """Tell whether a tensor was cut for no other reason than the number of its rows, and may as well be a table."""
     value = share.value
-    if not share.guessed or share.dim is None or share.name == source.name or not isinstance(value, Tensor):
+    if source is None or share.name == source.name or not share.guessed:
+        return False
+    if share.dim is None or not isinstance(value, Tensor):
         return False
     return value.is_floating_point() or (value.dim() > 1 and not _has_steps_of(value, source.value, share.dim))
-
-
-def ways_taken(
-    model: nn.Module, name: str, positional: int, cut: Mapping[str, Any], whole: Mapping[str, Any]
-) -> tuple[bool, bool]:
-    """Return whether a model takes an argument cut with the samples, and whether all of it with some of the samples.
-
-    With both, what it returns must have the same shapes. An argument that it does not use is taken cut. Only shapes are
-    computed, with a copy of the model that has no values; neither is true where that fails.
-
-    Args:
-        model: The model.
-        name: The argument.
-        positional: How many arguments are positional.
-        cut: The arguments of a micro-batch.
-        whole: The same, with all rows of the one.
-    """
-    cut_shapes, whole_shapes = _shapes_of(model, positional, (cut, whole), name)
-    return cut_shapes is not None, bool(whole_shapes) and cut_shapes in (None, whole_shapes)
-
-
-def rows_taken(
-    model: nn.Module,
-    positional: int,
-    batch: Mapping[str, Any],
-    cut: Mapping[str, Any],
-    whole: Mapping[str, Any],
-    part: Fraction,
-) -> tuple[bool, bool]:
-    """Return whether a model takes arguments with several rows a sample cut, and whether it takes all of them.
-
-    What it returns must have the shapes that it has for the batch, but for the samples: tables of classes make as many
-    columns as there are classes, and rows of samples as each sample has. Only shapes are computed.
-
-    Args:
-        model: The model.
-        positional: How many arguments are positional.
-        batch: The arguments of all samples.
-        cut: Those of a part of them.
-        whole: The same, with all rows.
-        part: How large that part is.
-    """
-    expected, *found = _shapes_of(model, positional, (batch, cut, whole))
-    if not expected:
-        return False, False
-    one, other = (
-        shapes is not None and len(shapes) == len(expected) and _is_part(part, expected, shapes) for shapes in found
-    )
-    return one, other
-
-
-def _is_part(part: Fraction, batch: list[torch.Size], shapes: list[torch.Size]) -> bool:
-    """Whether shapes are those of a batch, or have a part of the rows."""
-    return len(batch) == len(shapes) and all(
-        len(a) == len(b) and a[1:] == b[1:] and (not a or b[0] in (a[0], a[0] * part))
-        for a, b in zip(batch, shapes, strict=True)
-    )
-
-
-def _shapes_of(
-    model: nn.Module, positional: int, calls: Sequence[Mapping[str, Any]], name: str | None = None
-) -> list[list[torch.Size] | None]:
-    """Return the shapes of what a model returns in each call, computed without values; None where that fails."""
-    memo: dict[int, Any] = {}
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        empty = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    for table in (vars(module).get(name) for module in model.modules() for name in HOOK_TABLES):
-        if table:
-            memo[id(table)] = OrderedDict()  # hooks must not see this
-    shapes: list[list[torch.Size] | None] = []
-    for arguments in calls:
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                outline = copy.deepcopy(model, dict(memo))
-                shapes.append(_shapes(outline, flatten(arguments), positional, name))
-        except Exception:
-            shapes.append(None)
-    return shapes
-
-
-def _shapes(outline: nn.Module, arguments: Flat, positional: int, name: str | None) -> list[torch.Size]:
-    """Return the shapes of what a model returns; none if it does not use the argument of that name."""
-    tensors = [tensor.to("meta") for tensor in arguments.tensors]
-    place = next((k for k, names in enumerate(arguments.names) if name in names), None)
-    items = list(arguments.rebuild(tensors).items())
-    with _Using(tensors[place]) if place is not None else contextlib.nullcontext() as mode:
-        output = flatten(outline(*(value for _, value in items[:positional]), **dict(items[positional:])))
-    return [tensor.shape for tensor in output.tensors] if mode is None or mode.used else []
-
-
-class _Using(TorchFunctionMode):
-    """Notes whether a tensor is used."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self._tensor, self.used = tensor, False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in ("__get__", "size", "dim"):
-            self.used = self.used or any(tensor is self._tensor for tensor in tensors_in((args, kwargs or {})))
-        return func(*args, **(kwargs or {}))
 
 
 def _is_like(value: Tensor, source: Share, dim: int, size: int) -> bool:
@@ -221,7 +195,7 @@ def _is_like(value: Tensor, source: Share, dim: int, size: int) -> bool:
 
 def handed_out(shares: Sequence[Share], source: str, sizes: Sequence[int]) -> str:
     """Return in words what each micro-batch gets, if any of it was guessed and could have been guessed otherwise."""
-    first = next((share.value for share in shares if share.name == source), None)
+    first, size = next((share.value for share in shares if share.name == source), None), sum(sizes)
     guessed = [share for share in shares if share.guessed and share.name != source]
     cut = [share for share in guessed if share.dim is not None and not _has_steps_of(share.value, first, share.dim)]
     whole = [share for share in guessed if share.dim is None]
@@ -230,10 +204,13 @@ def handed_out(shares: Sequence[Share], source: str, sizes: Sequence[int]) -> st
     told = [f"of {share.name!r} ({share.looks}) its samples" for share in cut]
     told += [f"all of {share.name!r} ({share.looks})" for share in whole]
     advice = [f"batch_dim={{{share.name!r}: None}} gives each all of it" for share in cut[:1]]
-    ways = [(share.name, rule) for share in whole for rule in share.others(sum(sizes))]
+    ways = [(share.name, rule) for share in whole for rule in share.others(size)]
     advice += [f"batch_dim={{{name!r}: {rule!r}}} cuts it" for name, rule in ways]
+    fewer = next((share for share in whole if isinstance(share.value, Tensor)), None)
+    if fewer is not None and 1 < (rows := fewer.value.size(0)) < size and size % rows == 0:
+        advice.append(f"batch_dim={{{source!r}: 0, {fewer.name!r}: 0}} cuts both, in a batch of {rows} samples")
     return (
-        f"each of {len(sizes)} micro-batches got {', '.join(told)}, since the batch has {sum(sizes)} samples, as "
+        f"each of {len(sizes)} micro-batches got {', '.join(told)}, since the batch has {size} samples, as "
         f"{source!r} has" + (f"; if that is wrong, {', '.join(advice)}" if advice else "")
     )
 

@@ -185,12 +185,9 @@ class Merge:
             if not exact:
                 self._dims.remember(name, True, sum(self._sizes), parts[0].shape)
             return _Way("concatenate", rule, tuple(sizes))
-        if exact and not rows:
-            raise ValueError(
-                f"{name!r} must have a number of rows for each sample in dimension {rule} "
-                f"({self._shapes(parts)}), as batch_dim says"
-            )
-        if rows > 1 and (exact or (self._is_flattened(parts, rule) and not _same(parts))):
+        if exact and min(sizes) < 0:
+            raise ValueError(f"{name!r} must have a dimension {rule} ({self._shapes(parts)}), as batch_dim says")
+        if exact or (rows > 1 and self._is_flattened(parts, rule) and not _same(parts)):
             self._check_shapes(name, parts, rule)
             return _Way("concatenate", rule, tuple(sizes))
         return self._once(name, parts, rule)
@@ -220,10 +217,12 @@ class Merge:
 
     def _once(self, name: str, parts: Sequence[Tensor], rule: Rule) -> _Way:
         if not _same(parts):
+            lengths = zip(*(part.shape for part in parts), strict=False)
+            dims = [dim for dim, found in enumerate(lengths) if len(set(found)) > 1] or [1]
             raise ValueError(
                 f"{name!r} depends on the micro-batch, but its batch dimension is not known ({self._shapes(parts)}); "
-                f"say which it is: batch_dim={{{name!r}: 1}}, or 'sum' to add those of all micro-batches, or 'first' "
-                "to take that of the first one"
+                f"say which it is: batch_dim={{{name!r}: {dims[0]}}} puts those of all micro-batches together in that "
+                "dimension, 'sum' adds them, 'first' takes that of the first one"
             )
         if isinstance(rule, int) and parts[0].dim() > rule and parts[0].size(rule) != 1:
             self._dims.remember(name, False, sum(self._sizes), parts[0].shape)

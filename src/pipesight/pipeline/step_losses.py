@@ -138,9 +138,8 @@ class StepLosses:
         self._parts: list[list[LossPart]] = [[] for _ in range(self._m)]
         self._counts: list[float | None] = [None] * self._m
         self._guesses: list[float | Tensor] = [0.0] * self._m
-        # What all micro-batches count together, if they are like the first:
-        self._expected: float | None = None
-        self._expected_there: Tensor | None = None
+        # What all micro-batches count together, if they are like the first; on its device, if that is not known here:
+        self._expected: float | Tensor | None = None
         self._guessing = threading.Lock()
         self._given = merging.given if merging.given is not None or not loss_of.sums else "sum"
         self._known = self._known_shares()
@@ -174,7 +173,7 @@ class StepLosses:
                 assert count is not None
                 if self._expected is None and count:
                     self._expected = count * self._m
-                self._guesses[i] = count / self._expected if self._expected else 0.0
+                self._guesses[i] = count / float(self._expected) if self._expected is not None else 0.0
         guess = self._guesses[i]
         assert isinstance(guess, float)
         return torch.full_like(loss, guess * self._scale) if guess else None
@@ -192,9 +191,9 @@ class StepLosses:
         self._parts[i] = [replace(part, node=None) for part in parts]
         count = count.detach().double()
         with self._guessing:
-            if self._expected_there is None:
-                self._expected_there = torch.where(count > 0, count, math.prod(parts[0].shape)) * self._m
-            guess = self._guesses[i] = count / self._expected_there
+            if self._expected is None:
+                self._expected = torch.where(count > 0, count, math.prod(parts[0].shape)) * self._m
+            guess = self._guesses[i] = count / self._expected
         return (guess * self._scale).to(loss.dtype).expand_as(loss)
 
     def finish(self) -> tuple[Tensor, float | Tensor]:
