@@ -274,6 +274,41 @@ def test_errors_of_the_model_tell_what_micro_batches_got():
     assert not any("micro-batches got" in note for note in error.value.__notes__)
 
 
+class Returning(nn.Module):
+    """Returns what it computes for its samples in another shape."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.second, self.way = nn.Linear(4, 4), nn.Linear(4, 4), way
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        y = self.first(x) * mask if mask.all() else self.first(x)  # masks have values, activations none
+        z = self.second(y)
+        ways = {"layers": torch.stack([y, z]), "packed": z.view(1, -1, 4), "scores": z @ z.T}
+        return {"y": ways[self.way]}
+
+
+@pytest.mark.parametrize("way", ["layers", "packed"])
+@pytest.mark.parametrize("sizes", [(6, 5), (5, 6)])
+@pytest.mark.filterwarnings("error")
+def test_where_the_batch_is_in_an_output_is_told_by_shapes(way, sizes):
+    """Micro-batches of two samples from a model with two layers are told apart, also in batches of another size."""
+    pipe = Pipeline(Returning(way).double(), ["second"], chunks=3)
+    for size in sizes:
+        call = rand(size, 4), torch.ones(size, 1).bool()
+        torch.testing.assert_close(pipe(*call), pipe.module(*call))
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_scores_of_samples_are_doubted(hidden):
+    """Of one output, too: the whole batch has more columns, or that cannot be known."""
+    model = Returning("scores").double()
+    if hidden:
+        model.first.forward = lambda x: x * float(x.detach().abs().max() > 0)
+    with pytest.warns(RuntimeWarning, match="as many columns as" if hidden else "'output.y' scores the samples"):
+        Pipeline(model, ["second"], chunks=3)(rand(6, 4), torch.ones(6, 1).bool())
+
+
 class Codebooks(nn.Module):
     """Adds what the codes of a sample mean: as many rows for each as there are codebooks."""
 

@@ -106,7 +106,7 @@ def test_batches_of_any_size(samples: int) -> None:
 
 
 def test_classes_that_count_up_by_accident() -> None:
-    """A micro-batch whose classes are 0, 1, ... as if samples were told from each other is weighed as the others are."""
+    """A micro-batch whose classes are 0, 1, ..., as if samples were told from each other, is weighed as others are."""
     batch = torch.randn(7, 6).double(), torch.tensor([0, 1, 2, 3, 2, 0, 1])
     loss = step(_F.cross_entropy, batch, chunks=2)
     torch.testing.assert_close(loss, truth(_F.cross_entropy, batch), rtol=1e-9, atol=1e-12)

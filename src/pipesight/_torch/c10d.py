@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-__all__ = ["CAN_BE_SEEN", "Around", "AroundAllReduces", "when_backward_ends"]
+from pipesight._launcher import environment_number
+
+__all__ = [
+    "CAN_BE_SEEN",
+    "Around",
+    "AroundAllReduces",
+    "is_data_parallel",
+    "place_in_world",
+    "when_backward_ends",
+]
 
 CAN_BE_SEEN = (
     dist.is_available()
@@ -28,6 +37,20 @@ Around: TypeAlias = Callable[[Callable[[], Any], Sequence[Tensor], Callable[[], 
 when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 """Call something after the last gradient of the backward under way, in the thread that waits for it. What asks first
 is called first; it can ask again, for after the others."""
+
+
+def place_in_world() -> tuple[int, int]:
+    """Return the rank of this process and how many there are, as its process group or its launcher says."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return environment_number("RANK") or 0, environment_number("WORLD_SIZE") or 1
+
+
+def is_data_parallel(*modules: Any) -> bool:
+    """Tell whether gradients of modules are averaged over ranks: DDP calls them now, or FSDP shards one of them."""
+    by_ddp: Any = torch.nn.parallel.DistributedDataParallel
+    inside = getattr(by_ddp, "_active_ddp_module", None) is not None
+    return inside or any(getattr(module, "_is_fsdp_managed_module", False) for module in modules)
 
 
 class AroundAllReduces:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from typing import Any, Literal, Self
@@ -27,6 +26,7 @@ from pipesight.pipeline.devices import choose_devices
 from pipesight.pipeline.generating import through_pipeline
 from pipesight.pipeline.loss_merging import LossMerging, LossWeight
 from pipesight.pipeline.minibatch import MiniBatch
+from pipesight.pipeline.notices import Notices
 from pipesight.pipeline.outputs import Merge
 from pipesight.pipeline.partition import Partition
 from pipesight.pipeline.placed_units import Placement
@@ -147,7 +147,7 @@ class Pipeline(nn.Module):
         self._stepper = Stepper(schedule, loss, loss_fn, loss_weight)
         self._steps = 0
         self._ran: dict[str, Any] = {"schedule": "gpipe"}
-        self._to_verify, self._warned_idle = verify, False
+        self._to_verify, self._notices = verify, Notices()
         # The same tables as the model's, so that both have the same names for everything.
         self.__dict__.update(
             _modules=module._modules, _parameters=module._parameters, _buffers=module._buffers, training=module.training
@@ -260,6 +260,8 @@ class Pipeline(nn.Module):
         if self.training and not caller.in_backward:  # else it repeats a call that was counted
             self._steps += 1
         m = len(call.calls)
+        if self.training and torch.is_grad_enabled():
+            self._notices.begin_batch(self, sum(call.sizes))
         minibatch = MiniBatch(
             engine,
             caller,
@@ -276,7 +278,7 @@ class Pipeline(nn.Module):
         with call.watched():
             results = trips.run(engine.threads(), call, watches)
         if self.training:
-            self._note_idle(trips.called)
+            self._notices.end_batch(self.cuts, trips.called)
         flats = [flat for flat, _ in results]
         merge = tape.merge = Merge(flats, call, self._losses.weigher(call, watches))
         with torch.no_grad():
@@ -286,18 +288,6 @@ class Pipeline(nn.Module):
         if any(wanted):
             outputs = list(connect(tape, call.inputs, outputs, wanted))
         return merge.rebuild(outputs)
-
-    def _note_idle(self, called: set[int]) -> None:
-        """Warn once of partitions that have nothing to do because the model did not call their first module."""
-        idle = [name for k, name in enumerate(self.cuts, start=1) if k not in called]
-        if idle and not self._warned_idle:
-            self._warned_idle = True
-            warnings.warn(
-                f"the model did not call {' and '.join(map(repr, idle))} in this mini-batch, so that the partition "
-                "that begins there had nothing to do; cut at modules that every call of the model calls",
-                RuntimeWarning,
-                stacklevel=5,
-            )
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model, as ``nn.Module.train`` does."""

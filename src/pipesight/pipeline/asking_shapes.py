@@ -1,8 +1,7 @@
-"""Ask a model what it takes of an argument, by the shapes of what it returns: they are computed without values."""
+"""Ask a model what it takes of an argument, by the shapes of what it returns; weights and activations have no value."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import warnings
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipesight._nested import tensors_in
+from pipesight._nested import map_tensors, tensors_in
 from pipesight._torch.module_internals import HOOK_TABLES
 from pipesight.pipeline.flattening import Flat, flatten
 
-__all__ = ["rows_taken", "ways_taken"]
+__all__ = ["rows_taken", "shapes_returned", "ways_taken"]
 
 
 def ways_taken(
@@ -71,6 +70,11 @@ def rows_taken(
     return one, other
 
 
+def shapes_returned(model: nn.Module, positional: int, arguments: Mapping[str, Any]) -> list[torch.Size]:
+    """Return the shapes of the tensors that a model returns; none if they cannot be computed without values."""
+    return _shapes_of(model, positional, [arguments])[0] or []
+
+
 def _is_part(part: Fraction, batch: list[torch.Size], shapes: list[torch.Size]) -> bool:
     """Whether shapes are those of a batch, or have a part of the rows."""
     return len(batch) == len(shapes) and all(
@@ -104,22 +108,40 @@ def _shapes_of(
 
 def _shapes(outline: nn.Module, arguments: Flat, positional: int, name: str | None) -> list[torch.Size]:
     """Return the shapes of what a model returns; none if it does not use the argument of that name."""
-    tensors = [tensor.to("meta") for tensor in arguments.tensors]
+    tensors = [_without_value(tensor) if tensor.is_floating_point() else tensor.clone() for tensor in arguments.tensors]
     place = next((k for k, names in enumerate(arguments.names) if name in names), None)
     items = list(arguments.rebuild(tensors).items())
-    with _Using(tensors[place]) if place is not None else contextlib.nullcontext() as mode:
+    device = next((tensor.device for tensor in arguments.tensors), torch.device("cpu"))
+    with _Outline(device, None if place is None else tensors[place]) as mode:
         output = flatten(outline(*(value for _, value in items[:positional]), **dict(items[positional:])))
-    return [tensor.shape for tensor in output.tensors] if mode is None or mode.used else []
+    return [tensor.shape for tensor in output.tensors] if mode.used else []
 
 
-class _Using(TorchFunctionMode):
-    """Notes whether a tensor is used."""
+def _without_value(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
 
-    def __init__(self, tensor: Tensor) -> None:
+
+class _Outline(TorchFunctionMode):
+    """Lets tensors without values meet tokens, masks and others that have some, on which models branch.
+
+    It notes whether a tensor is used.
+    """
+
+    def __init__(self, device: torch.device, tensor: Tensor | None) -> None:
         super().__init__()
-        self._tensor, self.used = tensor, False
+        self._device, self._tensor, self.used = device, tensor, tensor is None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in ("__get__", "size", "dim"):
-            self.used = self.used or any(tensor is self._tensor for tensor in tensors_in((args, kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        tensors = [*tensors_in((args, kwargs))]
+        if not self.used and getattr(func, "__name__", "") not in ("__get__", "size", "dim"):
+            self.used = any(tensor is self._tensor for tensor in tensors)
+        if not any(tensor.is_meta for tensor in tensors):  # what is made where activations are has values, too
+            args = tuple(map(self._placed, args))
+            kwargs = {key: self._placed(value) for key, value in kwargs.items()}
+        elif not all(tensor.is_meta for tensor in tensors):
+            args, kwargs = map_tensors(_without_value, args), map_tensors(_without_value, kwargs)
+        return func(*args, **kwargs)
+
+    def _placed(self, value: Any) -> Any:
+        return self._device if isinstance(value, torch.device) and value.type == "meta" else value

@@ -156,16 +156,25 @@ class BatchDims:
                 f"batch_dim={{{name!r}: None}} if each gets all of it",
             )
 
-    def warn_of_contrasts(self, one: str, other: str) -> None:
+    def warn_of_contrasts(self, *names: str) -> None:
         """Warn that samples are scored against each other."""
         self.has_contrasts = True
-        if one not in self._warned:
+        if names[0] not in self._warned:
             self._warn(
-                one,
-                f"{one!r} and {other!r} score the samples of a micro-batch against each other, and not against those "
-                "of other micro-batches, so that they, and a loss made of them, are not those of the whole batch; use "
-                "chunks=1, or compute them outside the pipeline; loss_weight='samples' if this is what you want",
+                names[0],
+                f"{' and '.join(map(repr, names))} score{'s' * (len(names) == 1)} the samples of a micro-batch against "
+                "each other, and not against those of other micro-batches, so that it is not what the whole batch "
+                "gives, nor is a loss made of it; use chunks=1, or compute it outside the pipeline; "
+                "loss_weight='samples' if this is what you want",
             )
+
+    def warn_of_square(self, name: str, shape: list[int]) -> None:
+        """Warn that samples may be scored against each other."""
+        self._warn(
+            name,
+            f"{name!r} has as many columns as a micro-batch has samples (shape: {shape}); if it scores samples against "
+            f"each other, use chunks=1; if these are classes, say so: batch_dim={{{name!r}: 0}}",
+        )
 
     def warn_of_change(self, name: str) -> None:
         """Warn that the model changes an argument that it does not return."""

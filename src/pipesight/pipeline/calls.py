@@ -47,6 +47,8 @@ class SplitCall:
     """How many of them are positional."""
     cuts: list[int | None]
     """Along which dimension ``inputs[k]`` was cut, if it was."""
+    cut_again: Callable[[int, BatchDims], SplitCall] | None
+    """Cuts the same arguments into so many micro-batches, by other rules."""
     _originals: dict[int, tuple[Any, Any]]
     _containers: dict[str, Any]
     """The lists, mappings and objects that the first micro-batch got, by name."""
@@ -124,7 +126,7 @@ class SplitCall:
     def forget_arguments(self) -> None:
         """Let go of the arguments; pieces of tensors that want a gradient are kept."""
         self.calls, self.arguments = [], []
-        self._shares, self._whole = [], {}
+        self._shares, self._whole, self.cut_again = [], {}, None
         self._originals.clear()
         self._containers.clear()
 
@@ -185,10 +187,9 @@ def _split(
     pieces = [batch.pieces(*known) for known in zip(flat.tensors, cuts, flat.held, strict=True)]
     values = [batch.values(*known) for known in zip(flat.values, flat.value_names, strict=True)]
     shares = batch.shares(flat, cuts)
-    if len(sizes) > 1 and size is not None:
-        guesses = Guesses(shares, source, sizes, dims, functools.partial(split_call, args, kwargs))
-        if guesses.correct():
-            return _split(args, kwargs, chunks, dims, seen)
+    cut_again = functools.partial(split_call, args, kwargs)
+    if len(sizes) > 1 and size is not None and Guesses(shares, source, sizes, dims, cut_again).correct():
+        return _split(args, kwargs, chunks, dims, seen)
     originals: dict[int, tuple[Any, Any]] = {}  # by id; what was handed out is kept, so that ids stay its own
     arguments = []
     containers: dict[str, Any] = {}
@@ -210,6 +211,7 @@ def _split(
         arguments=arguments,
         positional=len(names),
         cuts=[cuts[k] for k in learn],
+        cut_again=cut_again,
         _originals=originals,
         _containers=containers,
         _shares=shares,

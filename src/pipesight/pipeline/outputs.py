@@ -7,6 +7,7 @@ the batch. Everything else must not depend on the batch, so it must be the same 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from pipesight.pipeline.asking_shapes import shapes_returned
 from pipesight.pipeline.batch_dims import BatchDims, Rule
 from pipesight.pipeline.calls import SplitCall, is_batch_size
 from pipesight.pipeline.flattening import Flat, equal, flatten
@@ -149,17 +151,38 @@ class Merge:
         return output
 
     def _warn_of_contrasts(self) -> None:
-        """Warn of a model that scores samples against each other: a score is in two outputs, by rows and by columns."""
-        size = self._sizes[0]
+        """Warn of a model that scores samples against each other.
+
+        Such a score is in two outputs, by rows and by columns, or the whole batch gives more columns.
+        """
+        size, first = self._sizes[0], self._flats[0]
         squares = {
             names[0]: k
-            for k, (tensor, names) in enumerate(zip(self._flats[0].tensors, self._flats[0].names, strict=True))
-            if tensor.shape == (size, size) and size > 1
+            for k, (tensor, names) in enumerate(zip(first.tensors, first.names, strict=True))
+            if size > 1 and tensor.dim() > 1 and tensor.size(0) == size and size in tensor.shape[1:]
         }
         for one, other in itertools.combinations(squares, 2):
             pairs = [(flat.tensors[squares[one]], flat.tensors[squares[other]]) for flat in self._flats]
-            if all(torch.equal(rows.detach(), columns.detach().T) for rows, columns in pairs):
+            if all(rows.dim() == 2 and torch.equal(rows.detach(), columns.detach().T) for rows, columns in pairs):
                 self._dims.warn_of_contrasts(one, other)
+        for name, k in squares.items():
+            guessed = self._ways[k].kind == "concatenate" and not self._dims.rule(name)[1]
+            if guessed and not self._dims.has_contrasts and "_whole_shapes" in vars(self):
+                shape = first.tensors[k].shape
+                if self._whole_shapes and self._whole_shapes[k] not in (shape, (sum(self._sizes), *shape[1:])):
+                    self._dims.warn_of_contrasts(name)
+                elif not self._whole_shapes and len(shape) == 2:
+                    self._dims.warn_of_square(name, list(shape))
+
+    @functools.cached_property
+    def _whole_shapes(self) -> list[torch.Size]:
+        """The shapes of what the model returns for the whole batch; none if they are not known without values."""
+        model, cut_again = self._dims.model, self._call.cut_again
+        assert model is not None
+        assert cut_again is not None
+        whole = cut_again(1, self._dims)
+        shapes = shapes_returned(model, whole.positional, whole.arguments[0])
+        return shapes if len(shapes) == self.count else []
 
     def _original(self, parts: Sequence[Any]) -> Any:
         """Return what the caller passed, if all micro-batches return what they got of it."""
@@ -178,6 +201,9 @@ class Merge:
         assert isinstance(rule, int)
         if parts[0].dim() == 0 and parts[0].is_floating_point() and not exact:
             return _Way("add", weights=self._weigh(name, parts, self._sizes))
+        if not exact and (told := self._told_dim(k, parts, rule)) is not None:
+            self._dims.learn(name, told)
+            rule, exact = told, True
         sizes = [part.size(rule) if part.dim() > rule else -1 for part in parts]
         rows = self._rows(sizes)
         if rows == 1 and not (not exact and self._dims.seen_whole(name) and _same(parts)):
@@ -191,6 +217,20 @@ class Merge:
             self._check_shapes(name, parts, rule)
             return _Way("concatenate", rule, tuple(sizes))
         return self._once(name, parts, rule)
+
+    def _told_dim(self, k: int, parts: Sequence[Tensor], guess: int) -> int | None:
+        """Return the batch dimension of tensor ``k`` if shapes tell that it is another than the one that is guessed."""
+        shapes = [part.shape for part in parts]
+        dims = [dim for dim in range(min(map(len, shapes))) if len({(*s[:dim], *s[dim + 1 :]) for s in shapes}) == 1]
+        fits = [dim for dim in dims if [shape[dim] for shape in shapes] == list(self._sizes)]
+        if fits == [guess]:
+            return None
+        name = self._flats[0].names[k][0]
+        if self._dims.model is None or not (fits or not _same(parts)) or not self._dims.is_new(name):
+            return None
+        whole = self._whole_shapes
+        told = [dim for dim in dims if whole and whole[k] == _joined(shapes, dim)]
+        return None if guess in told or not told else told[0]
 
     def _rows(self, sizes: Sequence[int]) -> int:
         """Return how many rows there are for each sample; 0 if there is no such number."""
@@ -306,6 +346,11 @@ def _same(parts: Sequence[Tensor]) -> bool:
         or (part.shape == first.shape and part.dtype == first.dtype and bool(torch.equal(part.to(first.device), first)))
         for part in parts[1:]
     )
+
+
+def _joined(shapes: Sequence[torch.Size], dim: int) -> tuple[int, ...]:
+    """Return the shape of what is concatenated."""
+    return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
 
 
 def _short(value: Any) -> str:

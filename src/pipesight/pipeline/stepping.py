@@ -99,6 +99,8 @@ class Stepper:
             raise RuntimeError("step() runs a backward itself, so it cannot be called in a backward or a checkpoint")
         stop = checkpoint_stop(pipe.checkpoint, m) if pipe.training else 0
         orders = self.orders(pipe, m, stop)
+        if pipe.training:
+            pipe._notices.begin_batch(pipe, sum(call.sizes))
         pipe._steps += pipe.training
         step = context.step_of_call(pipe, max(0, pipe._steps - pipe.training))
         minibatch = MiniBatch(engine, caller, call.sizes, checkpoint_stop=stop, step=step)
@@ -111,7 +113,7 @@ class Stepper:
         with call.watched():
             total = run.run_step()
         if pipe.training:
-            pipe._note_idle(run.called)
+            pipe._notices.end_batch(pipe.cuts, run.called)
         loss, factor = losses.finish()
         run.observers.step_ended(loss)
         total.multiply(factor)
