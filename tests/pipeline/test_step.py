@@ -580,6 +580,46 @@ def test_an_error_names_its_place_and_leaves_nothing(where: str, schedule: str) 
     assert_same_gradients(pipe, plain)
 
 
+class Reversed(torch.autograd.Function):
+    """Calls a layer again in its backward, and differentiates it there, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x).detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.layer(x), gradient)
+        return None, x.grad
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_gradients_of_a_backward_inside_the_backward(schedule: str) -> None:
+    """It adds to ``.grad`` itself; micro-batches of different sizes, and gradients of an earlier step, count right."""
+
+    class Reversible(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Reversed.apply(self.layer, x.clone())  # type: ignore[no-any-return, no-untyped-call]
+
+    plain = nn.Sequential(nn.Linear(6, 6), Reversible(), Reversible(), nn.Linear(6, 3)).double()
+    pipe = Pipeline(
+        copy.deepcopy(plain), ["2"], chunks=2, schedule=schedule, checkpoint="never", loss_fn=nn.CrossEntropyLoss()
+    )
+    for _ in range(2):
+        x, y = rows(5)
+        nn.functional.cross_entropy(plain(x), y).backward()
+        pipe.step(x, y)
+        assert_same_gradients(pipe, plain)
+
+
 def test_an_error_of_the_loss() -> None:
     def fails(output: Tensor, target: Tensor) -> Tensor:
         raise ArithmeticError("no")

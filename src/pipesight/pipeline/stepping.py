@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -110,8 +111,9 @@ class Stepper:
         losses = StepLosses(self.loss_of, self.merging, call, targets, scale)
         pipe._ran = {"schedule": orders.name, "workers": list(orders.homes)}
         run = StepPass(tape, pipe._placement, orders, losses)
-        with call.watched():
+        with call.watched(), _put_aside(pipe.parameters()):
             total = run.run_step()
+            _take_gradients(pipe.parameters(), total)
         if pipe.training:
             pipe._notices.end_batch(pipe.cuts, run.called)
         loss, factor = losses.finish()
@@ -132,6 +134,29 @@ class Stepper:
     def inputs_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the arguments of the model among those of a step."""
         return self.loss_of.apart(args, kwargs)[:2] if self.loss_of.takes_target else (args, kwargs)
+
+
+@contextlib.contextmanager
+def _put_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let parameters have no ``.grad`` meanwhile."""
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter, gradient in kept:
+            if gradient is not None:
+                parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in kept:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+
+def _take_gradients(parameters: Iterable[Tensor], total: GradientSum) -> None:
+    """Add what a backward inside the backward has left in ``.grad``, as that of reversible layers does."""
+    found = [parameter for parameter in parameters if parameter.grad is not None]
+    total.add(found, [parameter.grad for parameter in found])
+    for parameter in found:
+        parameter.grad = None
 
 
 def _accumulate(total: GradientSum, inputs: Sequence[tuple[Tensor, Tensor]]) -> None:
