@@ -141,7 +141,15 @@ class _Outline(TorchFunctionMode):
             kwargs = {key: self._placed(value) for key, value in kwargs.items()}
         elif not all(tensor.is_meta for tensor in tensors):
             args, kwargs = map_tensors(_without_value, args), map_tensors(_without_value, kwargs)
+        if func is nn.functional.scaled_dot_product_attention:
+            _check_mask(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _placed(self, value: Any) -> Any:
         return self._device if isinstance(value, torch.device) and value.type == "meta" else value
+
+
+def _check_mask(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> None:
+    """Raise if an attention mask does not fit, which torch does not notice without values."""
+    if attn_mask is not None:
+        attn_mask.expand(*query.shape[:-1], key.size(-2))

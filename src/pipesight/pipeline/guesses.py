@@ -87,8 +87,8 @@ class Guesses:
             if taken == (False, True):
                 dims.learn(share.name, None)
                 return True
-            if taken == (True, True):
-                why = (
+            if taken == (True, True) and not bool((value == value.narrow(share.dim or 0, 0, 1)).all()):
+                why = (  # a mask of ones, say, is not used as one that differs between rows is
                     f"has as many rows as the batch has samples, {size} (shape: {list(value.shape)}), and was "
                     "cut into micro-batches, but the model takes all of it for a micro-batch as well"
                 )
