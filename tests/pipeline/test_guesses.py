@@ -309,6 +309,40 @@ def test_scores_of_samples_are_doubted(hidden):
         Pipeline(model, ["second"], chunks=3)(rand(6, 4), torch.ones(6, 1).bool())
 
 
+class Captioner(nn.Module):
+    """Looks tokens up by samples, beside a picture; a mask of all samples would be taken without an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, picture: Tensor, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        places = torch.arange(len(picture))
+        x = self.words(ids[places]) * mask[places].unsqueeze(-1) + picture.mean((1, 2, 3)).view(-1, 1, 1)
+        return self.last(x) * labels.unsqueeze(-1)
+
+
+class Floats(nn.Module):
+    """Takes what may be a table twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 5), nn.Linear(5, 4)
+
+    def forward(self, picture: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        return self.last(self.first(picture.mean((1, 2))) * one + other)
+
+
+@pytest.mark.filterwarnings("error")
+def test_tokens_beside_a_picture_are_samples():
+    """Nobody asks about tokens and a mask of their shape; and tokens that are labels, too, are one tensor."""
+    ids = torch.arange(30).view(6, 5) % 9
+    call, model = (rand(6, 3, 2, 2).float(), ids, ids > 2, ids), Captioner()
+    torch.testing.assert_close(Pipeline(model, ["last"], chunks=3)(*call), model(*call))
+    call, model = (call[0], ids.float(), ids.float()), Floats()
+    torch.testing.assert_close(Pipeline(model, ["last"], chunks=3)(call[0], call[1], call[1]), model(*call))
+
+
 class Codebooks(nn.Module):
     """Adds what the codes of a sample mean: as many rows for each as there are codebooks."""
 

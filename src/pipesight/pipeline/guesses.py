@@ -82,7 +82,7 @@ class Guesses:
             dims.remember(share.name, True, size, value.shape)
             return False
         why = _doubt(share, first, size, self.sizes[0])
-        if not why and dims.model is not None and _is_unclear(share, first) and dims.is_new(share.name):
+        if not why and dims.model is not None and _is_unclear(share, first, self.shares) and dims.is_new(share.name):
             taken = self._ways_taken(share, share.dim)
             if taken == (False, True):
                 dims.learn(share.name, None)
@@ -121,7 +121,10 @@ class Guesses:
         if dims.model is None or size < 2:
             return True, False
         chunks = min(len(self.sizes), max(size // 2, 2))
-        cut, whole = (self.cut(chunks, dims.with_rule(share.name, rule)) for rule in (dim, None))
+        try:
+            cut, whole = (self.cut(chunks, dims.with_rule(share.name, rule)) for rule in (dim, None))
+        except ValueError:  # it is another argument, too, which then is cut in another way
+            return True, False
         taken = ways_taken(dims.model, share.name, cut.positional, cut.arguments[0], whole.arguments[0])
         return taken if size >= 4 or not taken[0] else (True, False)  # one sample is broadcast, which proves nothing
 
@@ -174,14 +177,18 @@ def _doubt(share: Share, source: Share | None, size: int, part: int) -> str:
     )
 
 
-def _is_unclear(share: Share, source: Share | None) -> bool:
+def _is_unclear(share: Share, source: Share | None, shares: Sequence[Share]) -> bool:
     """Tell whether a tensor was cut for no other reason than the number of its rows, and may as well be a table."""
     value = share.value
     if source is None or share.name == source.name or not share.guessed:
         return False
     if share.dim is None or not isinstance(value, Tensor):
         return False
-    return value.is_floating_point() or (value.dim() > 1 and not _has_steps_of(value, source.value, share.dim))
+    if value.is_floating_point():
+        return True
+    tokens = [mine.value for mine in shares if isinstance(mine.value, Tensor) and not mine.value.is_floating_point()]
+    like = [source.value, *(other for other in tokens if other is not value)]  # tokens and their mask, beside pictures
+    return value.dim() > 1 and not any(_has_steps_of(value, other, share.dim) for other in like)
 
 
 def _is_like(value: Tensor, source: Share, dim: int, size: int) -> bool:
