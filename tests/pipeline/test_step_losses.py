@@ -100,6 +100,7 @@ def test_weights_that_are_not_read_from_a_gpu(monkeypatch: pytest.MonkeyPatch, e
     torch.testing.assert_close(found, (wanted[0], gradients), rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("ignore:chunks is 4, but")
 @pytest.mark.parametrize("samples", [2, 3, 5])
 def test_batches_of_any_size(samples: int) -> None:
     torch.testing.assert_close(step(tokens, data(samples)), truth(tokens, data(samples)), rtol=1e-9, atol=1e-12)
