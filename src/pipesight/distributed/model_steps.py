@@ -243,7 +243,8 @@ class ModelStepRunner(CallRunner):
         sums, known = False, self._outline.made
         try:
             random = self._randomness(seed)
-            plans = [self._plan(split, i, run, surroundings, random) for i in range(len(split.calls))]
+            with split.told():
+                plans = [self._plan(split, i, run, surroundings, random) for i in range(len(split.calls))]
             for i, plan in enumerate(plans):
                 split.refuse_changes(i, plan.changes)
             self._place(plans)

@@ -82,6 +82,10 @@ class BatchDims:
             ".".join(parts[:stop]) in self._rules for stop in range(len(parts), 0, -1)
         )
 
+    def of_model(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the model among those of a call: all but the target."""
+        return {name: value for name, value in arguments.items() if name not in self._beside}
+
     def with_rule(self, name: str, rule: Rule) -> BatchDims:
         """Return the same, with what one is."""
         other = copy.copy(self)

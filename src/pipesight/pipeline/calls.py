@@ -104,6 +104,13 @@ class SplitCall:
         Raises:
             RuntimeError: Micro-batches have changed a tensor in place that each got all of.
         """
+        with self.told():
+            yield
+        self.check_unchanged()
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Let errors of the model in this tell what each micro-batch got."""
         try:
             yield
         except BaseException as error:
@@ -116,7 +123,6 @@ class SplitCall:
             if told and not isinstance(error, torch.OutOfMemoryError) and _is_of_the_model(error):
                 error.add_note(told)
             raise
-        self.check_unchanged()
 
     def check_unchanged(self) -> None:
         """Raise if micro-batches have changed a tensor in place that each got all of."""
@@ -280,7 +286,7 @@ def _ways_taken(
         return True, False
     rules = (dims.with_rule(share.name, dim), dims.with_rule(share.name, None))
     cut, whole = (split_call(args, kwargs, min(chunks, max(size // 2, 2)), rule) for rule in rules)
-    taken = ways_taken(dims.model, share.name, cut.positional, cut.arguments[0], whole.arguments[0])
+    taken = ways_taken(dims.model, share.name, cut.positional, *(dims.of_model(c.arguments[0]) for c in (cut, whole)))
     return taken if size >= 4 or not taken[0] else (True, False)  # one sample is broadcast, which proves nothing
 
 
@@ -296,7 +302,7 @@ def _rows_taken(
         warnings.simplefilter("ignore")
         batch, cut = (split_call(args, kwargs, chunks, as_rows) for chunks in (1, 2))
         whole = split_call(args, kwargs, 2, as_whole)
-    calls = batch.arguments[0], cut.arguments[0], whole.arguments[0]
+    calls = [dims.of_model(call.arguments[0]) for call in (batch, cut, whole)]
     return rows_taken(dims.model, cut.positional, *calls, Fraction(cut.sizes[0], batch.sizes[0]))
 
 
@@ -320,7 +326,7 @@ def _is_of_the_model(error: BaseException) -> bool:
     if not frames:
         return False
     home = str(frames[-1].f_globals.get("__name__", "")).partition(".")[0]
-    return home != "pipesight" or frames[-1].f_code.co_name == "__torch_function__"
+    return home != "pipesight" or frames[-1].f_code.co_name in ("__torch_function__", "call", "call_without_values")
 
 
 def _as_call(arguments: Mapping[str, Any], positional: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
