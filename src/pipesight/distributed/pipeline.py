@@ -71,7 +71,7 @@ class DistributedPipeline:
             rank allocates and initialises only its own layers. The weights depend on the seed and the layer, not on
             the number of ranks. If the function needs values, or leaves a tensor uninitialised, the ranks of each
             machine call it on the CPU instead, one after the other, with the seed of the rank.
-        balance: How many layers of an ``nn.Sequential`` each partition takes.
+        balance: How many layers of an ``nn.Sequential`` each partition takes; names of modules are taken for ``cuts``.
         cuts: Instead of ``balance``, the names of the modules whose first call begins partitions 1, 2 and so on.
         chunks: Number of micro-batches per mini-batch.
         schedule: One of ``pipesight.distributed.schedule_names()``, or an order of tasks: a ``.csv`` file, as
@@ -105,7 +105,7 @@ class DistributedPipeline:
     def __init__(
         self,
         module: nn.Module | Callable[[], nn.Module],
-        balance: Iterable[int] | None = None,
+        balance: Iterable[int] | Sequence[str] | None = None,
         *,
         cuts: Sequence[str] | None = None,
         chunks: int,
@@ -123,6 +123,7 @@ class DistributedPipeline:
         timeout: float | None = None,
     ) -> None:
         check_supported()
+        balance, cuts = _apart(balance, cuts)
         _check_way(balance, cuts, loss, loss_fn, sample, batch_dim, verify)
         if data_parallel not in KINDS:
             raise ValueError(f"data_parallel is not one of 'ddp' or 'fsdp' (data_parallel: {data_parallel!r})")
@@ -142,7 +143,7 @@ class DistributedPipeline:
             assert loss_fn is not None
             self._part = LayerPipeline(
                 module,
-                list(balance),
+                balance,
                 self._kind,
                 self._mesh,
                 loss_fn=loss_fn,
@@ -451,6 +452,16 @@ class DistributedPipeline:
         self._runner.preemption.on_sigterm(
             lambda: self.save(folder, optimizer, extra=None if extra is None else extra())
         )
+
+
+def _apart(
+    balance: Iterable[int] | Sequence[str] | None, cuts: Sequence[str] | None
+) -> tuple[list[int] | None, Sequence[str] | None]:
+    """Return numbers of layers and names of modules apart: a pipeline in one process takes cuts in this place."""
+    sizes: list[Any] | None = None if balance is None else list(balance)
+    if sizes and cuts is None and all(isinstance(name, str) for name in sizes):
+        return None, balance if isinstance(balance, str) else sizes
+    return sizes, cuts
 
 
 def _check_way(balance: Any, cuts: Any, loss: Any, loss_fn: Any, sample: Any, batch_dim: Any, verify: bool) -> None:
