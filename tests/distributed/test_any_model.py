@@ -231,6 +231,15 @@ def test_what_cannot_work(tmp_path):
         def forward(self, x):
             return (self.second(self.first(x)) + self.first.most).sum()
 
+    class Reversible(torch.autograd.Function):  # calls modules, and calls them again in its backward
+        @staticmethod
+        def forward(ctx, x, model):
+            return model.second(model.first(x))
+
+    class Inside(Swapped):
+        def forward(self, x):
+            return self.third(Reversible.apply(x, self)).sum()
+
     line = next(k for k, text in enumerate(open(folder + "/script.py"), start=1) if "# the branch" in text)
     one = dict(chunks=2, timeout=20)
     x = torch.ones(4, 4)
@@ -242,6 +251,7 @@ def test_what_cannot_work(tmp_path):
         error_of(DistributedPipeline(EncoderDecoder(), cuts=["decoder.0"], **one).step, *batch(), ignore=3 + rank),
         error_of(DistributedPipeline(Twins(), cuts=["inner"], **one).step, x),
         error_of(DistributedPipeline(Hidden(), cuts=["second"], **one).step, x),
+        error_of(DistributedPipeline(Inside(), cuts=["second"], **one).step, x),
         error_of(DistributedPipeline, EncoderDecoder(), cuts=["decodr.0"], **one),
         error_of(DistributedPipeline, EncoderDecoder(), chunks=2),
         error_of(DistributedPipeline(Swapped(), cuts=["third"], loss=lambda y: y, **one).predict, x),
@@ -261,6 +271,7 @@ def test_what_cannot_work(tmp_path):
         "int64[8, 5], ignore=3; rank 1: source int64[8, 6], target int64[8, 5], ignore=4)",
         "partitions 0 and 1 both change the buffer 'norm.num_batches_tracked'",
         "in a block that has made other calls before than when the ranks found out what it sends",
+        "'second', which begins partition 1, inside a torch.autograd.Function, Reversible",
         "did you mean 'decoder.0'",
         "cut at modules",
         "None",
@@ -375,6 +386,8 @@ def test_replicas(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     source, target = batch(8)
+    labels = target.clone()
+    labels[:4, 2:] = -100  # only one replica has ignored targets
     torch.manual_seed(rank)  # replicas begin with other weights, and are made equal
     model = EncoderDecoder()
     torch.manual_seed(0)
@@ -384,9 +397,9 @@ def test_replicas(tmp_path):
     plain = EncoderDecoder()
     plain.load_state_dict({**everything[0], **everything[2]})
     mine = slice(0, 4) if rank % 2 == 0 else slice(4, 8)
-    loss = pipeline.step(source[mine], target[mine], broadcast_loss=True)
-    calls = [((s, t), {}) for s, t in zip(source.chunk(4), target.chunk(4))]
-    torch.testing.assert_close(loss, plain_step(plain, calls, [1] * 4))
+    loss = pipeline.step(source[mine], target[mine], labels=labels[mine], broadcast_loss=True)
+    calls = [((s, t), {"labels": l}) for s, t, l in zip(source.chunk(4), target.chunk(4), labels.chunk(4))]
+    torch.testing.assert_close(loss, plain_step(plain, calls, [4, 4, 10, 10]))
     same_gradients(pipeline, plain)
 
     class Sometimes(nn.Module):  # uses a weight of partition 0 in partition 1, if the batch asks for it
@@ -579,7 +592,7 @@ def test_what_models_change_in_place(tmp_path):
 
 
 def test_what_losses_are_means_over(tmp_path):
-    """A loss that a module computes is weighed by its targets, a masked mean by the mask; a wrong weight raises."""
+    """A loss is weighed by its targets, a masked mean by the mask, each of several by its own; a wrong weight raises."""
     body = """
     class Scored(nn.Module):
         def __init__(self):
@@ -599,15 +612,26 @@ def test_what_losses_are_means_over(tmp_path):
             losses, mask = nn.functional.cross_entropy(scores, ids.flatten(), reduction="none"), labels.flatten() >= 0
             return {"loss": (losses * mask).sum() / (mask.sum() + 1e-5)}
 
+    class Several(Scored):  # the words, less the first of each sample with weights of classes; the last half has none
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("importance", torch.linspace(0.5, 2, 9))
+
+        def forward(self, ids, labels):
+            scores = self.head(self.inner(self.embed(ids)))
+            words = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+            first = labels[:, 0].masked_fill(labels[:, 1] >= 0, -100)
+            return {"loss": words - nn.functional.cross_entropy(scores[:, 0], first, weight=self.importance) / 2}
+
     torch.manual_seed(0)
     ids, whole = torch.randint(9, (8, 6)), torch.ones(8, 6, dtype=torch.bool)
     part = whole.clone()
-    part[:4, 2:] = False
+    part[:4, 1:] = False
     one = dict(cuts=["inner"], chunks=2, timeout=20)
-    for k, mask in enumerate((part, whole, part, whole, whole, part)):
+    for k, mask in enumerate((part, whole, part, whole, whole, part, part, part)):
         if k % 3 == 0:
-            plain = Masked() if k else Scored()
-            pipeline = DistributedPipeline(copy.deepcopy(plain), **one)
+            plain = (Scored, Masked, Several)[k // 3]()
+            pipeline = DistributedPipeline(copy.deepcopy(plain), verify=k == 6, **one)
         labels = ids.masked_fill(~mask, -100)
         plain.zero_grad()
         for parameter in pipeline.parameters():
@@ -623,7 +647,7 @@ def test_what_losses_are_means_over(tmp_path):
         pipeline.step(ids, whole)
     third = error_of(pipeline.step, ids, part, broadcast_loss=True)
     for error in (first, third):
-        assert "count 0.25, 0.75 by what they are means or sums over, but were weighed 0.5, 0.5" in str(error), error
+        assert "count 0.1429, 0.8571 by what they are means or sums over, but were weighed 0.5, 0.5" in str(error), error
     print("done")
     dist.destroy_process_group()
     sys.exit()
