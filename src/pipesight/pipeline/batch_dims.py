@@ -86,17 +86,17 @@ class BatchDims:
         """Return the arguments of the model among those of a call: all but the target."""
         return {name: value for name, value in arguments.items() if name not in self._beside}
 
-    def with_rule(self, name: str, rule: Rule) -> BatchDims:
-        """Return the same, with what one is."""
+    def with_rules(self, names: Iterable[str], rule: Rule) -> BatchDims:
+        """Return the same, with what some are."""
         other = copy.copy(self)
-        other._rules = {**self._rules, name: rule}
+        other._rules = {**self._rules, **dict.fromkeys(names, rule)}
         other._seen, other._warned = dict(self._seen), set(self._warned)
         other.model = None
         return other
 
-    def learn(self, name: str, rule: Rule) -> None:
-        """Note what one is, as if the user had said it."""
-        self._rules[name] = rule
+    def learn(self, names: Iterable[str], rule: Rule) -> None:
+        """Note what some are, as if the user had said it."""
+        self._rules.update(dict.fromkeys(names, rule))
 
     def is_new(self, name: str) -> bool:
         """Tell once whether the model was not asked before about an argument."""

@@ -206,10 +206,10 @@ def _split(
         asks = dims.model is not None and dims.default == 0
         rows = [share for share in shares if share.guessed and share.dim is None and has_several_rows(share, size)]
         if asks and [share for share in rows if dims.is_new(share.name)]:
-            taken = _rows_taken(args, kwargs, [share.name for share in rows], dims)
+            names_of_rows = [name for share in rows for name in (share.name, *share.also)]
+            taken = _rows_taken(args, kwargs, names_of_rows, dims)
             if taken == (True, False):
-                for share in rows:
-                    dims.learn(share.name, 0)
+                dims.learn(names_of_rows, 0)
                 return _split(args, kwargs, chunks, dims, seen)
             if taken != (False, True):
                 for share in rows if taken == (True, True) else filter(hardly_a_table, rows):
@@ -229,7 +229,7 @@ def _split(
             unclear = not why and first is not None and is_unclear(share, first) and dims.is_new(share.name)
             taken = _ways_taken(args, kwargs, chunks, share, share.dim, size, dims) if unclear else (True, False)
             if taken == (False, True):
-                dims.learn(share.name, None)
+                dims.learn([share.name, *share.also], None)
                 return _split(args, kwargs, chunks, dims, seen)
             if taken == (True, True):
                 why = (
@@ -284,7 +284,7 @@ def _ways_taken(
     """Return whether the model takes an argument cut, and whether all of it, with the samples of a micro-batch."""
     if dims.model is None or size < 2:
         return True, False
-    rules = (dims.with_rule(share.name, dim), dims.with_rule(share.name, None))
+    rules = [dims.with_rules([share.name, *share.also], rule) for rule in (dim, None)]
     cut, whole = (split_call(args, kwargs, min(chunks, max(size // 2, 2)), rule) for rule in rules)
     taken = ways_taken(dims.model, share.name, cut.positional, *(dims.of_model(c.arguments[0]) for c in (cut, whole)))
     return taken if size >= 4 or not taken[0] else (True, False)  # one sample is broadcast, which proves nothing
@@ -295,9 +295,7 @@ def _rows_taken(
 ) -> tuple[bool, bool]:
     """Return whether the model takes arguments with several rows a sample cut, and whether it takes all of them."""
     assert dims.model is not None
-    as_rows = as_whole = dims
-    for name in names:
-        as_rows, as_whole = as_rows.with_rule(name, 0), as_whole.with_rule(name, None)
+    as_rows, as_whole = dims.with_rules(names, 0), dims.with_rules(names, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         batch, cut = (split_call(args, kwargs, chunks, as_rows) for chunks in (1, 2))
@@ -414,7 +412,7 @@ class _Batch:
         for tensor, names, cut in zip(flat.tensors, flat.names, cuts, strict=True):
             dim = dims.rule(names[0])[0]
             if isinstance(dim, int) and tensor.dim() > dim and tensor.size(dim) > 1:
-                found.append(Share(names[0], tensor, cut, not dims.says(names[0])))
+                found.append(Share(names[0], tensor, cut, not any(map(dims.says, names)), tuple(names[1:])))
         roots = {names[0] for names, cut in zip(flat.names, cuts, strict=True) if cut is not None}
         lists = [*zip(flat.containers, flat.container_names, strict=True)]
         lists += zip(flat.values, flat.value_names, strict=True)

@@ -47,6 +47,8 @@ class Share:
     """The dimension in which it is cut; ``None`` if each micro-batch gets all of it."""
     guessed: bool
     """Whether ``batch_dim`` does not name it."""
+    also: tuple[str, ...] = ()
+    """Other names of the same tensor."""
 
     @property
     def looks(self) -> str:
