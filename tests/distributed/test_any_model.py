@@ -657,7 +657,10 @@ def test_what_losses_are_means_over(tmp_path):
 
 
 def test_loss_outside_the_model(tmp_path):
-    """With ``loss_fn``, a step takes the target last, as in one process: the loss and gradients of the whole batch."""
+    """With ``loss_fn``, a step takes the target last, as in one process: the loss and gradients of the whole batch.
+
+    So it is where an argument has several rows for each sample, or as many that are the same for all.
+    """
     body = """
     from pipesight import Pipeline
 
@@ -699,6 +702,27 @@ def test_loss_outside_the_model(tmp_path):
         found = pipeline.eval_step(tokens, shift=0.1, target=target), pipeline.predict(tokens, shift=0.1)
         if pipeline.is_last:
             torch.testing.assert_close(found, (expected.detach(), plain(tokens, shift=0.1).detach()))
+
+    class Queries(nn.Module):  # those of each sample, or of all: the model is asked which
+        def __init__(self, each):
+            super().__init__()
+            self.first, self.second, self.each = nn.Linear(4, 4), nn.Linear(4, 4), each
+        def forward(self, x, queries):
+            x = self.second(self.first(x))
+            return torch.einsum("bd,bqd->bq", x, queries.view(len(x), -1, 4)) if self.each else x @ queries.T
+
+    for each in (True, False):
+        plain, target = Queries(each).double(), torch.randn(8).double()
+        x, queries = torch.randn(8, 4).double(), torch.randn(24, 4).double()
+        several = dict(cuts=["second"], chunks=2, loss_fn=lambda scores, target: (scores.mean(1) - target).square().mean())
+        several["loss_fn"](plain(x, queries), target).backward()
+        pipes = [DistributedPipeline(copy.deepcopy(plain), timeout=30, **several)]
+        if rank == 0:
+            pipes.append(Pipeline(copy.deepcopy(plain), devices=["cpu"] * 2, **several))
+        for pipeline in pipes:
+            pipeline.step(x, queries, target)
+            same_gradients(pipeline, plain)
+
     one |= dict(chunks=2, timeout=30)
     errors = [
         error_of(DistributedPipeline(Net(), **one).step, tokens),
