@@ -168,15 +168,13 @@ def slow_connections(links: Sequence[LinkReport]) -> Iterator[SlowConnection]:
         slowest = max(own, key=lambda link: link.time or 0.0)
         host, one, other = slowest.target_host, *ends
         if isinstance(one, str):
-            checks = [f"the network between {one} and {other}"] * 2
+            cpus = gpus = f"the network between {one} and {other}"
         elif host is not None and slowest.source_host == host:  # no network
-            checks = [
-                f"that rank {one} and rank {other} on {host} have processor cores of their own",
-                f"how the GPUs of rank {one} and rank {other} on {host} are connected, with nvidia-smi topo -m",
-            ]
+            cpus = f"that rank {one} and rank {other} on {host} have processor cores of their own"
+            gpus = f"how the GPUs of rank {one} and rank {other} on {host} are connected, with nvidia-smi topo -m"
         else:
-            checks = [f"the connection between rank {one} and rank {other}"] * 2
-        yield SlowConnection(*checks, slowest, min(max(shares.values()), 1.0))
+            cpus = gpus = f"the connection between rank {one} and rank {other}"
+        yield SlowConnection(cpus, gpus, slowest, min(max(shares.values()), 1.0))
 
 
 # Messages.

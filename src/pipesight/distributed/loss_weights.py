@@ -147,7 +147,7 @@ class LossMeans:
         if not isinstance(output, Tensor) or output.numel() != 1:
             return
         name, mean = getattr(func, "__name__", "").strip("_"), _mean_of(func, args, kwargs)
-        means = () if mean is None else (mean,)
+        means: tuple[Mean, ...] = () if mean is None else (mean,)
         if mean is None and self._found and name in _KEEPING:
             made_of = [self._found[id(t)][1] for t in tensors_in((args, kwargs)) if id(t) in self._found]
             if not made_of or (len(set(made_of)) > 1 and (name not in _ADDING or () in made_of)):

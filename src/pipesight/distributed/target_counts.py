@@ -84,6 +84,8 @@ def weighed_apart(parts: Sequence[LossPart], factors: Sequence[tuple[float, floa
 
 
 def _in_proportion(one: Sequence[float], other: Sequence[float]) -> bool:
+    if bool(sum(one)) is not bool(sum(other)):
+        return False
     return all(math.isclose(a * sum(other), b * sum(one), rel_tol=1e-9) for a, b in zip(one, other, strict=True))
 
 

@@ -286,7 +286,8 @@ def _ways_taken(
         return True, False
     rules = [dims.with_rules([share.name, *share.also], rule) for rule in (dim, None)]
     cut, whole = (split_call(args, kwargs, min(chunks, max(size // 2, 2)), rule) for rule in rules)
-    taken = ways_taken(dims.model, share.name, cut.positional, *(dims.of_model(c.arguments[0]) for c in (cut, whole)))
+    some, rest = (dims.of_model(call.arguments[0]) for call in (cut, whole))
+    taken = ways_taken(dims.model, share.name, cut.positional, some, rest)
     return taken if size >= 4 or not taken[0] else (True, False)  # one sample is broadcast, which proves nothing
 
 
@@ -300,8 +301,8 @@ def _rows_taken(
         warnings.simplefilter("ignore")
         batch, cut = (split_call(args, kwargs, chunks, as_rows) for chunks in (1, 2))
         whole = split_call(args, kwargs, 2, as_whole)
-    calls = [dims.of_model(call.arguments[0]) for call in (batch, cut, whole)]
-    return rows_taken(dims.model, cut.positional, *calls, Fraction(cut.sizes[0], batch.sizes[0]))
+    everything, some, rest = (dims.of_model(call.arguments[0]) for call in (batch, cut, whole))
+    return rows_taken(dims.model, cut.positional, everything, some, rest, Fraction(cut.sizes[0], batch.sizes[0]))
 
 
 def _rows(tensor: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:
