@@ -287,6 +287,13 @@ def test_what_has_no_values_is_not_read(read):
         call(read, (torch.empty((), device="meta"),), {}, torch.device("cpu"))
 
 
+def test_slices_need_values():
+    """As experts take them of sorted tokens, by cumulative counts: the block is then run on zeros for its shapes."""
+    start, tokens = torch.empty((), dtype=torch.int64, device="meta"), torch.empty(4, 2, device="meta")
+    with pytest.raises(ValueNeededError, match="asks for the values of .*__getitem__"):
+        call(torch.Tensor.__getitem__, (tokens, slice(start, None)), {}, torch.device("cpu"))
+
+
 def test_what_models_do_between_layers(tmp_path):
     """What crosses may be written into a tensor, changed in place, packed, left in an attribute, or go through an
     autograd function or a checkpoint; vmap runs; a table is made by the first call."""
