@@ -290,7 +290,7 @@ def test_what_has_no_values_is_not_read(read):
 def test_slices_need_values():
     """As experts take them of sorted tokens, by cumulative counts: the block is then run on zeros for its shapes."""
     start, tokens = torch.empty((), dtype=torch.int64, device="meta"), torch.empty(4, 2, device="meta")
-    with pytest.raises(ValueNeededError, match="asks for the values of .*__getitem__"):
+    with pytest.raises(ValueNeededError, match=r"asks for the values of .*__getitem__"):
         call(torch.Tensor.__getitem__, (tokens, slice(start, None)), {}, torch.device("cpu"))
 
 

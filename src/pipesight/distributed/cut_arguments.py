@@ -12,6 +12,8 @@ def sizes_and_names(
     balance: Iterable[int] | Sequence[str] | None, cuts: Sequence[str] | None
 ) -> tuple[list[int] | None, Sequence[str] | None]:
     """Return numbers of layers and names of modules apart: a pipeline in one process takes cuts in this place."""
+    if balance is not None and not isinstance(balance, Iterable):
+        raise TypeError(f"balance must be a list of numbers of layers, such as [2, 2] (got: {balance!r})")
     sizes: list[Any] | None = None if balance is None else list(balance)
     if sizes and cuts is None and all(isinstance(name, str) for name in sizes):
         return None, balance if isinstance(balance, str) else sizes
