@@ -156,11 +156,11 @@ def test_one_host_has_no_network(tmp_path):
 
 
 def test_a_slow_link_on_one_host(tmp_path):
-    """Ranks of one host have no network between them that could be named, so they are named themselves."""
+    """Ranks of one host have no network between them: what else they share is to be checked."""
     report = analysed(made(tmp_path / "run", SLOW, hosts=["near"] * 3, clock=clocks(1000, 1000)))
     assert named(report) == [(1, 2), (2, 1)]
-    what = "check the connection between rank 1 and rank 2 on near; use larger micro-batches or fewer cuts there"
-    assert report.verdict.changes[0].what == what
+    what = "check that rank 1 and rank 2 on near have processor cores of their own; use larger micro-batches or fewer "
+    assert report.verdict.changes[0].what == what + "cuts there"
 
 
 def test_two_ranks_of_unknown_hosts(tmp_path):

@@ -74,9 +74,8 @@ def test_gradients(tmp_path):
         for checkpoint in ("never", "always"):
             torch.manual_seed(0)
             plain = EncoderDecoder()
-            pipeline = DistributedPipeline(
-                copy.deepcopy(plain), cuts=cuts, chunks=4, schedule=name, checkpoint=checkpoint
-            )
+            # Cuts may be the second argument, as in one process.
+            pipeline = DistributedPipeline(copy.deepcopy(plain), cuts, chunks=4, schedule=name, checkpoint=checkpoint)
             for step in range(2):
                 loss = pipeline.step(source, target, ignore=7, broadcast_loss=True)
                 torch.testing.assert_close(loss, plain_step(plain, calls, [1] * 4))
@@ -232,6 +231,15 @@ def test_what_cannot_work(tmp_path):
         def forward(self, x):
             return (self.second(self.first(x)) + self.first.most).sum()
 
+    class Reversible(torch.autograd.Function):  # calls modules, and calls them again in its backward
+        @staticmethod
+        def forward(ctx, x, model):
+            return model.second(model.first(x))
+
+    class Inside(Swapped):
+        def forward(self, x):
+            return self.third(Reversible.apply(x, self)).sum()
+
     line = next(k for k, text in enumerate(open(folder + "/script.py"), start=1) if "# the branch" in text)
     one = dict(chunks=2, timeout=20)
     x = torch.ones(4, 4)
@@ -243,6 +251,7 @@ def test_what_cannot_work(tmp_path):
         error_of(DistributedPipeline(EncoderDecoder(), cuts=["decoder.0"], **one).step, *batch(), ignore=3 + rank),
         error_of(DistributedPipeline(Twins(), cuts=["inner"], **one).step, x),
         error_of(DistributedPipeline(Hidden(), cuts=["second"], **one).step, x),
+        error_of(DistributedPipeline(Inside(), cuts=["second"], **one).step, x),
         error_of(DistributedPipeline, EncoderDecoder(), cuts=["decodr.0"], **one),
         error_of(DistributedPipeline, EncoderDecoder(), chunks=2),
         error_of(DistributedPipeline(Swapped(), cuts=["third"], loss=lambda y: y, **one).predict, x),
@@ -262,6 +271,7 @@ def test_what_cannot_work(tmp_path):
         "int64[8, 5], ignore=3; rank 1: source int64[8, 6], target int64[8, 5], ignore=4)",
         "partitions 0 and 1 both change the buffer 'norm.num_batches_tracked'",
         "in a block that has made other calls before than when the ranks found out what it sends",
+        "'second', which begins partition 1, inside a torch.autograd.Function, Reversible",
         "did you mean 'decoder.0'",
         "cut at modules",
         "None",
@@ -275,6 +285,13 @@ def test_what_cannot_work(tmp_path):
 def test_what_has_no_values_is_not_read(read):
     with pytest.raises(ValueNeededError, match=rf"test_any_model\.py.*asks for the values of .*{read.__name__}"):
         call(read, (torch.empty((), device="meta"),), {}, torch.device("cpu"))
+
+
+def test_slices_need_values():
+    """As experts take them of sorted tokens, by cumulative counts: the block is then run on zeros for its shapes."""
+    start, tokens = torch.empty((), dtype=torch.int64, device="meta"), torch.empty(4, 2, device="meta")
+    with pytest.raises(ValueNeededError, match=r"asks for the values of .*__getitem__"):
+        call(torch.Tensor.__getitem__, (tokens, slice(start, None)), {}, torch.device("cpu"))
 
 
 def test_what_models_do_between_layers(tmp_path):
@@ -376,6 +393,8 @@ def test_replicas(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     source, target = batch(8)
+    labels = target.clone()
+    labels[:4, 2:] = -100  # only one replica has ignored targets
     torch.manual_seed(rank)  # replicas begin with other weights, and are made equal
     model = EncoderDecoder()
     torch.manual_seed(0)
@@ -385,9 +404,9 @@ def test_replicas(tmp_path):
     plain = EncoderDecoder()
     plain.load_state_dict({**everything[0], **everything[2]})
     mine = slice(0, 4) if rank % 2 == 0 else slice(4, 8)
-    loss = pipeline.step(source[mine], target[mine], broadcast_loss=True)
-    calls = [((s, t), {}) for s, t in zip(source.chunk(4), target.chunk(4))]
-    torch.testing.assert_close(loss, plain_step(plain, calls, [1] * 4))
+    loss = pipeline.step(source[mine], target[mine], labels=labels[mine], broadcast_loss=True)
+    calls = [((s, t), {"labels": l}) for s, t, l in zip(source.chunk(4), target.chunk(4), labels.chunk(4))]
+    torch.testing.assert_close(loss, plain_step(plain, calls, [4, 4, 10, 10]))
     same_gradients(pipeline, plain)
 
     class Sometimes(nn.Module):  # uses a weight of partition 0 in partition 1, if the batch asks for it
@@ -580,7 +599,7 @@ def test_what_models_change_in_place(tmp_path):
 
 
 def test_what_losses_are_means_over(tmp_path):
-    """A loss that a module computes is weighed by its targets, a masked mean by the mask; a wrong weight raises."""
+    """A loss is weighed by its targets, a masked mean by the mask, each of several by its own; else it raises."""
     body = """
     class Scored(nn.Module):
         def __init__(self):
@@ -600,15 +619,26 @@ def test_what_losses_are_means_over(tmp_path):
             losses, mask = nn.functional.cross_entropy(scores, ids.flatten(), reduction="none"), labels.flatten() >= 0
             return {"loss": (losses * mask).sum() / (mask.sum() + 1e-5)}
 
+    class Several(Scored):  # the words, less the first of each sample with weights of classes; the last half has none
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("importance", torch.linspace(0.5, 2, 9))
+
+        def forward(self, ids, labels):
+            scores = self.head(self.inner(self.embed(ids)))
+            words = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+            first = labels[:, 0].masked_fill(labels[:, 1] >= 0, -100)
+            return {"loss": words - nn.functional.cross_entropy(scores[:, 0], first, weight=self.importance) / 2}
+
     torch.manual_seed(0)
     ids, whole = torch.randint(9, (8, 6)), torch.ones(8, 6, dtype=torch.bool)
     part = whole.clone()
-    part[:4, 2:] = False
+    part[:4, 1:] = False
     one = dict(cuts=["inner"], chunks=2, timeout=20)
-    for k, mask in enumerate((part, whole, part, whole, whole, part)):
+    for k, mask in enumerate((part, whole, part, whole, whole, part, part, part)):
         if k % 3 == 0:
-            plain = Masked() if k else Scored()
-            pipeline = DistributedPipeline(copy.deepcopy(plain), **one)
+            plain = (Scored, Masked, Several)[k // 3]()
+            pipeline = DistributedPipeline(copy.deepcopy(plain), verify=k == 6, **one)
         labels = ids.masked_fill(~mask, -100)
         plain.zero_grad()
         for parameter in pipeline.parameters():
@@ -624,7 +654,8 @@ def test_what_losses_are_means_over(tmp_path):
         pipeline.step(ids, whole)
     third = error_of(pipeline.step, ids, part, broadcast_loss=True)
     for error in (first, third):
-        assert "count 0.25, 0.75 by what they are means or sums over, but were weighed 0.5, 0.5" in str(error), error
+        assert "count 0.1429, 0.8571 by what they are means" in str(error), error
+        assert "but were weighed 0.5, 0.5" in str(error), error
     print("done")
     dist.destroy_process_group()
     sys.exit()
@@ -634,7 +665,10 @@ def test_what_losses_are_means_over(tmp_path):
 
 
 def test_loss_outside_the_model(tmp_path):
-    """With ``loss_fn``, a step takes the target last, as in one process: the loss and gradients of the whole batch."""
+    """With ``loss_fn``, a step takes the target last, as in one process: the loss and gradients of the whole batch.
+
+    So it is where an argument has several rows for each sample, or as many that are the same for all.
+    """
     body = """
     from pipesight import Pipeline
 
@@ -676,6 +710,28 @@ def test_loss_outside_the_model(tmp_path):
         found = pipeline.eval_step(tokens, shift=0.1, target=target), pipeline.predict(tokens, shift=0.1)
         if pipeline.is_last:
             torch.testing.assert_close(found, (expected.detach(), plain(tokens, shift=0.1).detach()))
+
+    class Queries(nn.Module):  # those of each sample, or of all: the model is asked which
+        def __init__(self, each):
+            super().__init__()
+            self.first, self.second, self.each = nn.Linear(4, 4), nn.Linear(4, 4), each
+        def forward(self, x, queries):
+            x = self.second(self.first(x))
+            return torch.einsum("bd,bqd->bq", x, queries.view(len(x), -1, 4)) if self.each else x @ queries.T
+
+    for each in (True, False):
+        plain, target = Queries(each).double(), torch.randn(8).double()
+        x, queries = torch.randn(8, 4).double(), torch.randn(24, 4).double()
+        loss_fn = (lambda scores, target: (scores.mean(1) - target).square().mean())
+        several = dict(cuts=["second"], chunks=2, loss_fn=loss_fn)
+        loss_fn(plain(x, queries), target).backward()
+        pipes = [DistributedPipeline(copy.deepcopy(plain), timeout=30, **several)]
+        if rank == 0:
+            pipes.append(Pipeline(copy.deepcopy(plain), devices=["cpu"] * 2, **several))
+        for pipeline in pipes:
+            pipeline.step(x, queries, target)
+            same_gradients(pipeline, plain)
+
     one |= dict(chunks=2, timeout=30)
     errors = [
         error_of(DistributedPipeline(Net(), **one).step, tokens),

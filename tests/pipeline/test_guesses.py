@@ -111,6 +111,19 @@ def test_the_model_is_asked_about_several_tables(cuts):
     torch.testing.assert_close(pipe(*call), model(*call))
 
 
+def test_one_tensor_under_two_names_is_asked_about_once():
+    """As with ``labels=input_ids``: whether it is cut holds for both names."""
+
+    class Both(Attending):
+        def forward(self, x: Tensor, other: Tensor, again: Tensor) -> Tensor:
+            return super().forward(x, other) * again.mean()
+
+    both, other = Both("adds rows").double(), rand(8, 4)
+    pipe = Pipeline(both, ["second"], devices=["cpu", "cpu"], chunks=4)
+    x = rand(8, 3, 4)
+    torch.testing.assert_close(pipe(x, other, other), both(x, other, other))
+
+
 def test_a_wrong_call_does_not_change_what_right_ones_are():
     """What failed is forgotten; labels that were too few for a batch are cut again when there are enough."""
     x, labels = rand(8, 4), torch.randint(4, (8,))

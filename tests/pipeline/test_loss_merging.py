@@ -76,7 +76,8 @@ def stacked(model, scores, labels):
 def words_and_sentences(model, scores, labels):
     """Return a loss over labels, and one over samples, as models of text have that learn both."""
     sentences = F.cross_entropy(scores.mean(1), labels.clamp(min=0)[:, 0] % 2)
-    return shifted(model, scores, labels) + 3 * (sentences + F.cross_entropy(scores[:, 0], labels[:, 0])) / 2
+    both = torch.add(sentences, F.cross_entropy(scores[:, 0], labels[:, 0]), alpha=2)
+    return shifted(model, scores, labels) - 3 * both / 2
 
 
 LOSSES = {

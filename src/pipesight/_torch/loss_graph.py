@@ -79,9 +79,13 @@ def loss_parts(loss: Tensor) -> list[LossPart]:
 def _parts(node: Any, scale: Number, divisor: Number | None) -> Iterator[LossPart]:
     name = _name(node)
     inputs = [after for after, _ in node.next_functions if after is not None]
-    if name in ("Add", "Sub") or (name in _SAME and len(inputs) == 1):
-        for after in inputs:
-            yield from _parts(after, scale, divisor)
+    if name in ("Add", "Sub"):
+        alpha = float(getattr(node, "_saved_alpha", 1)) * (1.0 if name == "Add" else -1.0)
+        for (after, _), factor in zip(node.next_functions, (1.0, alpha), strict=False):
+            if after is not None:
+                yield from _parts(after, scale * factor, divisor)
+    elif name in _SAME and len(inputs) == 1:
+        yield from _parts(inputs[0], -scale if name == "Neg" else scale, divisor)
     elif name in ("Mul", "Div") and len(inputs) == 1 and (number := _operand(node, name)) is not None:
         if name == "Mul":
             yield from _parts(inputs[0], scale * number, divisor)

@@ -117,7 +117,8 @@ _ADVICE = {
 
 def _limits(situation: Situation) -> Iterator[Change]:
     for place in slow_connections(situation.links):
-        what = f"check {place.what}; use larger micro-batches or fewer cuts there"
+        check = place.gpu_check if _on_gpus(situation) else place.cpu_check
+        what = f"check {check}; use larger micro-batches or fewer cuts there"
         # Between hosts, collectives go the same way.
         apart = place.slowest.source_host != place.slowest.target_host
         also = situation.share("communication") if apart else 0.0
@@ -145,17 +146,22 @@ def _moved(situation: Situation) -> float:
     return max(situation.share("transfers") - named, 0.0)
 
 
+def _on_gpus(situation: Situation) -> bool:
+    return any(name.startswith("cuda") for name in situation.facts.devices or ())
+
+
 def _larger_tasks(situation: Situation) -> Change:
     """Give each task more to do: its fixed cost stays the same, and so do small messages."""
     moved, small = _moved(situation), _small_messages(situation.links)
-    gpu = any(name.startswith("cuda") for name in situation.facts.devices or ())
     gaps = situation.share("host_gaps") - situation.share_of(situation.turnaround)
     if small is not None and moved > gaps:
         what = "larger micro-batches: more samples each"
         why = f"messages of {small:,.0f} bytes take as long as larger ones, and tasks wait for them"
         return Change(what, why, gaps + moved, AT_MOST)
     what = (
-        "larger tasks or torch.compile, so that kernel launches keep up" if gpu else "larger tasks: more samples each"
+        "larger tasks or torch.compile, so that kernel launches keep up"
+        if _on_gpus(situation)
+        else "larger tasks: more samples each"
     )
     measured = situation.measured
     long = f" of {time(mean_task(measured) * 1e6)} on average" if measured is not None else ""

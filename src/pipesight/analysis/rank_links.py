@@ -88,8 +88,10 @@ class LinkReport:
 class SlowConnection:
     """Two hosts, or two ranks of one, with a notable link between them."""
 
-    what: str
-    """The connection in words."""
+    cpu_check: str
+    """What to check, in words."""
+    gpu_check: str
+    """The same if the ranks compute on GPUs."""
     slowest: LinkReport
     share: float
     """The share of the step that waiting costs, in both directions, over all ranks of a replica."""
@@ -164,12 +166,15 @@ def slow_connections(links: Sequence[LinkReport]) -> Iterator[SlowConnection]:
         for link in own:
             shares[link.replica] = shares.get(link.replica, 0.0) + link.share
         slowest = max(own, key=lambda link: link.time or 0.0)
-        if isinstance(ends[0], str):
-            what = f"the network between {ends[0]} and {ends[1]}"
+        host, one, other = slowest.target_host, *ends
+        if isinstance(one, str):
+            cpus = gpus = f"the network between {one} and {other}"
+        elif host is not None and slowest.source_host == host:  # no network
+            cpus = f"that rank {one} and rank {other} on {host} have processor cores of their own"
+            gpus = f"how the GPUs of rank {one} and rank {other} on {host} are connected, with nvidia-smi topo -m"
         else:
-            host = f" on {slowest.target_host}" if slowest.source_host == slowest.target_host is not None else ""
-            what = f"the connection between rank {ends[0]} and rank {ends[1]}{host}"
-        yield SlowConnection(what, slowest, min(max(shares.values()), 1.0))
+            cpus = gpus = f"the connection between rank {one} and rank {other}"
+        yield SlowConnection(cpus, gpus, slowest, min(max(shares.values()), 1.0))
 
 
 # Messages.

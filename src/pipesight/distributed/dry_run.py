@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipesight._nested import tensors_in
 from pipesight._torch.autograd import around_functions
 from pipesight._torch.module_internals import HOOK_TABLES, forward_hook_tables
 from pipesight._torch.tensors import without_function_overrides
@@ -175,6 +176,9 @@ def _hollow(model: nn.Module) -> nn.Module:
         empty = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=META)
         memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
     for child in model.modules():
+        for tensor in tensors_in([value for value in vars(child).values() if not isinstance(value, nn.Module)]):
+            if not tensor.is_leaf:  # left by a call, with its graph, which cannot be copied
+                memo[id(tensor)] = tensor.detach().clone()
         for name in HOOK_TABLES:
             hooks = child.__dict__.get(name)
             if hooks:  # those that others have put there belong to the model: it may read what they collect

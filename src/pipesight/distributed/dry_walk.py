@@ -59,7 +59,7 @@ class DryWalk(Walk):
         self.reads: list[Any] = []
         self.candidates: list[Plan] = []
         self.called: dict[str, int] = {}
-        self.mean: Mean | None = None
+        self.means: tuple[Mean, ...] = ()
         self._means = LossMeans()
         self._keys: dict[tuple[int, int], Any] = {}
         self._crossing: dict[Name, Crossing] = {}
@@ -280,7 +280,7 @@ class DryWalk(Walk):
             )
         for tensor in flatten(output).tensors:
             self.look(tensor)
-        self.mean = self._means.of(output)
+        self.means = self._means.of(output)
 
     def plan(self, partitions: int) -> Plan:
         """Return what was found out."""
@@ -291,7 +291,7 @@ class DryWalk(Walk):
             cuts.append(PlannedCut(tuple(self._crossing[name] for name in names)))
         units = [[unit for unit, j in self.called.items() if j == k] for k in range(partitions)]
         findings = (self.counts, self.watched, self.results, self.used, self.random, self.reads)
-        return Plan(cuts, self.needs, *findings, units, self.changes, self.mean)
+        return Plan(cuts, self.needs, *findings, units, self.changes, self.means)
 
 
 class KnownWay(BaseException):

@@ -121,7 +121,8 @@ def _mean_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Mean | N
         return None
     if settings.weight is not None and settings.weight.is_meta:
         return None
-    return float(_counted(settings, target)), settings.ignore_index
+    counted, is_weighed = float(_counted(settings, target)), settings.weight is not None
+    return counted, None if is_weighed else settings.ignore_index
 
 
 Mean: TypeAlias = tuple[float, int | None]
@@ -135,7 +136,8 @@ class LossMeans:
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Tensor, Mean | None]] = {}  # by id, of tensors that are kept alive; None for sums
+        # By id, of tensors that are kept alive: the means that are added there; none for sums.
+        self._found: dict[int, tuple[Tensor, tuple[Mean, ...]]] = {}
 
     def __len__(self) -> int:
         return len(self._found)
@@ -145,21 +147,21 @@ class LossMeans:
         if not isinstance(output, Tensor) or output.numel() != 1:
             return
         name, mean = getattr(func, "__name__", "").strip("_"), _mean_of(func, args, kwargs)
+        means: tuple[Mean, ...] = () if mean is None else (mean,)
         if mean is None and self._found and name in _KEEPING:
-            made_of = {self._found[id(t)][1] for t in tensors_in((args, kwargs)) if id(t) in self._found}
-            if len(made_of) != 1:
+            made_of = [self._found[id(t)][1] for t in tensors_in((args, kwargs)) if id(t) in self._found]
+            if not made_of or (len(set(made_of)) > 1 and (name not in _ADDING or () in made_of)):
                 return
-            mean = made_of.pop()
-            if mean is None and name in _DIVIDING and id(args[0]) in self._found:
-                mean = _number(args[1:])
+            means = sum(made_of, ()) if name in _ADDING else made_of[0]
+            if not means and name in _DIVIDING and id(args[0]) in self._found and (found := _number(args[1:])):
+                means = (found,)
         elif mean is None and name != "sum" and kwargs.get("reduction") != "sum":
             return
-        self._found[id(output)] = output, mean
+        self._found[id(output)] = output, means
 
-    def of(self, loss: Any) -> Mean | None:
-        """Return of how many targets a loss is the mean, and which it ignores, if that was noted."""
-        found = self._found.get(id(loss))
-        return None if found is None else found[1]
+    def of(self, loss: Any) -> tuple[Mean, ...]:
+        """Return of how many targets the means are that a loss adds, and which these ignore, as far as was noted."""
+        return self._found[id(loss)][1] if id(loss) in self._found else ()
 
 
 def _number(values: Sequence[Any]) -> Mean | None:
@@ -171,8 +173,9 @@ def _number(values: Sequence[Any]) -> Mean | None:
 
 
 _DIVIDING = {"div", "truediv", "itruediv", "true_divide"}
-_KEEPING = {"add", "radd", "iadd", "sub", "isub", "mul", "rmul", "imul", "div", "truediv", "itruediv", "neg", "clone"}
-_KEEPING |= {"true_divide", "to", "float", "double", "view", "reshape", "squeeze", "unsqueeze", "mean", "sum", "stack"}
+_ADDING = {"add", "radd", "iadd", "sub", "isub", "stack"}
+_KEEPING = {*_ADDING, "mul", "rmul", "imul", "div", "truediv", "itruediv", "neg", "clone"}
+_KEEPING |= {"true_divide", "to", "float", "double", "view", "reshape", "squeeze", "unsqueeze", "mean", "sum"}
 _SETTINGS = ("weight", "size_average", "ignore_index", "reduce", "reduction")
 
 

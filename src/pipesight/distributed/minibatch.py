@@ -40,12 +40,15 @@ class BatchLoss:
     values: dict[int, Tensor] = field(default_factory=dict)
     """What each micro-batch adds to the loss of the batch."""
 
-    def add(self, i: int, loss: Tensor, output: tuple[Form, list[Tensor]]) -> Tensor | None:
+    def add(
+        self, i: int, loss: Tensor, output: tuple[Form, list[Tensor]], value: Tensor | None = None
+    ) -> Tensor | None:
         """Add the loss of a micro-batch; return what its backward starts from, or ``None`` if it counts nothing.
 
-        One of weight 0 may be NaN, as the mean of nothing is.
+        One of weight 0 may be NaN, as the mean of nothing is. ``value`` is that of the loss, if its gradient was scaled
+        elsewhere.
         """
-        own = loss.detach()
+        own = loss.detach() if value is None else value.to(loss)
         weight = self.weights[i] * self.share
         if self.share:
             self.values[i] = own * weight if weight else torch.zeros_like(own)

@@ -93,7 +93,8 @@ class ModelPipeline:
         self.cuts = check_cuts(module, cuts)
         if deferred_batch_norm:
             DeferredBatchNorm.convert(module)
-        self.dims = BatchDims(batch_dim, inspect.signature(module.forward), (TARGET,) if loss_of.takes_target else ())
+        beside = (TARGET,) if loss_of.takes_target else ()
+        self.dims = BatchDims(batch_dim, inspect.signature(module.forward), beside, module)
         self._recipe, self._sample = recipe, sample
         self._is_guess = sample is None  # which partition uses which parameter
         self._unit_names = list(find_units(module, self.cuts))

@@ -65,8 +65,8 @@ class Plan:
     """Those that each partition is the first to call."""
     changes: set[int]
     """The arguments that the model changes in place, by their place among the tensors in them."""
-    mean: Mean | None
-    """What the result is a mean over, if that follows from the arguments."""
+    means: tuple[Mean, ...]
+    """What the means are over that the result adds, if that follows from the arguments."""
 
     def fingerprint(self) -> str:
         """Return what ranks compare."""

@@ -30,6 +30,7 @@ from pipesight.distributed.model_plan import Crossing, Plan
 from pipesight.distributed.model_walk import Doors, ModelCall, Name, whole_output
 from pipesight.distributed.part_walk import PartWalk, run_part
 from pipesight.distributed.recomputing_layers import RecomputingLayers
+from pipesight.distributed.target_counts import weighed_apart
 from pipesight.distributed.transfers import TransferringStage
 from pipesight.pipeline.checkpoint import Buffers
 from pipesight.pipeline.flattening import flatten
@@ -55,6 +56,8 @@ class ModelBatch(MiniBatch):
     """What the losses are made of, if that is to be checked."""
     watches: Sequence[LossWatch] = ()
     """What to compute them under where they have no graphs."""
+    factors: Sequence[Sequence[tuple[float, float]]] = ()
+    """Where a loss adds means over different targets: how many targets each has, and what it is multiplied by."""
     results: dict[int, Any] = field(default_factory=dict)
     """What the last partition gives, where no loss is wanted."""
 
@@ -235,12 +238,15 @@ class ModelStage(TransferringStage):
         if not self.batch.with_loss:
             self.batch.results[i] = result
             return None
-        batch = self.batch
+        batch, parts = self.batch, None
         if batch.loss_parts is not None and batch.watches:
-            batch.loss_parts[i] = batch.watches[i].parts(result)
+            parts = batch.watches[i].parts(result)
         elif batch.loss_parts is not None and result.grad_fn is not None:
-            batch.loss_parts[i] = loss_parts(result)
-        return batch.loss.add(i, result.reshape(()), (tuple, []))
+            parts = loss_parts(result)
+        value = weighed_apart(parts, batch.factors[i]) if parts is not None and batch.factors else None
+        if value is None and parts is not None and batch.loss_parts is not None:
+            batch.loss_parts[i] = parts  # to be checked
+        return batch.loss.add(i, result.reshape(()), (tuple, []), value)
 
     # Backward.
 

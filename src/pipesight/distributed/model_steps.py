@@ -6,7 +6,6 @@ import hashlib
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from pipesight.distributed.model_stage import ModelBatch
 from pipesight.distributed.model_verification import verify_step
 from pipesight.distributed.model_walk import ModelCall, whole_output
 from pipesight.distributed.step_runner import CallRunner
+from pipesight.distributed.target_counts import TargetCounts, Weighing
 from pipesight.pipeline.batch_dims import BatchDims
 from pipesight.pipeline.calls import SplitCall, split_call
 from pipesight.pipeline.flattening import Flat, flatten
@@ -59,7 +59,7 @@ class ModelStepRunner(CallRunner):
         self._merging = LossMerging()
         self._checked: dict[str, int] = {}
         self._noted = False  # the weights of this call follow from how the loss was computed
-        self._targets: _Targets | None = None
+        self._counts = TargetCounts(len(self._mesh.pipelines))
 
     def run(
         self,
@@ -107,22 +107,24 @@ class ModelStepRunner(CallRunner):
         self._calls += 1
         seed = messages[self._mesh.members[0]]["seed"]
         run = self._loss_of.of_call if with_loss else whole_output
-        plans, weights, total = self._agree(call, split, run, surroundings, seed)
+        plans, weighing, totals = self._agree(call, split, run, surroundings, seed)
         if any(plan.random for plan in plans):
             draw_seed()  # on every rank, so that shuffles give the same samples on each
         else:
             seed = seed_of(seed, self.steps, self._since)
         self._enter_step(step, [answer["step"] for answer in messages.values() if answer["step"] is not None])
         replicas = len(self._mesh.pipelines)
-        share = float(replicas) if total is None else replicas / total if total else 0.0
+        share = replicas / (1.0 if weighing.sums else totals[0]) if totals[0] else 0.0
+        weights = list(weighing.weights)
         loss = BatchLoss(_no_function, list(split.calls), weights, share, 1.0 if scale is None else scale)
         n, m = self._outline.partitions, len(plans)
         where = self._enter_pass(sum(split.sizes), m, n, learns)
         random = self._randomness(seed)
         batch = ModelBatch(plans, [], loss, learns, random, where, where.observers, self._monitor)
         batch.calls, batch.run, batch.with_loss = split.calls, run, with_loss
+        batch.factors = weighing.factors(totals)
         checks = with_loss and self._loss_weight is None and m > 1
-        if checks:
+        if checks or batch.factors:
             batch.loss_parts, batch.watches = {}, () if learns else self._merging.watches(split)
         self.steps, self._since = self.steps + learns, 0 if learns else self._since + 1
         with self._monitor.explaining("the weights that partitions share"):
@@ -132,24 +134,28 @@ class ModelStepRunner(CallRunner):
             with self._monitor.explaining("the gradients of weights that partitions share"):
                 self._placement.collect_gradients()
         if checks:
-            self._check_weights(call, batch, split, weights, total is None)
+            self._check_weights(call, batch, split, weighing)
         return batch, split
 
-    def _check_weights(self, call: str, batch: ModelBatch, split: SplitCall, weights: list[float], sums: bool) -> None:
+    def _check_weights(self, call: str, batch: ModelBatch, split: SplitCall, weighing: Weighing) -> None:
         """Raise if the losses of micro-batches were not weighed by what they are means over.
 
         Weights must be known before the losses are, so that they come from the arguments. At the first call, the
         second, the fourth and so on, all ranks raise; at others the last one does, and the rest when they wait for it.
         """
         error: Exception | None = None
-        parts, values = batch.loss_parts, batch.loss.values
+        parts, values, weights = batch.loss_parts, batch.loss.values, weighing.weights
+        if batch.factors and parts and len(parts) < len(weights):
+            error = RuntimeError(
+                "the losses of micro-batches are made of different parts; say how to weigh them: loss_weight"
+            )
         unclear = parts and all(part.kind in ("other", "parameter") for mine in parts.values() for part in mine)
         if parts and len(parts) == len(weights) and not (unclear and self._noted):
             order = range(len(weights))
             try:
                 mine, losses = [parts[i] for i in order], [values[i] for i in order]
                 found = self._merging.weigh_parts("loss", mine, losses, split).shares
-                used = [1.0] * len(weights) if sums else [weight / sum(weights) for weight in weights if sum(weights)]
+                used = weights if weighing.sums else [weight / sum(weights) for weight in weights if sum(weights)]
                 if any(not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, used, strict=True)):
                     raise ValueError(
                         f"the losses of micro-batches count {_numbers(found)} by what they are means or sums over, but "
@@ -231,30 +237,30 @@ class ModelStepRunner(CallRunner):
 
     def _agree(
         self, call: str, split: SplitCall, run: ModelCall, surroundings: Any, seed: int
-    ) -> tuple[list[Plan], list[float], float | None]:
-        """Return the plan and the weight of each micro-batch, and the sum of all weights; ``None`` for a sum of losses.
+    ) -> tuple[list[Plan], Weighing, list[float]]:
+        """Return the plan of each micro-batch, how losses are weighed, and the totals of all replicas for that.
 
         Ranks compare their plans where these are new, so that none waits for what another does not send.
         """
         message: Message = {"call": f"plan of {call} {self._calls}"}
         error: Exception | None = None
         plans: list[Plan] = []
-        weights: list[float] = []
-        sums, known = False, self._outline.made
+        weighing, known = Weighing([]), self._outline.made
         try:
             random = self._randomness(seed)
-            plans = [self._plan(split, i, run, surroundings, random) for i in range(len(split.calls))]
+            with split.told():
+                plans = [self._plan(split, i, run, surroundings, random) for i in range(len(split.calls))]
             for i, plan in enumerate(plans):
                 split.refuse_changes(i, plan.changes)
             self._place(plans)
-            sums, weights = self._weigh(split, plans, run, surroundings, random)
+            weighing = self._weigh(split, plans, run, surroundings, random)
         except Exception as found:
             error = found
         if self._outline.made == known and error is None and len(self._mesh.pipelines) == 1:
-            return plans, weights, None if sums else sum(weights)
+            return plans, weighing, weighing.totals
         text = repr([plan.fingerprint() for plan in plans])
         message["plan"] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        message["weight"] = sum(weights)
+        message["totals"] = weighing.totals
         message["copies"] = self._placement.copies
         messages = self._agreement.settle(message, error)
         # What one replica uses, all have: they average the same gradients.
@@ -267,8 +273,13 @@ class ModelStepRunner(CallRunner):
                     "the model makes other calls on one rank than on others, for the same arguments: it depends on "
                     "something that differs between ranks, such as the rank itself or an unseeded random number"
                 )
-        firsts = [messages[pipeline[0]]["weight"] for pipeline in self._mesh.pipelines]
-        return plans, weights, None if sums else sum(firsts)
+        totals = [messages[pipeline[0]]["totals"] for pipeline in self._mesh.pipelines]
+        if len(set(map(len, totals))) > 1:
+            raise RuntimeError(
+                "replicas compute the losses of their batches in different ways, so that they cannot be weighed "
+                "against each other; say what the loss of a micro-batch is a mean over: loss_weight=..."
+            )
+        return plans, weighing, [sum(numbers) for numbers in zip(*totals, strict=True)]
 
     def _plan(
         self,
@@ -298,63 +309,27 @@ class ModelStepRunner(CallRunner):
         run: ModelCall,
         surroundings: Any,
         random: PassRandomness,
-    ) -> tuple[bool, list[float]]:
-        """Return whether losses are summed, and what each micro-batch counts."""
-        if self._loss_weight == "sum" or split.arguments[0].get("num_items_in_batch") is not None:
-            return True, [1.0] * len(plans)
-        if callable(self._loss_weight):
-            return False, weights_of(self._loss_weight, split)
-        samples = [float(size) for size in split.sizes]
+    ) -> Weighing:
+        """Return how losses are weighed."""
         self._noted = False
-        ignored = {plan.mean[1] for plan in plans if plan.mean is not None}
-        if self._loss_weight == "samples" or run is whole_output or len(plans) == 1 or not ignored:
-            return False, samples
-        values = {value for value in ignored if value is not None}
-        if None not in ignored and not _holds(split.calls, values):
-            return False, samples  # every sample has as many targets as any other
-        counts = None if self._targets is None else self._targets.counts(split)
-        if counts is None:
-            plans = [self._plan(split, i, run, surroundings, random, anew=True) for i in range(len(plans))]
-            if any(plan.mean is None for plan in plans):
-                return False, samples
-            counts = [plan.mean[0] for plan in plans if plan.mean is not None]
-            self._targets = _Targets.find(split, counts, values)
-        self._noted = True
-        return False, counts
+        if self._loss_weight == "sum" or split.arguments[0].get("num_items_in_batch") is not None:
+            return Weighing([1.0] * len(plans), sums=True)
+        if callable(self._loss_weight):
+            return Weighing(weights_of(self._loss_weight, split))
+        samples, replicas = [float(size) for size in split.sizes], len(self._mesh.pipelines)
+        if self._loss_weight == "samples" or run is whole_output or (len(plans) == replicas == 1):
+            return Weighing(samples)
 
+        def anew() -> list[Plan]:
+            return [self._plan(split, i, run, surroundings, random, anew=True) for i in range(len(plans))]
 
-@dataclass(frozen=True, slots=True)
-class _Targets:
-    """The argument whose values say what the loss of a micro-batch is a mean over."""
-
-    name: str
-    shifted: bool
-    """Whether the first of each sample is not predicted, as in causal language models."""
-    ignored: int
-
-    @classmethod
-    def find(cls, split: SplitCall, counts: list[float], ignored: set[int]) -> _Targets | None:
-        """Return the argument that explains the counts of all micro-batches, if there is just one."""
-        names = [name for name, value in split.arguments[0].items() if _is_integer(value)]
-        ways = [cls(name, shifted, value) for name in names for shifted in (False, True) for value in ignored]
-        fitting = [way for way in ways if way.counts(split) == counts]
-        return fitting[0] if len(fitting) == 1 else None
-
-    def counts(self, split: SplitCall) -> list[float] | None:
-        """Return how many targets each micro-batch has; ``None`` if the argument is not there."""
-        found = [arguments.get(self.name) for arguments in split.arguments]
-        if not all(map(_is_integer, found)):
-            return None
-        kept = [t[..., 1:] if self.shifted else t for t in found if t is not None]
-        return torch.stack([(t != self.ignored).sum() for t in kept]).double().tolist()
+        counts = self._counts.find(split, plans, anew)
+        self._noted = bool(counts)
+        return Weighing.by_counts(counts, samples, replicas)
 
 
 def _numbers(shares: Sequence[float]) -> str:
     return ", ".join(f"{share:.4g}" for share in shares[:4]) + (" ..." if len(shares) > 4 else "")
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() > 0
 
 
 def _described(flat: Flat, dims: BatchDims) -> str:
@@ -395,11 +370,6 @@ def _checksum(flat: Flat) -> int:
 
 
 _WEIGHED = 2**20  # bytes
-
-
-def _holds(calls: Any, values: set[int]) -> bool:
-    integers = [t for t in flatten(calls).tensors if t.dtype in (torch.int64, torch.int32)]
-    return any(bool((t == value).any()) for t in integers for value in values)
 
 
 def _no_function(_output: Any, _target: Any) -> Tensor:

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipesight._logger import own_logger
+from pipesight._torch.loss_graph import loss_parts
 from pipesight.context import Where, enter_thread
 from pipesight.distributed.agreement import Agreement
 from pipesight.distributed.mesh import PipelineMesh
 from pipesight.distributed.model_placement import Placement
 from pipesight.distributed.model_stage import ModelBatch
+from pipesight.distributed.target_counts import weighed_apart
 from pipesight.pipeline.calls import SplitCall
 from pipesight.pipeline.randomness import isolated
 from pipesight.pipeline.verification import compare
@@ -146,10 +148,10 @@ def _run_plain(plain: nn.Module, batch: ModelBatch, split: SplitCall) -> Tensor:
         loss = batch.run(plain, args, kwargs)
         weight = batch.loss.weights[i] * batch.loss.share
         if weight:
-            loss = loss * weight
+            value = weighed_apart(loss_parts(loss), batch.factors[i]) if batch.factors else None
             if loss.requires_grad:
-                loss.backward()
-            parts.append(loss.detach().reshape(()))
+                (loss * weight).backward()
+            parts.append((loss.detach() if value is None else value).reshape(()) * weight)
     return torch.stack(parts).sum() if parts else torch.stack(list(batch.loss.values.values())).sum()
 
 

@@ -114,6 +114,7 @@ class Walk(TorchFunctionMode):
         self._written: set[int] = set()  # storages of real tensors that something without values was written into
         self._rewritten: dict[int, int] = {}  # storages of stand-ins, and the partition that changed them in place
         self._found_stand_in = False
+        self._function: str | None = None  # the torch.autograd.Function under way
         self.own_generators = False
         """Whether the model drew from generators of its own."""
 
@@ -134,6 +135,13 @@ class Walk(TorchFunctionMode):
 
     def arrive(self, cut: int) -> None:
         """Begin a partition, whose first module is called."""
+        if self._function is not None:
+            is_checkpoint = self._function == "CheckpointFunction"
+            raise RuntimeError(
+                f"{stand_ins.place()} calls {self._cuts[cut - 1]!r}, which begins partition {cut}, inside a "
+                f"torch.autograd.Function, {self._function}, which has one backward for all that it calls; "
+                + ("use torch.utils.checkpoint with use_reentrant=False" if is_checkpoint else "cut before or after it")
+            )
         if cut <= self.j:
             raise RuntimeError(
                 f"{stand_ins.place()} calls {self._cuts[cut - 1]!r}, which begins partition {cut}, in partition "
@@ -162,7 +170,11 @@ class Walk(TorchFunctionMode):
             return call(*args, **kwargs)
         with without_function_overrides():
             given, named = self.enter_function(args, kwargs)
-        output = call(*given, **named)
+        before, self._function = self._function, self._function or getattr(call, "__self__", call).__name__
+        try:
+            output = call(*given, **named)
+        finally:
+            self._function = before
         with without_function_overrides():
             self.leave_function(call, output)
         return output

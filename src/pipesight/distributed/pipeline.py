@@ -21,6 +21,7 @@ from pipesight._torch.pipelining import check_supported
 from pipesight.context import Where
 from pipesight.distributed import saving, schedules
 from pipesight.distributed.agreement import Agreement, Message
+from pipesight.distributed.cut_arguments import check_way, sizes_and_names
 from pipesight.distributed.failures import RankMonitor
 from pipesight.distributed.grad_scaler import GradScaler, refuse_plain_scalers
 from pipesight.distributed.layer_pipeline import LayerPipeline
@@ -71,7 +72,7 @@ class DistributedPipeline:
             rank allocates and initialises only its own layers. The weights depend on the seed and the layer, not on
             the number of ranks. If the function needs values, or leaves a tensor uninitialised, the ranks of each
             machine call it on the CPU instead, one after the other, with the seed of the rank.
-        balance: How many layers of an ``nn.Sequential`` each partition takes.
+        balance: How many layers of an ``nn.Sequential`` each partition takes; names of modules are taken for ``cuts``.
         cuts: Instead of ``balance``, the names of the modules whose first call begins partitions 1, 2 and so on.
         chunks: Number of micro-batches per mini-batch.
         schedule: One of ``pipesight.distributed.schedule_names()``, or an order of tasks: a ``.csv`` file, as
@@ -105,7 +106,7 @@ class DistributedPipeline:
     def __init__(
         self,
         module: nn.Module | Callable[[], nn.Module],
-        balance: Iterable[int] | None = None,
+        balance: Iterable[int] | Sequence[str] | None = None,
         *,
         cuts: Sequence[str] | None = None,
         chunks: int,
@@ -123,7 +124,8 @@ class DistributedPipeline:
         timeout: float | None = None,
     ) -> None:
         check_supported()
-        _check_way(balance, cuts, loss, loss_fn, sample, batch_dim, verify)
+        balance, cuts = sizes_and_names(balance, cuts)
+        check_way(balance, cuts, loss, loss_fn, sample, batch_dim, verify)
         if data_parallel not in KINDS:
             raise ValueError(f"data_parallel is not one of 'ddp' or 'fsdp' (data_parallel: {data_parallel!r})")
         self._chunks = check_chunks(chunks)
@@ -142,7 +144,7 @@ class DistributedPipeline:
             assert loss_fn is not None
             self._part = LayerPipeline(
                 module,
-                list(balance),
+                balance,
                 self._kind,
                 self._mesh,
                 loss_fn=loss_fn,
@@ -451,20 +453,3 @@ class DistributedPipeline:
         self._runner.preemption.on_sigterm(
             lambda: self.save(folder, optimizer, extra=None if extra is None else extra())
         )
-
-
-def _check_way(balance: Any, cuts: Any, loss: Any, loss_fn: Any, sample: Any, batch_dim: Any, verify: bool) -> None:
-    """Raise unless a model is cut in one of two ways, and what was given belongs to it."""
-    if (balance is None) == (cuts is None):
-        which = "neither" if cuts is None else "both"
-        raise TypeError(
-            "a model is cut at modules, cuts=['transformer.h.4'], or, if it is an nn.Sequential, by numbers of layers, "
-            f"balance=[2, 2], but got {which}"
-        )
-    if cuts is None:
-        others = {"loss": loss, "sample": sample, "batch_dim": batch_dim, "verify": verify or None}
-        wrong = [name for name, value in others.items() if value is not None]
-        if loss_fn is None:
-            raise TypeError("balance needs a loss_fn of output and target: DistributedPipeline(..., loss_fn=...)")
-        if wrong:
-            raise TypeError(f"{wrong[0]} belongs to cuts, but the model is cut by balance")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -71,11 +71,15 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch
             if isinstance(error, TypeError):
                 raise
             return _call_with_zeros(func, *given, error=error)
-        what = getattr(func, "__name__", str(func))
-        raise ValueNeededError(
-            f"{place()} asks for the values of a tensor that another rank computes ({what}), which are not there; "
-            "let the model decide by its arguments instead, or do this inside a block that no cut goes through"
-        ) from None
+        _refuse(func)
+
+
+def _refuse(func: Any) -> NoReturn:
+    raise ValueNeededError(
+        f"{place()} asks for the values of a tensor that another rank computes ({getattr(func, '__name__', func)}), "
+        "which are not there; let the model decide by its arguments instead, or do this inside a block that no cut "
+        "goes through"
+    ) from None
 
 
 def known(func: Any, args: tuple[Any, ...]) -> Tensor | None:
@@ -206,7 +210,8 @@ def _call_with_zeros(
 
 def _is_about_values(func: Any, error: Exception) -> bool:
     name, text = getattr(func, "__name__", ""), str(error).lower()
-    return name in _READS or name in _SHAPED_BY_VALUES or "no data" in text or "data-dependent" in text
+    needs = any(words in text for words in ("no data", "data-dependent", "called on meta tensors"))
+    return needs or name in _READS or name in _SHAPED_BY_VALUES
 
 
 _AS = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape"}

@@ -82,17 +82,21 @@ class BatchDims:
             ".".join(parts[:stop]) in self._rules for stop in range(len(parts), 0, -1)
         )
 
-    def with_rule(self, name: str, rule: Rule) -> BatchDims:
-        """Return the same, with what one is."""
+    def of_model(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the model among those of a call: all but the target."""
+        return {name: value for name, value in arguments.items() if name not in self._beside}
+
+    def with_rules(self, names: Iterable[str], rule: Rule) -> BatchDims:
+        """Return the same, with what some are."""
         other = copy.copy(self)
-        other._rules = {**self._rules, name: rule}
+        other._rules = {**self._rules, **dict.fromkeys(names, rule)}
         other._seen, other._warned, other._asked = dict(self._seen), set(self._warned), set(self._asked)
         other.model = None
         return other
 
-    def learn(self, name: str, rule: Rule) -> None:
-        """Note what one is, as if the user had said it; what the model said of others was said without that."""
-        self._rules[name] = rule
+    def learn(self, names: Iterable[str], rule: Rule) -> None:
+        """Note what some are, as if the user had said it; what the model said of others was said without that."""
+        self._rules.update(dict.fromkeys(names, rule))
         self._asked.clear()
 
     def is_new(self, name: str) -> bool:

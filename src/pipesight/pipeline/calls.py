@@ -95,6 +95,13 @@ class SplitCall:
         Raises:
             RuntimeError: Micro-batches have changed a tensor in place that each got all of.
         """
+        with self.told():
+            yield
+        self.check_unchanged()
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Let errors of the model in this tell what each micro-batch got."""
         try:
             yield
         except BaseException as error:
@@ -107,7 +114,6 @@ class SplitCall:
             if told and not isinstance(error, torch.OutOfMemoryError) and _is_of_the_model(error):
                 error.add_note(told)
             raise
-        self.check_unchanged()
 
     def check_unchanged(self) -> None:
         """Raise if micro-batches have changed a tensor in place that each got all of."""
@@ -245,7 +251,7 @@ def _is_of_the_model(error: BaseException) -> bool:
     if not frames:
         return False
     home = str(frames[-1].f_globals.get("__name__", "")).partition(".")[0]
-    return home != "pipesight" or frames[-1].f_code.co_name == "__torch_function__"
+    return home != "pipesight" or frames[-1].f_code.co_name in ("__torch_function__", "call", "call_without_values")
 
 
 def _as_call(arguments: Mapping[str, Any], positional: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -348,7 +354,7 @@ class _Batch:
         for tensor, names, cut in zip(flat.tensors, flat.names, cuts, strict=True):
             dim = dims.rule(names[0])[0]
             if isinstance(dim, int) and tensor.dim() > dim and tensor.size(dim) > 1:
-                found.append(Share(names[0], tensor, cut, not dims.says(names[0])))
+                found.append(Share(names[0], tensor, cut, not any(map(dims.says, names)), tuple(names[1:])))
         roots = {names[0] for names, cut in zip(flat.names, cuts, strict=True) if cut is not None}
         lists = [*zip(flat.containers, flat.container_names, strict=True)]
         lists += zip(flat.values, flat.value_names, strict=True)

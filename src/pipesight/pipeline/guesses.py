@@ -33,6 +33,8 @@ class Share:
     """The dimension in which it is cut; ``None`` if each micro-batch gets all of it."""
     guessed: bool
     """Whether ``batch_dim`` does not name it."""
+    also: tuple[str, ...] = ()
+    """Other names of the same tensor."""
 
     @property
     def looks(self) -> str:
@@ -85,7 +87,7 @@ class Guesses:
         if not why and dims.model is not None and _is_unclear(share, first, self.shares) and dims.is_new(share.name):
             taken = self._ways_taken(share, share.dim)
             if taken == (False, True):
-                dims.learn(share.name, None)
+                dims.learn([share.name, *share.also], None)
                 return True
             if taken == (True, True) and not bool((value == value.narrow(share.dim or 0, 0, 1)).all()):
                 why = (  # a mask of ones, say, is not used as one that differs between rows is
@@ -104,10 +106,10 @@ class Guesses:
         ]
         if dims.model is None or dims.default != 0 or not [share for share in rows if dims.is_new(share.name)]:
             return False
-        taken = self._rows_taken([share.name for share in rows])
+        names = [name for share in rows for name in (share.name, *share.also)]
+        taken = self._rows_taken(names)
         if taken == (True, False):
-            for share in rows:
-                dims.learn(share.name, 0)
+            dims.learn(names, 0)
             return True
         if taken != (False, True):
             for share in rows if taken == (True, True) else filter(_is_hardly_a_table, rows):
@@ -121,24 +123,21 @@ class Guesses:
         if dims.model is None or size < 2:
             return True, False
         chunks = min(len(self.sizes), max(size // 2, 2))
-        try:
-            cut, whole = (self.cut(chunks, dims.with_rule(share.name, rule)) for rule in (dim, None))
-        except ValueError:  # it is another argument, too, which then is cut in another way
-            return True, False
-        taken = ways_taken(dims.model, share.name, cut.positional, cut.arguments[0], whole.arguments[0])
+        cut, whole = (self.cut(chunks, dims.with_rules([share.name, *share.also], rule)) for rule in (dim, None))
+        some, rest = (dims.of_model(call.arguments[0]) for call in (cut, whole))
+        taken = ways_taken(dims.model, share.name, cut.positional, some, rest)
         return taken if size >= 4 or not taken[0] else (True, False)  # one sample is broadcast, which proves nothing
 
     def _rows_taken(self, names: Sequence[str]) -> tuple[bool, bool]:
         """Return whether the model takes arguments with several rows a sample cut, and whether it takes all of them."""
         assert self.dims.model is not None
-        as_rows = as_whole = self.dims
-        for name in names:
-            as_rows, as_whole = as_rows.with_rule(name, 0), as_whole.with_rule(name, None)
+        as_rows, as_whole = self.dims.with_rules(names, 0), self.dims.with_rules(names, None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             batch, cut, whole = self.cut(1, as_rows), self.cut(2, as_rows), self.cut(2, as_whole)
-        calls = batch.arguments[0], cut.arguments[0], whole.arguments[0]
-        return rows_taken(self.dims.model, cut.positional, *calls, Fraction(cut.sizes[0], batch.sizes[0]))
+        everything, some, rest = (self.dims.of_model(call.arguments[0]) for call in (batch, cut, whole))
+        part = Fraction(cut.sizes[0], batch.sizes[0])
+        return rows_taken(self.dims.model, cut.positional, everything, some, rest, part)
 
 
 def _has_several_rows(share: Share, size: int) -> bool:

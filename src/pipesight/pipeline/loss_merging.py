@@ -25,7 +25,7 @@ from pipesight.pipeline.calls import SplitCall
 from pipesight.pipeline.loss_watch import LossWatch
 from pipesight.pipeline.outputs import Weigh, Weights, weigh_by_samples
 
-__all__ = ["LossMerging", "LossWeight", "check_loss_weight", "plain_numbers", "shares_of", "weights_of"]
+__all__ = ["LossMerging", "LossWeight", "check_loss_weight", "plain_numbers", "shares_of", "weigh_means", "weights_of"]
 
 LossWeight: TypeAlias = Callable[..., Any] | Literal["samples", "sum"]
 
@@ -195,14 +195,21 @@ def _weighed_apart(
 
     The gradient of each is scaled where it enters the graph, so that weights by samples are right for all.
     """
-    values: list[list[Tensor]] = [[] for _ in shares]
-    for column, own in zip(columns, means, strict=True):
-        for part, mine, share, found in zip(column, own or [0.0] * len(shares), shares, values, strict=True):
-            part.scale_gradient(mine / share if share else 0.0)
-            if mine or not own:  # the mean of nothing is NaN, and that of the batch is if there is nothing in it
-                divisor = 1.0 if part.divisor is None else part.divisor
-                found.append(part.value() * (part.scale / divisor * (mine / share if own else 1.0)))
-    return Weights(shares, [torch.stack(found).sum() if found else torch.zeros(()) for found in values])
+    losses = []
+    for i, share in enumerate(shares):
+        factors = [(own[i] / share if own else 1.0) if share else 0.0 for own in means]
+        losses.append(weigh_means([column[i] for column in columns], factors))
+    return Weights(shares, losses)
+
+
+def weigh_means(parts: Sequence[LossPart], factors: Sequence[float]) -> Tensor:
+    """Multiply each of the cross entropies that a loss adds, also in its gradient; return the loss that this makes."""
+    values = []
+    for part, factor in zip(parts, factors, strict=True):
+        part.scale_gradient(factor)
+        if factor:  # the mean of nothing is NaN
+            values.append(part.value() * (part.scale * factor / (1.0 if part.divisor is None else part.divisor)))
+    return torch.stack(values).sum() if values else torch.zeros(())
 
 
 _Meaning: TypeAlias = list[float] | Literal["add", "any", "odd", "unclear"]

@@ -73,7 +73,10 @@ def check_cuts(model: nn.Module, cuts: Sequence[str] | None) -> list[str]:
     for cut in cuts:
         if not isinstance(cut, str):
             example = next((name for name, module in modules.items() if module is cut), "transformer.h.4")
-            raise TypeError(f"cuts must be names of modules, such as {example!r}, but got {type(cut).__name__}")
+            numbers = type(cut) is int and f"; numbers of layers are a balance: GPipe(model, balance={list(cuts)})"
+            raise TypeError(
+                f"cuts must be names of modules, such as {example!r}, but got {type(cut).__name__}{numbers or ''}"
+            )
         if cut not in modules:
             near = difflib.get_close_matches(cut, modules, n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "; model.named_modules() lists them"

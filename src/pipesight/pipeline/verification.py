@@ -156,7 +156,7 @@ def _check_cutting(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                other = together(pipe.chunks, dims.with_rule(name, dim))
+                other = together(pipe.chunks, dims.with_rules([name], dim))
             except Exception:
                 continue
         if not _first_unlike(truth, other):
