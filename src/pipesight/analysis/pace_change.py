@@ -109,7 +109,7 @@ def _causes(operations: Operations, since: int) -> tuple[Cause, ...]:
         return ()
     before, after = operations.where(early), operations.where(~early)
     try:
-        was, now = Replays(before, TOGETHER), Replays(after, TOGETHER)
+        was, now = Replays(before), Replays(after)
     except ValueError:  # they contradict each other
         return ()
     usual_was, usual_now = usual_before(before, was.durations, after, now.durations)
