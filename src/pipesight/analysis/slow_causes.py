@@ -127,7 +127,8 @@ class Fixes:
         kind = self._operations.kind
         over = np.where(self._computing, durations - usual, 0.0)
         by_step = self._by_step(self._worker, over)
-        yield self._slow_ranks(durations, usual, over, by_step)
+        if self._workers > 1:
+            yield self._slow_ranks(durations, usual, over, by_step)
         has_replicas = len(self._rank) > self._stages
         if has_replicas and self._stages > 1:
             by_replica = by_step.reshape(-1, self._stages, self._steps).sum(axis=1)
