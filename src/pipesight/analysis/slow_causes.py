@@ -20,7 +20,7 @@ from pipesight.analysis.usual_durations import UsualDurations
 from pipesight.runs.reading.event_tables import Column, Operations
 from pipesight.runs.reading.operation_kinds import KINDS, codes_of, collectives, computing, number_of
 
-__all__ = ["TOGETHER", "WORTH", "Cause", "CauseKind", "Fixes", "doing", "names_of", "verdict_of"]
+__all__ = ["WORTH", "Cause", "CauseKind", "Fixes", "doing", "names_of", "verdict_of"]
 
 CauseKind: TypeAlias = Literal["rank", "replica", "stage", "microbatches", "link", "collective", "messages", "jitter"]
 

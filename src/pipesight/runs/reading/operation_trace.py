@@ -104,10 +104,10 @@ def _read(database: DuckDBPyConnection, path: Path) -> Operations:
     _check_precision(database, path, name)
     _check_workers(database, path)
     columns = ", ".join(f"{column}::{'TINYINT' if column == 'kind' else 'INTEGER'} AS {column}" for column in limits)
-    # Of those that begin together, collectives before the first forward come first, and the optimizer after others.
+    before = ", ".join(map(str, codes_of("before")))  # of those that begin together, these come first
     found = database.execute(
         f'SELECT {columns}, "begin", duration, seq_id FROM operations ORDER BY step, replica, stage, '
-        f'operations."begin", seq_id, operations.kind NOT IN ({", ".join(map(str, codes_of("before")))}), operations.kind'
+        f'operations."begin", seq_id, operations.kind NOT IN ({before}), operations.kind'
     ).fetchnumpy()
     if not len(found["step"]):
         raise NotARunError(f"no operations in {str(path)!r}")
