@@ -14,7 +14,7 @@ from torch import nn
 
 from pipesight import GPipe, observe
 from pipesight._torch.saved_tensors import CAN_BE_SEEN
-from pipesight.analysis.analyse import NoTasksError
+from pipesight.analysis.analyse import NoTasksError, analyse
 from pipesight.plan import (
     Costs,
     Layer,
@@ -159,6 +159,22 @@ def test_usual_steps_count(tmp_path):
     found = measured(run)
     assert found.step_seconds == pytest.approx(650e-6)
     assert found.predicted_seconds == pytest.approx(650e-6)
+
+
+def test_mini_batches_of_several_sizes(tmp_path):
+    """Costs are those of the most common size, and the plan and the report say which others there are."""
+    run = Made(tmp_path / "run", balance=[1, 1], chunks=2)
+    at = 0
+    for step in range(10):
+        small = step % 5 < 2
+        run.samples = 8 if small else 16
+        at = run.gpipe(step, lambda phase, i, j, small=small: 100 if small else 200, at=at) + 50
+    found = measured(run)
+    assert whole(found.costs, chunks=2)[0] == pytest.approx([2 * 200e-6] * 2)
+    said = "mini-batches have 8 to 16 samples, 16 most often"
+    assert f"{said}; plans are about these" in found.costs.notes
+    with open_run(run.folder) as opened:
+        assert f"{said}; step times are those of all sizes" in [remark.text for remark in analyse(opened).remarks]
 
 
 def test_mini_batches_of_a_step(tmp_path):
@@ -347,7 +363,7 @@ def test_backwards_in_two_parts(tmp_path):
     found = measured(over_ranks(tmp_path / "run", zero_bubble(2, 4), {"F": 100, "B": 120, "W": 60}, layers=2))
     assert whole(found.costs, chunks=4) == (
         pytest.approx([4 * 50e-6] * 4),
-        pytest.approx([4 * (60 + 30) * 1e-6] * 4),
+        pytest.approx([4 * (60 + 30) * 1e-6] * 2 + [4 * (60 + 30) / 1.04 * 1e-6] * 2),  # splitting costs 4%
     )
     assert found.costs.backward_overhead == pytest.approx(0, abs=1e-12)
     assert found.predicted_seconds == pytest.approx(found.step_seconds)

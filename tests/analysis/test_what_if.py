@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from pipesight._formatting import rough_percent
@@ -203,6 +205,29 @@ def test_error_is_told(tmp_path):
     found = found_in(MadeJob(delay=0.05), tmp_path)
     assert found.error > 0.05
     assert f"the recorded step is {rough_percent(found.error)} longer than the replayed one" in found.remarks[0]
+
+
+@pytest.mark.parametrize("missing", [0, 3, 5])
+def test_worker_that_was_not_recorded(tmp_path, missing):
+    """No link is named that has an end which was not recorded, and nobody else suffers from what is missing."""
+    job = MadeJob(2, 3, transfer=lambda step, replica, source, target: 0.1 if replica else 0.01)
+    path = job.write(tmp_path / "trace.parquet")
+    table = pq.read_table(path)
+    pq.write_table(table.filter(pc.not_equal(table["rank"], missing)), path)
+    found = what_if(read_operations(path))
+    links = [cause.ranks for cause in found.causes if cause.kind == "link"]
+    assert all(missing not in ranks and ranks[0] % 2 == ranks[1] % 2 == 1 for ranks in links)
+    assert found.layout.ranks[missing % 2][missing // 2] is None
+
+
+def test_single_worker_has_no_link(tmp_path):
+    """Of a worker that was recorded alone, messages are slow, and not a link to itself."""
+    path = MadeJob(2, 3, transfer=lambda step, replica, source, target: 0.01 + 0.2 * (step == 3)).write(
+        tmp_path / "trace.parquet"
+    )
+    table = pq.read_table(path)
+    pq.write_table(table.filter(pc.equal(table["rank"], 2)), path)
+    assert "link" not in {cause.kind for cause in what_if(read_operations(path)).causes}
 
 
 def test_message_without_sender(tmp_path):

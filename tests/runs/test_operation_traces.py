@@ -89,12 +89,27 @@ def test_no_chunk_or_microbatch(trace, missing):
         ({"start_ts": lambda c: pc.divide(c, 0.0)}, "a value that is missing, negative or not finite"),
         ({"start_ts": lambda c: pc.multiply(c, 1e6)}, "times must be seconds .* divide them by 1e6"),
         ({"rank": lambda c: pa.array(range(len(c)))}, "several ranks share a data-parallel rank and a stage"),
+        ({"rank": lambda c: pc.multiply(c, 0)}, r"has several .* stages .*\(rank 0: .* 0, stage 0, and 0, 1\)"),
+        (
+            {"start_ts": lambda c: pc.add(c, 1.7e9).cast(pa.float32())},
+            "too coarse .* up to 1,700,000,000 seconds are 1.3e.02 seconds apart; use doubles",
+        ),
     ],
 )
 def test_refused(trace, columns, message):
     """What cannot be replayed is refused: the rule, the values, the fix."""
     with pytest.raises(NotARunError, match=message):
         open_run(change(trace, **columns))
+
+
+@pytest.mark.parametrize("again", [slice(0, None), slice(7, 8), slice(40, 60)])
+def test_refused_twice(trace, again):
+    """Rows that are there twice, wherever they are in the file, are counted and refused."""
+    table = pq.read_table(trace)
+    more = table.slice(again.start, len(range(*again.indices(len(table)))))
+    pq.write_table(pa.concat_tables([table, more]).sort_by("duration"), trace)
+    with pytest.raises(NotARunError, match=f"there twice in .*: {len(more)} .*; keep one of each"):
+        open_run(trace)
 
 
 def test_unknown_parquet(tmp_path):

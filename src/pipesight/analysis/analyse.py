@@ -112,8 +112,8 @@ def analyse(
     minibatches, tasks = find_minibatches(all_tasks, partitions=sizes, replicas=replicas)
     if not len(tasks):
         return _without_tasks(run, steps)
-    unknown = remarks_on_samples(described, minibatches)
     described = of_usual_size(described, minibatches)
+    unknown = remarks_on_samples(described, minibatches)
     minibatches = with_common_samples(described, minibatches)
     calls = match_calls(run.communications(), run.description)
     waits = RankWaits(waits_in(calls), spans, minibatches, replicas)

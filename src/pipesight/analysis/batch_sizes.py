@@ -10,7 +10,10 @@ import numpy as np
 from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.step_grouping import INCOMPLETE, TRAINING, MiniBatchTable
 
-__all__ = ["of_usual_size", "with_common_samples"]
+__all__ = ["of_usual_size", "sizes_in", "with_common_samples"]
+
+SOME = 0.1
+"""The share of mini-batches of other sizes from which it is said; fewer are the ends of epochs."""
 
 
 def of_usual_size(described: Sequence[DescribedPipeline], minibatches: MiniBatchTable) -> list[DescribedPipeline]:
@@ -26,6 +29,14 @@ def of_usual_size(described: Sequence[DescribedPipeline], minibatches: MiniBatch
         else pipeline
         for pipeline in described
     ]
+
+
+def sizes_in(minibatches: MiniBatchTable, usual: int | None) -> str | None:
+    """Say which sizes training mini-batches have, unless nearly all have the usual one."""
+    samples = minibatches.samples[(minibatches.kind == TRAINING) & (minibatches.samples > 0)]
+    if usual is None or not len(samples) or (samples != usual).mean() <= SOME:
+        return None
+    return f"mini-batches have {samples.min():,} to {samples.max():,} samples, {usual:,} most often"
 
 
 def with_common_samples(described: Sequence[DescribedPipeline], minibatches: MiniBatchTable) -> MiniBatchTable:

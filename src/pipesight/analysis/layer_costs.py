@@ -15,7 +15,7 @@ import numpy as np
 from pipesight.analysis.described_pipelines import DescribedLayer, DescribedPipeline
 from pipesight.analysis.memory import MemoryReport
 from pipesight.runs.reading.event_tables import LayerTimes
-from pipesight.schedule.costs import WEIGHT_SHARE, Layer, Peak
+from pipesight.schedule.costs import SPLIT_COST, WEIGHT_SHARE, Layer, Peak
 from pipesight.schedule.simulation import Times
 from pipesight.schedule.task_orders import B, F, R, W
 
@@ -222,8 +222,9 @@ def _mean_times(times: LayerTimes, names: list[list[str]]) -> list[Times] | None
             counts[j][phase, k] += count
     if not any(count[F].all() for count in counts):
         return None
-    for total in totals:  # a backward is that of inputs and that of weights
-        total[B], total[W] = total[B] + total[W], 0.0
+    for j, total in enumerate(totals):  # a backward is that of inputs and that of weights
+        in_two = (total[[B, W]] > 0).all(axis=0) & (j > 0)
+        total[B], total[W] = (total[B] + total[W]) / (1 + SPLIT_COST * in_two), 0.0
     for count in counts:  # a first partition has nothing but the latter
         count[B] = np.maximum(count[B], count[W])
     return [total / np.maximum(count, 1) for total, count in zip(totals, counts, strict=True)]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipesight.analysis.batch_sizes import sizes_in
 from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.layer_costs import MICROSECOND, layer_costs_of
 from pipesight.analysis.measured_memory import (
@@ -143,6 +144,9 @@ def measure_steps(
     if split is None or split.schedule is None:
         return None
     own = minibatches.where(split.rows[minibatches.replica[split.rows] == minibatches.replica[split.rows].min()])
+    sizes = sizes_in(own, facts.batch_size)
+    if sizes is not None:
+        own = own.where(own.samples == facts.batch_size)
     mine = times.where(np.isin(times.step, own.step) & (times.replica == own.replica[0]))
     if not len(mine):
         return None
@@ -191,7 +195,7 @@ def measure_steps(
         weight_share=found.weight_share,
         link=link,
         rates=split.rates,
-        notes=found.notes,
+        notes=found.notes if sizes is None else (*found.notes, f"{sizes}; plans are about these"),
         by_cuts=facts.cuts is not None,
     )
     predicted = (per_step * makespan + outside) * MICROSECOND, window.bubble(makespan)

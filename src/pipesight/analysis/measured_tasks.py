@@ -17,6 +17,7 @@ import numpy as np
 from pipesight.analysis.step_grouping import MiniBatchTable
 from pipesight.runs.reading.event_tables import Tasks
 from pipesight.schedule.contention import Concurrency
+from pipesight.schedule.costs import SPLIT_COST
 from pipesight.schedule.simulation import Times, simulate
 from pipesight.schedule.task_orders import KINDS, B, F, R, Schedule, W
 
@@ -86,11 +87,12 @@ class MeasuredTasks:
     def whole_lengths(self, *, computing: bool = True) -> Times:
         """Return the same, but with backwards as a whole: where weights have tasks of their own, these are added.
 
-        Without ``computing``, it is the time that tasks took.
+        What splitting them cost is left out. Without ``computing``, it is the time that tasks took.
         """
         lengths = self.lengths if computing else self.end - self.begin
         sums, counts = np.nansum(lengths, axis=(2, 3)), (~np.isnan(lengths)).sum(axis=(2, 3))
-        sums[B], sums[W] = sums[B] + sums[W], 0.0
+        in_two = self.schedule.split.any(axis=1) & (np.arange(self.n) > 0)  # but for those that lead to no input
+        sums[B], sums[W] = (sums[B] + sums[W]) / (1 + SPLIT_COST * in_two), 0.0
         return np.asarray(sums / np.maximum(counts, 1))
 
     def mean_gaps(self) -> Times:

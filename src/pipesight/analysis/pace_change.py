@@ -14,7 +14,7 @@ import numpy as np
 from pipesight._formatting import rough_percent, time
 from pipesight.analysis.chance import alike
 from pipesight.analysis.recorded_operations import RecordedOperations
-from pipesight.analysis.slow_causes import TOGETHER, WORTH, Cause, Fixes, doing, names_of
+from pipesight.analysis.slow_causes import WORTH, Cause, Fixes, doing, names_of
 from pipesight.analysis.step_times import StepTimes
 from pipesight.analysis.usual_durations import usual_before
 from pipesight.analysis.what_if import Replays
@@ -109,7 +109,7 @@ def _causes(operations: Operations, since: int) -> tuple[Cause, ...]:
         return ()
     before, after = operations.where(early), operations.where(~early)
     try:
-        was, now = Replays(before, TOGETHER), Replays(after, TOGETHER)
+        was, now = Replays(before), Replays(after)
     except ValueError:  # they contradict each other
         return ()
     usual_was, usual_now = usual_before(before, was.durations, after, now.durations)

@@ -11,6 +11,7 @@ import numpy as np
 
 from pipesight._formatting import percent, time
 from pipesight._plurals import count_of, plural
+from pipesight.analysis.batch_sizes import sizes_in
 from pipesight.analysis.clock_errors import doubts_about_clocks
 from pipesight.analysis.described_pipelines import DescribedPipeline
 from pipesight.analysis.memory import why_not_counted
@@ -171,7 +172,9 @@ def remarks_on_program(program: ProgramReport) -> list[Remark]:
 
 
 def remarks_on_samples(described: Sequence[DescribedPipeline], minibatches: MiniBatchTable) -> list[Remark]:
-    """Say that the samples of mini-batches were not recorded, only those of the one that was described."""
+    """Say that the samples of mini-batches were not recorded, or that they differ."""
+    if len(described) == 1 and (text := sizes_in(minibatches, described[0].batch_size)) is not None:
+        return [Remark(None, f"{text}; step times are those of all sizes")]
     sizes = [pipeline.batch_size for pipeline in described if pipeline.batch_size]
     if not sizes or (minibatches.samples >= 0).all():
         return []

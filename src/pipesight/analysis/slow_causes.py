@@ -20,7 +20,7 @@ from pipesight.analysis.usual_durations import UsualDurations
 from pipesight.runs.reading.event_tables import Column, Operations
 from pipesight.runs.reading.operation_kinds import KINDS, codes_of, collectives, computing, number_of
 
-__all__ = ["TOGETHER", "WORTH", "Cause", "CauseKind", "Fixes", "doing", "names_of", "verdict_of"]
+__all__ = ["WORTH", "Cause", "CauseKind", "Fixes", "doing", "names_of", "verdict_of"]
 
 CauseKind: TypeAlias = Literal["rank", "replica", "stage", "microbatches", "link", "collective", "messages", "jitter"]
 
@@ -90,7 +90,7 @@ class Fixes:
         self._stages = int(operations.stage.max()) + 1
         self._worker = operations.replica.astype(np.int32) * self._stages + operations.stage
         self._workers = len(np.unique(self._worker))
-        self._rank = np.zeros(int(self._worker.max()) + 1, np.int64)
+        self._rank = np.full((int(operations.replica.max()) + 1) * self._stages, -1)  # -1: was not recorded
         self._rank[self._worker] = operations.rank
         self._computing = np.isin(operations.kind, computing())
         steps, self._step = np.unique(operations.step, return_inverse=True)
@@ -127,7 +127,8 @@ class Fixes:
         kind = self._operations.kind
         over = np.where(self._computing, durations - usual, 0.0)
         by_step = self._by_step(self._worker, over)
-        yield self._slow_ranks(durations, usual, over, by_step)
+        if self._workers > 1:
+            yield self._slow_ranks(durations, usual, over, by_step)
         has_replicas = len(self._rank) > self._stages
         if has_replicas and self._stages > 1:
             by_replica = by_step.reshape(-1, self._stages, self._steps).sum(axis=1)
@@ -142,7 +143,7 @@ class Fixes:
             yield _Fix(Cause("microbatches", 0.0), lambda: durations * self._usual.even_microbatches)
         messages = np.isin(kind, codes_of("message"))
         if messages.any():
-            yield self._slow_link(durations, messages)
+            yield from self._slow_link(durations, messages)
             yield _Fix(Cause("messages", 0.0), lambda: np.where(messages, self._ideal, durations), wide=True)
         for number in collectives():
             if (kind == number).any():
@@ -169,19 +170,23 @@ class Fixes:
         cause = Cause("rank", 0.0, tuple(self._rank[most].tolist()), operation=self._main_kind(over, own))
         return _Fix(cause, lambda: np.where(own, usual, durations), by_chance=chance)
 
-    def _slow_link(self, durations: Column, messages: Column) -> _Fix:
-        """The link whose messages take longest beyond the median of all."""
+    def _slow_link(self, durations: Column, messages: Column) -> Iterator[_Fix]:
+        """The link whose messages take longest beyond the median of all, of those with two ends in the recording."""
         stage = self._operations.stage
         from_above = np.isin(self._operations.kind, [number_of("forward-recv"), number_of("backward-send")])
         lower = np.where(from_above, stage - 1, stage) % self._stages
         link = self._operations.replica.astype(np.int64) * self._stages + lower
         received = np.isin(self._operations.kind, [number_of("forward-recv"), number_of("backward-recv")])
         by_step = self._by_step(link, np.where(received, durations - self._ideal, 0.0))
-        worst = int(by_step.sum(axis=1).argmax())
-        ends = (worst, worst - worst % self._stages + (worst + 1) % self._stages)
+        every = np.arange(len(self._rank))
+        upper = every - every % self._stages + (every + 1) % self._stages
+        known = (self._rank >= 0) & (self._rank[upper] >= 0) & (upper != every)
+        if not known.any():
+            return
+        worst = int(np.where(known, by_step.sum(axis=1), -np.inf).argmax())
         own = messages & (link == worst)
-        cause = Cause("link", 0.0, tuple(self._rank[[*ends]].tolist()))
-        return _Fix(cause, lambda: np.where(own, self._ideal, durations), by_chance=self._is_chance(by_step, worst))
+        cause = Cause("link", 0.0, tuple(self._rank[[worst, upper[worst]]].tolist()))
+        yield _Fix(cause, lambda: np.where(own, self._ideal, durations), by_chance=self._is_chance(by_step, worst))
 
     def _by_step(self, place: Column, over: Column) -> Column:
         """Return what each place loses in each step."""

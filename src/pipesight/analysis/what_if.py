@@ -23,8 +23,8 @@ from pipesight.runs.reading.operation_kinds import KINDS
 
 __all__ = ["Layout", "Replays", "WhatIf", "what_if"]
 
-CELLS = 20_000_000
-"""Ends of operations, over all scenarios, that are held at once."""
+ROWS = 100_000
+"""Operations whose graph is made at once, if no step has more."""
 VISIBLE = 1.01
 """The slowdown from which a worker can be called a straggler."""
 DOUBTFUL = 0.05
@@ -111,13 +111,13 @@ class WhatIf:
 class Replays:
     """The graphs of all steps, a few steps at a time, to be replayed with any durations."""
 
-    def __init__(self, operations: Operations, columns: int) -> None:
+    def __init__(self, operations: Operations) -> None:
         self.operations = operations
         widest = widest_groups(operations)
         self._pieces: list[tuple[slice, OperationGraph]] = []
         self.durations = np.empty(len(operations))
         """As recorded; of communications, the transfer alone."""
-        for rows in _whole_steps(operations.step, max(CELLS // columns, 1)):
+        for rows in _whole_steps(operations.step, ROWS):
             own = operations.where(rows)
             graph = graph_of(own, widest)
             self._pieces.append((rows, graph))
@@ -159,7 +159,7 @@ def what_if(
     first_replica = whole + len(kinds)
     first_stage = first_replica + len(replicas)
     count = first_stage + len(stages)
-    replays = Replays(operations, count)
+    replays = Replays(operations)
     durations, ideal = replays.durations, _ideal(operations, replays.durations)
     times = replays.run(
         Scenarios(

@@ -155,11 +155,7 @@ class _Search:
         blocks = StageCosts(costs, setting, parameter_scale=self._scale, order=order)
         begin, end = self._cut[:-1, 0], self._cut[1:, 0]
         forward, again, _, _ = blocks.time[:, begin, end]
-        whole = blocks.whole[begin, end]
-        share = costs.weight_share if split else 0.0
-        # Both parts have the overhead of a task.
-        alone = np.maximum(whole - blocks.beside[B], 0.0)
-        backward, weight = (np.maximum(alone * part + blocks.beside[B], 0.0) for part in (1 - share, share))
+        backward, weight = blocks.in_parts[:, begin, end]
         homes = np.asarray(order.device_of_stage)
         apart = np.append(homes[1:] != homes[:-1], False)
         parameters = np.zeros(order.devices)
@@ -168,7 +164,7 @@ class _Search:
             order.device_of_stage,
             forward.tolist(),
             again.tolist(),
-            backward.tolist(),
+            (backward if split else blocks.whole[begin, end]).tolist(),
             weight.tolist() if split else None,
             (blocks.send[end] * apart).tolist(),
             costs.loss / setting.chunks,

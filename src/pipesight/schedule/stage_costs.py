@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipesight.schedule.contention import rate_of
-from pipesight.schedule.costs import Costs
+from pipesight.schedule.costs import SPLIT_COST, Costs
 from pipesight.schedule.memory import block_bytes, held, most_held
 from pipesight.schedule.setting import Setting
 from pipesight.schedule.simulation import Simulation, Times, simulate
@@ -37,7 +37,6 @@ class StageCosts:
         layers = costs.layers
         self.split = self.schedule.split
         """For each stage and micro-batch, whether its weight gradients are a task of their own."""
-        split = costs.weight_share if self.split.any() else 0.0
         each = _sums([layer.forward_each for layer in layers])
         again = [layer.forward if layer.recompute is None else layer.recompute for layer in layers]
         repeated = np.array([layer.checkpointed for layer in layers])
@@ -49,14 +48,19 @@ class StageCosts:
         beside = [costs.forward_overhead, costs.recompute_overhead, costs.backward_overhead, costs.backward_overhead]
         self.beside = np.array(beside) + self.gaps
         """Seconds of each task, by kind, outside its layers."""
-        parts = [forward, recompute, backward * (1 - split), backward * split]
-        self.time: Times = np.maximum(np.stack(parts) + self.beside[:, None, None], 0.0)
-        """Seconds of a task of each kind, by first layer and the one after the last; of backwards that are split."""
-        if not split:
-            self.time[W] = 0.0
-        self.time[R][_sums(repeated) == 0] = 0.0
+        in_two = (1 + SPLIT_COST) * backward
+        in_two[0] = backward[0]  # nobody waits for gradients of the model's inputs, so nothing runs twice
+        of_weights = np.where(np.arange(len(backward))[:, None] > 0, costs.weight_share, 1.0) * in_two
+        in_parts = np.stack([in_two - of_weights, of_weights])
+        self.in_parts: Times = np.maximum(in_parts + self.beside[[B, W], None, None], 0.0)
+        """Seconds of the two parts of a backward, by first layer and the one after the last."""
         self.whole: Times = np.maximum(backward + self.beside[B], 0.0)
         """Seconds of a backward that is not split."""
+        there = np.maximum(np.stack([forward, recompute]) + self.beside[[F, R], None, None], 0.0)
+        there[R][_sums(repeated) == 0] = 0.0
+        back = self.in_parts if self.split.any() else np.stack([self.whole, np.zeros_like(self.whole)])
+        self.time: Times = np.concatenate([there, back])
+        """Seconds of a task of each kind, likewise; backwards are split if any is."""
         sizes = np.array([costs.input_bytes, *(layer.output_bytes for layer in layers)]) / m
         self.send: Times = np.array([0.0, *(costs.link.seconds(size) for size in sizes[1:-1]), 0.0])
         """Seconds from one stage to the next, by the layer that the next begins with."""

@@ -10,6 +10,7 @@ from pipesight._plurals import count_of
 from pipesight.analysis.plan_outcome import Outcome
 from pipesight.plan.large_layers import LargeLayer
 from pipesight.plan.plans import Plan
+from pipesight.schedule.costs import SPLIT_COST
 from pipesight.view.text_layout import broken, broken_code, columns, shown_width
 
 __all__ = ["HEADINGS", "Row", "large_layer_note", "notes_on", "plan_text", "table_rows"]
@@ -134,8 +135,8 @@ def notes_on(outcome: Outcome, plans: Sequence[Plan]) -> list[str]:
         if split:
             which = _listed(split, "and")
             found.append(
-                f"what it costs to run backwards in two parts, as in {which}, was not measured, so that savings are "
-                "upper limits"
+                f"what it costs to run backwards in two parts, as in {which}, was not measured; {SPLIT_COST:.0%} more "
+                "is assumed"
             )
     if any(plan.setting.chunks == 1 and plan.setting.partitions > 1 for plan in plans):
         found.append("with chunks=1 there is no pipelining: partitions take turns")

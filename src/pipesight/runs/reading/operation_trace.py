@@ -10,9 +10,11 @@ import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pipesight.runs.reading._progress_bar import without_progress_bar
 from pipesight.runs.reading.event_tables import Operations
-from pipesight.runs.reading.operation_kinds import KINDS
+from pipesight.runs.reading.operation_kinds import KINDS, codes_of
 from pipesight.runs.reading.reader_notes import NotARunError
 from pipesight.runs.reading.safe_open import open_plain
 
@@ -27,6 +29,7 @@ COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration",
 _MAGIC = b"PAR1"
 _SHOWN = 12  # names in a message
 _LARGEST = 2**31 - 1
+_COARSE = 1e-3  # seconds
 _DAY = 86_400.0  # no step is as long; in microseconds, one of 0.1 seconds is
 
 
@@ -77,7 +80,8 @@ def _read(database: DuckDBPyConnection, path: Path) -> Operations:
         f"""CREATE TEMP VIEW operations AS SELECT step, dp_rank AS replica, stage, rank,
         list_position([{names}], optype::VARCHAR) - 1 AS kind, start_ts::DOUBLE * 1e6 AS "begin",
         duration::DOUBLE * 1e6 AS duration, {_or_none("mc")} AS chunk, {_or_none("gmc")} AS part,
-        {_or_none("mb_id")} AS microbatch, seq_id FROM read_parquet({name})"""
+        {_or_none("mb_id")} AS microbatch, {_or_none("seq_id")} AS seq_id
+        FROM read_parquet({name})"""
     )
     limits = {"step": 0, "replica": 0, "stage": 0, "rank": 0, "kind": 0, "chunk": -1, "part": -1, "microbatch": -1}
     good = [f"{column}::BIGINT BETWEEN {least} AND {_LARGEST}" for column, least in limits.items()]
@@ -97,23 +101,58 @@ def _read(database: DuckDBPyConnection, path: Path) -> Operations:
             f"times must be seconds in columns start_ts and duration of {str(path)!r} (longest step: {longest:,.0f} "
             "seconds, more than a day); divide them by 1e6 if they are microseconds, by 1e9 if they are nanoseconds"
         )
-    shared = database.execute(
-        "SELECT replica, stage, min(rank), max(rank) FROM operations GROUP BY ALL HAVING min(rank) <> max(rank) "
-        "ORDER BY ALL LIMIT 1"
-    ).fetchall()
-    if shared:
-        replica, stage, low, high = shared[0]
-        raise NotARunError(
-            f"several ranks share a data-parallel rank and a stage in {str(path)!r} (data-parallel rank {replica}, "
-            f"stage {stage}: ranks {low} to {high}); keep the operations of one rank of each tensor-parallel group"
-        )
+    _check_precision(database, path, name)
+    _check_workers(database, path)
     columns = ", ".join(f"{column}::{'TINYINT' if column == 'kind' else 'INTEGER'} AS {column}" for column in limits)
+    before = ", ".join(map(str, codes_of("before")))  # of those that begin together, these come first
     found = database.execute(
-        f'SELECT {columns}, "begin", duration FROM operations ORDER BY step, replica, stage, operations."begin", seq_id'
+        f'SELECT {columns}, "begin", duration, seq_id FROM operations ORDER BY step, replica, stage, '
+        f'operations."begin", seq_id, operations.kind NOT IN ({before}), operations.kind'
     ).fetchnumpy()
     if not len(found["step"]):
         raise NotARunError(f"no operations in {str(path)!r}")
+    twice = np.ones(len(found["step"]) - 1, bool)
+    for name in ("begin", "seq_id", "kind", "stage", "replica", "step", "part", "microbatch"):
+        twice &= found[name][1:] == found[name][:-1]
+    if twice.any():
+        raise NotARunError(
+            f"operations that are there twice in {str(path)!r}: {int(twice.sum())} (the first in step "
+            f"{found['step'][int(twice.argmax())]}); keep one of each, as SELECT DISTINCT does"
+        )
+    del found["seq_id"]
     return Operations(**found)
+
+
+def _check_precision(database: DuckDBPyConnection, path: Path, name: str) -> None:
+    """Refuse begins in single precision that are so large that those of different operations are the same."""
+    kind, largest = database.execute(
+        f"SELECT any_value(typeof(start_ts)), max(abs(start_ts)) FROM read_parquet({name})"
+    ).fetchall()[0]
+    if kind == "FLOAT" and (apart := float(np.spacing(np.float32(largest)))) > _COARSE:
+        raise NotARunError(
+            f"times are too coarse in column start_ts of {str(path)!r}: in single precision, those up to "
+            f"{largest:,.0f} seconds are {apart:.2g} seconds apart; use doubles, or let each step begin at 0"
+        )
+
+
+def _check_workers(database: DuckDBPyConnection, path: Path) -> None:
+    """Refuse ranks that share a place, and places that share a rank."""
+    workers = database.execute("SELECT DISTINCT rank, replica, stage FROM operations ORDER BY ALL").fetchall()
+    places: dict[tuple[int, int], int] = {}
+    ranks: dict[int, tuple[int, int]] = {}
+    for rank, *place in workers:
+        replica, stage = place
+        if (other := places.setdefault((replica, stage), rank)) != rank:
+            raise NotARunError(
+                f"several ranks share a data-parallel rank and a stage in {str(path)!r} (data-parallel rank {replica}, "
+                f"stage {stage}: ranks {other} and {rank}); keep the operations of one rank of each tensor-parallel "
+                "group"
+            )
+        if (known := ranks.setdefault(rank, (replica, stage))) != (replica, stage):
+            raise NotARunError(
+                f"a rank has several data-parallel ranks or stages in {str(path)!r} (rank {rank}: data-parallel rank "
+                f"{known[0]}, stage {known[1]}, and {replica}, {stage}); each worker needs a rank of its own"
+            )
 
 
 def _or_none(column: str) -> str:
