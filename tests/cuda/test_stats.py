@@ -1,5 +1,6 @@
 """Statistics on a GPU: the kernels against float64, reading back, batches, streams, and a watched pipeline."""
 
+import copy
 import json
 import math
 
@@ -117,6 +118,7 @@ def test_powers() -> None:
         lambda x: x[1:, 1:],
         lambda x: x.reshape(-1)[1:],
         lambda x: x[:1].expand(64, -1),
+        lambda x: x.repeat(20, 20)[:, :5999].t(),
         lambda x: x[:0],
         lambda x: x[0, 0],
     ],
@@ -377,6 +379,66 @@ def test_first_bad_tensor(tmp_path, capfd) -> None:
         model(x)
         watching.step()
     assert "first bad tensor: 'input' of layer '0'" in capfd.readouterr().err
+
+
+class Block(nn.Module):
+    """Layers whose output is changed in place, and one whose output the block returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(64), nn.Linear(64, 128), nn.ReLU(inplace=True)
+        self.drop, self.down = nn.Dropout(0.5), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.up(self.norm(x))
+        y += 0.5
+        return self.down(self.drop(self.act(y)))
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:`torch.jit.script_method`", "ignore:The .grad attribute")
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_compiled_blocks(tmp_path, dropout: float) -> None:
+    """Layers inside compiled blocks are logged as plain ones are, and logged steps train as the others do."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(10)), nn.Linear(64, 3)).cuda()
+    for block in model[:-1]:
+        block.drop.p = dropout
+    batches, seen = torch.randn(2, 32, 64, device="cuda"), {}
+    plain = copy.deepcopy(model).double()
+
+    def after(name: str, output: torch.Tensor) -> None:
+        seen.setdefault((name, "activation"), []).append(output.detach().clone())
+        output.register_hook(lambda g: seen.setdefault((name, "gradient"), []).append(g.clone()))
+
+    for name, layer in plain.named_modules():
+        if name:
+            layer.register_forward_hook(lambda _, args, output, name=name: after(name, output))
+    for x in batches:
+        plain(x.double()).square().mean().backward()
+    for block in model[:-1]:
+        block.compile(fullgraph=True)
+    feature = {"enabled": True, "tensors": ["activation", "gradient"], "stats": ["l2_norm", "min"], "freq": 2}
+    section = {"enabled": True, "layers": {"layer_name_regex_pattern": ".*"}, "LogTensorStats": feature}
+    optimizer, gradients = torch.optim.SGD(model.parameters(), 0.0), []
+    with watch(model, {"all": section}, log_dir=tmp_path):
+        for _ in range(5):
+            torch.manual_seed(1)
+            optimizer.zero_grad()
+            for x in batches:
+                model(x).square().mean().backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+    for of_step in gradients[1:]:
+        for one, other in zip(of_step, gradients[0], strict=True):
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
+    records = [json.loads(line) for line in (tmp_path / "stats" / "rank-00000.jsonl").read_text().splitlines()]
+    found = {(r["iteration"], r["layer"], r["tensor"], r["statistic"]): r["value"] for r in records}
+    assert {key[:3] for key in found} == {(step, *key) for step in (0, 2, 4) for key in seen}
+    for (layer, tensor), parts in seen.items() if not dropout else ():
+        whole = torch.cat([part.reshape(-1) for part in parts])
+        for step in (0, 2, 4):
+            assert found[step, layer, tensor, "l2_norm"] == pytest.approx(whole.norm().item(), rel=1e-4)
+            assert found[step, layer, tensor, "min"] == pytest.approx(whole.min().item(), rel=1e-3, abs=1e-9)
 
 
 def capture(function) -> torch.cuda.CUDAGraph:

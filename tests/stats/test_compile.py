@@ -1,9 +1,13 @@
 """Statistics and ``torch.compile``."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import pipesight.stats as debug_api
 from pipesight.stats import watch
@@ -172,7 +176,7 @@ def test_watching_a_model_that_has_run_compiled(tmp_path):
 @pytest.mark.parametrize("start", [0, 2])
 @pytest.mark.parametrize("how", ["before", "after", "blocks"])
 def test_steps_that_are_not_logged(how, start, tmp_path):
-    """They run what was compiled, without hooks; blocks of a kind share it. Logged steps run uncompiled."""
+    """They run what was compiled, without hooks, which blocks of a kind share; a whole model is logged uncompiled."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -198,11 +202,121 @@ def test_steps_that_are_not_logged(how, start, tmp_path):
             compiled(x).sum().backward()
             optimizer.step()
             frames.append(counter.frame_count)
-    assert (frames[0] == 0) == (start == 0)
-    assert 0 < frames[1] == frames[-1]
+    assert (frames[0] == 0) == (start == 0 and how != "blocks")
+    assert 0 < frames[2] == frames[-1]
     found = values(tmp_path)
     assert {key[0] for key in found} == set(range(start, 8, 2))
     for name, activation in expected.items():
         for step in range(start, 8, 2):
             assert_six(found, step, name, "activation", activation)
             assert (step, f"{name}.act", "gradient", "mean") in found
+
+
+class Deep(nn.Module):
+    """A block whose layers return tuples, are changed in place afterwards, and are what it returns."""
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x), None, torch.arange(3)
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.pair, self.act = nn.LayerNorm(4), self.Pair(), nn.ReLU(inplace=True)
+        self.up, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y, _, _ = self.pair(self.norm(x))
+        y += x
+        return self.last(self.act(self.up(y)))
+
+
+def truth_of(model, batches):
+    """Return the activations and gradients of each layer, of float64 copies of a model."""
+    model, seen = copy.deepcopy(model).double(), {}
+
+    def after(name, output):
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if tensor is not None and tensor.is_floating_point():
+                seen.setdefault((name, "activation"), []).append(tensor.detach().clone())
+                tensor.register_hook(lambda g: seen.setdefault((name, "gradient"), []).append(g.clone()))
+
+    for name, layer in model.named_modules():
+        if name:
+            layer.register_forward_hook(lambda _, args, output, name=name: after(name, output))
+    for x in batches:
+        model(x.double()).square().mean().backward()
+    return seen
+
+
+def run_compiled(model, batches, steps):
+    """Train with a learning rate of 0; return the gradients of each step."""
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.0), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for x in batches:
+            model(x).square().mean().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_layers_inside_compiled_blocks(tmp_path):
+    """Logged steps run compiled too, without a break: the same training, one more graph for all blocks, every layer."""
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(nn.Linear(4, 4), *(Deep() for _ in range(10))), torch.randn(3, 5, 4)
+    truth = truth_of(model, batches)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    for block in model[1:]:
+        block.compile(backend=counter, fullgraph=True)
+    with watch(model, config(("activation", "gradient"), freq=2), log_dir=tmp_path):
+        gradients = run_compiled(model, batches, 5)
+    assert counter.frame_count == 2
+    for of_step in gradients[1:]:
+        assert all(map(torch.equal, of_step, gradients[0]))
+    found = values(tmp_path)
+    assert {key[:3] for key in found} == {(step, *key) for step in (0, 2, 4) for key in truth}
+    for (layer, tensor), parts in truth.items():
+        for step in (0, 2, 4):
+            assert_six(found, step, layer, tensor, *parts, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("how", ["breaks", "limit", "checkpointed", "input", "raise"])
+def test_blocks_that_cannot_be_compiled_with_hooks(how, tmp_path):
+    """Code that falls apart, or hooks that wait for values, log what the plain model does."""
+
+    class Block(Deep):
+        plain = True
+
+        def forward(self, x):
+            if self.plain:
+                return super().forward(x)
+            if how == "checkpointed":
+                return checkpoint(super().forward, x, use_reentrant=False)
+            y, *_ = self.pair(self.norm(x))
+            if how == "breaks":
+                torch._dynamo.graph_break()
+            y += x
+            return self.last(self.act(self.up(y)))
+
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(nn.Linear(4, 4), Block(), Block()), torch.randn(3, 5, 4)
+    truth, Block.plain = truth_of(model, batches), False
+    limits = torch._dynamo.config.patch(recompile_limit=1) if how == "limit" else contextlib.nullcontext()
+    for block in model[1:]:
+        block.compile(backend="aot_eager")
+    tensors = ("activation", "gradient") + (("input",) if how == "input" else ())
+    settings = {"on_nonfinite": "raise"} if how == "raise" else {}
+    with limits, watch(model, config(tensors, freq=2, **settings), log_dir=tmp_path):
+        run_compiled(model, batches, 3)
+    found = values(tmp_path)
+    for (layer, tensor), parts in truth.items():
+        for step in (0, 2):
+            assert_six(found, step, layer, tensor, *parts, rtol=1e-4)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-__all__ = ["CompiledModules", "HookGuards"]
+__all__ = ["CompiledModules", "HookGuards", "run_uncompiled_alone", "uses_cuda_graphs"]
 
 
 class CompiledModules:
@@ -30,8 +31,13 @@ class CompiledModules:
         if isinstance(compiled, nn.Module) and any(inner is module for module in self._model.modules()):
             self._around.add(compiled)
 
-    def run_uncompiled(self, *, anew: bool = False) -> None:
-        """Run them as they are, until `restore`; look for more of them anew, if there may be."""
+    def run_uncompiled(self, keep: Callable[[nn.Module], bool], *, anew: bool = False) -> None:
+        """Run them as they are, until `restore`; look for more of them anew, if there may be.
+
+        Args:
+            keep: Tells of a compiled module, asked before those inside of it, whether all of it stays compiled.
+            anew: Whether there may be others than before.
+        """
         if self._known and not anew:
             return
         self._known = True
@@ -43,14 +49,16 @@ class CompiledModules:
             if module is None or module in seen:
                 continue
             seen.add(module)
-            waiting += module._modules.values()
-            if id(module) in known:
-                continue
             inner = vars(module).get("_modules", {}).get("_orig_mod")
-            if inner is not None and "forward" in vars(module):
-                self._change(module, "forward", inner.__call__)
-            elif module._compiled_call_impl is not None:
-                self._change(module, "_compiled_call_impl", None)
+            wraps = inner is not None and "forward" in vars(module)
+            if id(module) not in known and (wraps or module._compiled_call_impl is not None):
+                if not uses_cuda_graphs(module) and keep(inner if wraps else module):
+                    continue
+                if wraps:
+                    self._change(module, "forward", inner.__call__)
+                else:
+                    self._change(module, "_compiled_call_impl", None)
+            waiting += module._modules.values()
 
     def _change(self, module: nn.Module, name: str, value: Any) -> None:
         self._changed.append((module, name, vars(module).get(name)))
@@ -62,6 +70,25 @@ class CompiledModules:
         while self._changed:
             module, name, value = self._changed.pop()
             vars(module)[name] = value
+
+
+def uses_cuda_graphs(module: nn.Module) -> bool:
+    """Tell whether a compiled module is captured in CUDA graphs, whose replays call no code of Python."""
+    ask = getattr(module, "get_compiler_config", None)
+    ask = ask or getattr(module._compiled_call_impl, "get_compiler_config", None)
+    settings = ask() if callable(ask) else None
+    return bool(settings and settings.get("triton.cudagraphs"))
+
+
+def run_uncompiled_alone(function: Callable[..., object]) -> None:
+    """Have a function, and what it calls, run as it is wherever it is no part of larger compiled code, for good."""
+    from torch._C._dynamo import eval_frame
+    from torch._dynamo import types
+
+    if hasattr(eval_frame, "set_code_exec_strategy"):  # since torch 2.7
+        kinds: Any = types
+        skip = kinds.FrameExecStrategy(kinds.FrameAction.SKIP, kinds.FrameAction.SKIP)
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
 class HookGuards:

@@ -61,6 +61,11 @@ class TensorActions:
         """The steps at which there may be something to do."""
         return frozenset(rule.steps for rule, _ in self._rules)
 
+    @property
+    def stops(self) -> bool:
+        """Whether a tensor with NaN or Inf does more than make a warning, at once."""
+        return any(rule.on_nonfinite not in (None, "warn") for rule, _ in self._rules)
+
     def at(self, step: int) -> Action | None:
         """Return what to do at a step."""
         known, action = self._now

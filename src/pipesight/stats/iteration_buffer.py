@@ -282,10 +282,10 @@ class IterationBuffer:
             )
         return entries, sent
 
-    def measure_waiting(self) -> None:
-        """Measure the tensors that wait for others, before they can change."""
+    def measure_waiting(self, *, here: bool) -> None:
+        """Measure the tensors that wait for others, before they can change: on the current stream, or on all."""
         for rows in self.devices.values():
-            rows.flush()
+            (rows.flush_here if here else rows.flush)()
 
     def _write_read(self, *, wait: bool) -> None:
         """Log the iterations whose values have come, in order."""

@@ -232,10 +232,10 @@ class StatsSession:
         """Look up again what there is to do with each tensor: the step is another one, or a watch has ended."""
         self._pending.prepare_anew()
 
-    def measure_waiting(self) -> None:
-        """Measure what waits to be measured together, before somebody else gets hold of it."""
+    def measure_waiting(self, *, here: bool = False) -> None:
+        """Measure what waits to be measured together, on the current stream or on all, before it can change."""
         if not self.is_captured():  # what waits is of an earlier step, and must not become part of the graph
-            self._pending.measure_waiting()
+            self._pending.measure_waiting(here=here)
 
     def _prepare(self, tap: Tap) -> None:
         """Look up what there is to do with a tensor in the step that has begun."""

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from pipesight._torch.module_internals import not_compiled
 from pipesight._torch.tensors import in_transform, is_tracing
 
-__all__ = ["Hook", "Once"]
+__all__ = ["Hook", "Once", "OutsideHook"]
 
 
 class Hook:
@@ -35,6 +35,15 @@ class Hook:
 
     def __reduce__(self) -> tuple[type[Hook], tuple[Callable[..., None]]]:
         return Hook, (nothing,)
+
+
+class OutsideHook(Hook):
+    """A hook of a compiled module, called before and after its compiled code, of which it can be no part."""
+
+    @not_compiled
+    def __call__(self, *args: Any) -> Any:
+        """Is called by the module."""
+        return None if is_tracing() or in_transform() else self._function(*args)
 
 
 class Once:

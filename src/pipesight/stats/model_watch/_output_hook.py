@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight._torch.autograd import current_backward, hook_gradient, tensor_hooks
 from pipesight._torch.tensors import in_transform, is_transformed
-from pipesight.context import current
+from pipesight.context import Where, current
+from pipesight.stats.model_watch._compiled_part import CompiledPart
 from pipesight.stats.model_watch._hook import Hook
 from pipesight.stats.model_watch._readable import numbers
 from pipesight.stats.recomputation import is_recomputing
@@ -60,26 +61,60 @@ class OutputHook(Hook):
     def __init__(self, watch: Watcher, outputs: tuple[Tap, ...], gradient: GradientHook | None) -> None:
         super().__init__(self._after_layer)
         self._watch, self._outputs, self._gradient = watch, outputs, gradient
+        self._part: CompiledPart | None = None
+        self._place = 0
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Is called by the layer, with its arguments and its output."""
+    def belong_to(self, part: CompiledPart, place: int) -> None:
+        """Note outputs where the layer is compiled as one of a part."""
+        self._part, self._place = part, place
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Is called by the layer, with its arguments and its output; compiled code gets another output."""
         if is_compiling():
-            super().__call__(module, args, output)
-            return
+            return self._noted(module, args, output)
         where = current()
         if self._gradient is None and where is not None and where.phase == "recompute":
-            return
+            return None
         if type(output) is not Tensor or not self._watch.inside or in_transform() or current_backward() != -1:
-            super().__call__(module, args, output)
-            return
+            return super().__call__(module, args, output)
         if where is not None and is_recomputing():
-            return
-        for tap in self._outputs:
-            if (take := tap.take) is None or not take(output, tap.series, where):  # type: ignore[arg-type]
-                self._watch.log(tap, (output,))
+            return None
+        self._take(output, where)
         gradient = self._gradient
         if gradient is not None and (gradient.tap.take is None or not gradient.is_quickly_on(output)):
             self._hook_gradients(gradient, (output,))
+        return None
+
+    def _noted(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Note an output in compiled code, if that can be; return what takes its place."""
+        part, place, differentiates = self._part, self._place, self._gradient is not None
+        if part is None:
+            return super().__call__(module, args, output)
+        if type(output) is Tensor:
+            return part.note(place, output, differentiates=differentiates)
+        if type(output) not in (tuple, list) or not all(item is None or type(item) is Tensor for item in output):
+            return super().__call__(module, args, output)
+        only_floats = any(item is not None and item.is_floating_point() for item in output)
+        found = []
+        for item in output:
+            if item is not None and (item.is_floating_point() or not only_floats):
+                item = part.note(place, item, differentiates=differentiates)
+            found.append(item)
+        return type(output)(found)
+
+    def take_output(self, output: Tensor) -> None:
+        """Log an output that compiled code has noted."""
+        self._take(output, current())
+
+    def take_gradient(self, gradient: Tensor) -> None:
+        """Log a gradient that compiled code has noted."""
+        if self._gradient is not None:
+            self._gradient(gradient)
+
+    def _take(self, output: Tensor, where: Where | None) -> None:
+        for tap in self._outputs:
+            if (take := tap.take) is None or not take(output, tap.series, where):  # type: ignore[arg-type]
+                self._watch.log(tap, (output,))
 
     def _after_layer(self, _: nn.Module, args: Any, output: Any) -> None:
         tensors = numbers(output)

@@ -19,13 +19,13 @@ from torch.utils.hooks import RemovableHandle
 
 from pipesight import context
 from pipesight._patches import Patches
-from pipesight._torch.compiled_modules import CompiledModules, HookGuards
 from pipesight._torch.module_internals import WRAPPER_NAMES, forward_hook_tables, is_compiled, uncompiled
 from pipesight.stats import api
 from pipesight.stats.config.steps import Steps
 from pipesight.stats.config_errors import shown
 from pipesight.stats.current_session import running
 from pipesight.stats.layer_names import named_layers, partitions_of
+from pipesight.stats.model_watch._compiled_parts import CompiledParts
 from pipesight.stats.model_watch._hook import Hook, Once
 from pipesight.stats.model_watch._input_gradients import InputGradients
 from pipesight.stats.model_watch._layer_hooks import LayerHooks
@@ -108,11 +108,11 @@ class Watch:
         self._logged: frozenset[Steps] = frozenset()  # the steps that need the hooks of the layers
         self._differentiated = False  # whether gradients are logged
         self._patches = Patches()
-        self._guards = HookGuards()
-        self._compiled = CompiledModules(self._wrapped)
+        self._compiled = CompiledParts(
+            self, self._model, self._wrapped, self._layer_hooks, compilable=self._part.group is None
+        )
         self._skipped: set[tuple[str, str]] = set()
         self._stepped = False
-        self._compiles = False  # whether anything has been compiled since the step was prepared
         self._steps: AgreedSteps | None = None
         self.inside: bool | None = None
         """Whether a call of the model is under way that counts; None if there is none."""
@@ -219,10 +219,9 @@ class Watch:
         for hook in self._hooks:
             hook.stop()
         self._layer_hooks.remove()
-        self._compiled.restore()
+        self._compiled.stop()
         self._session.prepare_anew()
         self._patches.undo()
-        self._guards.turn_off()
         self._handles.clear()
         self._leaves.clear()
         self._hooks.clear()
@@ -246,7 +245,9 @@ class Watch:
         outputs = tuple(Tap(name, t) for t in OUTPUTS if t in tensors)
         if outputs or "gradient" in tensors:
             gradient = self._gradient_hook(name, "gradient") if "gradient" in tensors else None
-            self._layer_hooks.after(layer, OutputHook(self, outputs, gradient))
+            hook = OutputHook(self, outputs, gradient)
+            self._layer_hooks.after(layer, hook)
+            self._compiled.add_layer(layer, hook)
         if "weight" in tensors or "wgrad" in tensors:
             self._weights.add(name, layer, tensors)
         for tensor in tensors:
@@ -254,6 +255,8 @@ class Watch:
             if tensor not in ("weight", "wgrad") and actions is not None:
                 self._logged |= actions.steps
                 self._differentiated |= tensor in ("gradient", "dgrad")
+                if tensor in ("input", "dgrad") or actions.stops:
+                    self._compiled.refuse(layer)
 
     def _gradient_hook(self, name: str, tensor: str) -> GradientHook:
         return GradientHook(self, (Tap(name, tensor),), as_it_is=self._part.replicas == 1)
@@ -281,7 +284,7 @@ class Watch:
         self._handles += self._weights.attach()
         self._patches.wrap(torch.jit, "script", self._without_hooks)
         self._patches.wrap(torch, "compile", self._guarded)
-        self._guards.turn_on()
+        self._compiled.attach()
         if self._auto and not isinstance(self._model, torch.jit.ScriptModule):
             self._handles += [
                 self._model.register_forward_pre_hook(self._hook(self._before_model), prepend=True),
@@ -309,11 +312,7 @@ class Watch:
     def _guarded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note what is compiled, and let code that calls the model be compiled with and without hooks."""
         compiled = original(*args, **kwargs)
-        self._guards.turn_on()
-        self._compiled.add(compiled)
-        self._compiles = True
-        self._prepare()
-        self._compiles = True  # by `Module.compile`, which has yet to take it
+        self._compiled.add(compiled, self._prepare)
         return compiled
 
     def _hook(self, function: Callable[..., object]) -> Hook:
@@ -321,7 +320,7 @@ class Watch:
         return self._hooks[-1]
 
     def _before_model(self, *_: object) -> None:
-        if self._compiles:
+        if self._compiled.may_be_new:
             self._prepare()
         self.inside = self._counts() and not self._session.is_captured()
         if self.inside:
@@ -365,11 +364,7 @@ class Watch:
         """Have the layers call, if the step that begins is logged."""
         on = self._needs_hooks(self._session.step_count + (self._stepped and self._auto))
         self._layer_hooks.turn(on=on)
-        if on:
-            self._compiled.run_uncompiled(anew=self._compiles)
-        else:
-            self._compiled.restore()
-        self._compiles = False
+        self._compiled.run(hooked=on)
 
     def _needs_hooks(self, step: int) -> bool:
         # Without auto_step, the backward may belong to another step than the forward.
@@ -386,10 +381,17 @@ class Watch:
 
     def differentiates(self, gradient: GradientHook) -> bool:
         """Whether a gradient of this forward will be logged."""
-        if not torch.is_grad_enabled() or self._session.is_captured():
-            return False
         # Without auto_step, the backward may belong to another step than the forward.
-        return not self._auto or (self._model.training and self._wants(gradient.tap))
+        return self.keeps_graph() and (not self._auto or self._wants(gradient.tap))
+
+    def keeps_graph(self) -> bool:
+        """Whether a backward through this forward may be logged."""
+        training = not self._auto or self._model.training
+        return training and torch.is_grad_enabled() and not self._session.is_captured()
+
+    def measure_here(self) -> None:
+        """Measure what waits on the current stream to be measured together."""
+        self._session.measure_waiting(here=True)
 
     def hook_gradient(self, gradient: GradientHook, tensor: Tensor) -> None:
         """Have the gradient of a tensor logged."""

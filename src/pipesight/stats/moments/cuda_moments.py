@@ -110,13 +110,22 @@ class DeviceRows:
     def flush(self) -> None:
         """Measure all tensors that wait."""
         for lane in list(self._lanes.values()):
-            for queue in list(lane.queues.values()):
-                while queue.waiting:
-                    with self._lock:
-                        waiting = queue.take()
-                    if waiting:
-                        with torch.cuda.stream(lane.stream):
-                            self._measure_waiting(lane, waiting)
+            with torch.cuda.stream(lane.stream):
+                self._flush_lane(lane)
+
+    def flush_here(self) -> None:
+        """Measure the tensors that wait on the current stream."""
+        lane = self._lanes.get(raw_stream(self._index))
+        if lane is not None:
+            self._flush_lane(lane)
+
+    def _flush_lane(self, lane: Lane) -> None:
+        for queue in list(lane.queues.values()):
+            while queue.waiting:
+                with self._lock:
+                    waiting = queue.take()
+                if waiting:
+                    self._measure_waiting(lane, waiting)
 
     def _measure_waiting(self, lane: Lane, waiting: list[Waiting]) -> None:
         """Measure tensors of one dtype on the lane's stream, which is the current one."""
@@ -281,7 +290,10 @@ def _flat(tensor: Tensor) -> Tensor | None:
     """Return the elements in any order as one dense tensor of a dtype the kernels take, or None for odd kinds."""
     if is_quick(tensor):
         return tensor.detach().view(-1)
-    pieces = list(flat_pieces(plain(tensor)))
+    x = plain(tensor)
+    if x.layout is torch.strided and not (x.is_nested or x.is_quantized or 0 in x.stride()):
+        x = x.permute(sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)).resolve_neg().contiguous()
+    pieces = list(flat_pieces(x))
     if len(pieces) != 1 or pieces[0][1] != 1 or not pieces[0][0].is_cuda:
         return None
     x = pieces[0][0]
