@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["FIELDS", "LaterMoments", "Moments", "merge_each", "merge_rows"]
+__all__ = ["FIELDS", "LaterMoments", "Moments", "merge_each", "merge_rows", "merge_table"]
 
 FIELDS = ("count", "nans", "infs", "zeros", "min", "max", "mean", "m2", "l1", "smallest", "m3", "m4")
 EXACT = ("count", "nans", "infs", "zeros", "min", "max", "smallest")  # whatever the order of the elements
@@ -213,6 +213,16 @@ def merge_each(tensors: Sequence[Sequence[Sequence[float]]]) -> NDArray[np.float
     padded = [[*rows, *[empty] * (most - len(rows))] for rows in tensors]
     table = np.array(padded, dtype=np.float64).reshape(len(tensors), most, len(FIELDS))
     return _merged(table.transpose(2, 1, 0))
+
+
+def merge_table(table: NDArray[np.float64]) -> Moments:
+    """Merge the rows of a table, of parts of one tensor.
+
+    Example::
+
+        merge_table(np.array([first_half.row(), second_half.row()]))
+    """
+    return Moments(*_merged(table.T[:, :, None])[0].tolist())
 
 
 def merge_rows(rows: Tensor) -> Tensor:
