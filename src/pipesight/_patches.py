@@ -95,12 +95,11 @@ class _Wrapper:
     """One wrapper of a function."""
 
     def __init__(self, around: Callable[..., Any], about: str, may_raise: bool) -> None:
-        self._around, self._may_raise = around, may_raise
+        self._around = around
         self._log_error = _LogOnce(about)
+        self.call = around if may_raise else self._call_carefully
 
-    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._may_raise:
-            return self._around(inner, *args, **kwargs)
+    def _call_carefully(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._log_error.done:
             return inner(*args, **kwargs)
         call = _Call(inner)
@@ -165,7 +164,7 @@ class _Place(abc.ABC):
     def _change(self, wrappers: list[_Wrapper]) -> None:
         run = self._original
         for wrapper in wrappers:
-            run = functools.partial(wrapper.__call__, run)  # its slot would cost a look-up in each call
+            run = functools.partial(wrapper.call, run)
         self._wrappers, self._run = wrappers, run
 
     @abc.abstractmethod
