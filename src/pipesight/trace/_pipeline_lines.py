@@ -52,7 +52,7 @@ class PlaceLines:
         self._arrows.pop(("f", thread), None)
 
     def of(self, thread: int) -> dict[Any, tuple[Args, bytes]]:
-        """Return what is kept for a thread: by node, partition and layer, the node's arguments and the line of `make`."""
+        """Return a thread's lines of `make`, with the node's arguments, by node, partition and layer."""
         return self._lines[thread]
 
     def make(self, node: Any, thread: int, place: Place) -> bytes:

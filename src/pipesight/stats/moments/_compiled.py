@@ -123,7 +123,7 @@ def _sums(bits: NDArray[Any]) -> tuple[np.int32, np.int32, float, float, float]:
 
 
 @_compiled
-def _nearest_zero(bits: NDArray[Any]) -> tuple[int, float]:
+def _nearest_zero(bits: NDArray[Any]) -> tuple[np.int32, float]:
     """Return the number of zeros, and the least magnitude of what is not zero."""
     zeros, least = np.int32(0), INFINITY
     for i in range(bits.size):
@@ -146,4 +146,4 @@ def _powers(bits: NDArray[Any], mean: float) -> tuple[float, float]:
 
 
 with contextlib.suppress(RuntimeError):  # there is no folder to keep it in
-    _fill.enable_caching()
+    cast(Any, _fill).enable_caching()
