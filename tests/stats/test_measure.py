@@ -406,6 +406,19 @@ def test_numba_that_does_not_work(monkeypatch):
     assert moments[0].row()[:10] == moments[1].row()[:10]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flushed_subnormals(dtype):
+    """Subnormal numbers are zeros in every way where the program has them flushed."""
+    x = (normal(100_000) * 1e-42).index_fill_(0, torch.tensor([7]), 0.5).to(dtype)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot flush subnormal numbers")
+    try:
+        found = [(m.zeros, m.smallest, m.l1, m.max) for m in measured(x)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert found == [(99_999, 0.5, 0.5, 0.5)] * len(WAYS)
+
+
 NUMBA = """
 import sys
 import torch
