@@ -95,16 +95,15 @@ class _Wrapper:
     """One wrapper of a function."""
 
     def __init__(self, around: Callable[..., Any], about: str, may_raise: bool) -> None:
-        self._around = around
+        self.around, self.may_raise = around, may_raise
         self._log_error = _LogOnce(about)
-        self.call = around if may_raise else self._call_carefully
 
-    def _call_carefully(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_carefully(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._log_error.done:
             return inner(*args, **kwargs)
         call = _Call(inner)
         try:
-            return self._around(call, *args, **kwargs)
+            return self.around(call, *args, **kwargs)
         except Exception as error:
             if error is call.error:  # the original raised it
                 raise
@@ -164,7 +163,7 @@ class _Place(abc.ABC):
     def _change(self, wrappers: list[_Wrapper]) -> None:
         run = self._original
         for wrapper in wrappers:
-            run = functools.partial(wrapper.call, run)
+            run = functools.partial(wrapper.around if wrapper.may_raise else wrapper.call_carefully, run)
         self._wrappers, self._run = wrappers, run
 
     @abc.abstractmethod
