@@ -246,8 +246,8 @@ def merge_rows(rows: Tensor) -> Tensor:
 
 def _merged(fields: NDArray[np.float64]) -> NDArray[np.float64]:
     counts, means, m2, m3 = fields[0], fields[6], fields[7], fields[10]
-    merged: NDArray[np.float64] = np.add.reduce(fields, 1)
     with np.errstate(all="ignore"):
+        merged: NDArray[np.float64] = np.add.reduce(fields, 1)  # of ends, too, whose sums nobody needs
         full = counts > 0
         first = means[full.argmax(0), np.arange(len(means[0]))]  # equal means stay what they are
         shares = counts / np.where(merged[0] > 0, merged[0], 1.0)
