@@ -1,6 +1,6 @@
 """Loggers of statistics, each as a runner. The name of a workload says which, and of what.
 
-sum | pipesight | nvdlfw            six statistics of 16M numbers, beside one sum    "pipesight bfloat16"
+sum | pipesight | pipesight+numba | nvdlfw   six statistics of 16M numbers, and one sum   "pipesight bfloat16"
 pipesight | nvdlfw                  1,000 calls for small tensors of 100 layers      "nvdlfw selected"
 pipesight | nvdlfw                  16M numbers on each of two processes             "pipesight ranks"
 train | watched | seldom            steps of the demo's model, activations watched   "watched demo", "watched modules"
@@ -74,7 +74,8 @@ def session(who: str, folder: Path, **settings: Any) -> Iterator[Any]:
     """Initialize ours or the peer's ``debug_api``."""
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config(**settings)))
-    if who == "pipesight":
+    if who != "nvdlfw":
+        os.environ["NUMBA_DISABLE_JIT"] = "0" if who == "pipesight+numba" else "1"
         import pipesight.stats as debug_api
     else:
         import nvdlfw_inspect.api as debug_api  # type: ignore[no-redef, unused-ignore]

@@ -20,11 +20,15 @@ MICROSECONDS = Quantity("µs per call", lambda turn: turn.seconds * 1e6 / CALLS)
 def run(options: Options) -> bool:
     """Measure; return whether no contender crashed."""
     sound = True
+    compiled = ["pipesight+numba"] if importlib.util.find_spec("numba") else []
     for dtype, limit in (("float32", 2.5), ("bfloat16", 6.0)):
-        outcomes = take(options, [f"{who} {dtype}" for who in ("sum", "pipesight", "nvdlfw")], rounds=11, seconds=0.1)
+        names = [f"{who} {dtype}" for who in ("sum", "pipesight", *compiled, "nvdlfw")]
+        outcomes = take(options, names, rounds=11, seconds=0.1)
         title = f"Six statistics of 16M numbers, {dtype}, one thread"
         sound &= show(title, outcomes, reference=f"sum {dtype}", kind="cost")
-        show_goals(outcomes, [Goal(f"pipesight {dtype}", f"sum {dtype}", "cost", limit)])
+        show_goals(
+            outcomes, [Goal(f"{who} {dtype}", f"sum {dtype}", "cost", limit) for who in compiled or ["pipesight"]]
+        )
     for what in ("selected", "unselected", "off"):
         outcomes = take(options, [f"{who} {what}" for who in ("nvdlfw", "pipesight")], rounds=11, seconds=0.05)
         title = f"A call for a tensor of 64 x 64, one of 100 layers: {what}"

@@ -95,17 +95,15 @@ class _Wrapper:
     """One wrapper of a function."""
 
     def __init__(self, around: Callable[..., Any], about: str, may_raise: bool) -> None:
-        self._around, self._may_raise = around, may_raise
+        self.around, self.may_raise = around, may_raise
         self._log_error = _LogOnce(about)
 
-    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._may_raise:
-            return self._around(inner, *args, **kwargs)
+    def call_carefully(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._log_error.done:
             return inner(*args, **kwargs)
         call = _Call(inner)
         try:
-            return self._around(call, *args, **kwargs)
+            return self.around(call, *args, **kwargs)
         except Exception as error:
             if error is call.error:  # the original raised it
                 raise
@@ -165,7 +163,7 @@ class _Place(abc.ABC):
     def _change(self, wrappers: list[_Wrapper]) -> None:
         run = self._original
         for wrapper in wrappers:
-            run = functools.partial(wrapper.__call__, run)  # its slot would cost a look-up in each call
+            run = functools.partial(wrapper.around if wrapper.may_raise else wrapper.call_carefully, run)
         self._wrappers, self._run = wrappers, run
 
     @abc.abstractmethod

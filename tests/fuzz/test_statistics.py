@@ -22,6 +22,12 @@ from pipesight.stats.moments.casting import measure_cast
 from pipesight.stats.moments.cpu_moments import measure, measure_on_device
 from pipesight.stats.moments.small_tensor_buffer import SmallRows
 from pipesight.stats.moments.statistic_formulas import STATISTICS
+from support.ways import measured
+
+try:
+    from pipesight.stats.moments import _compiled
+except ImportError:  # numba is not installed
+    _compiled = None
 
 FUZZER = "statistics"
 NUMPY = {name: getattr(np, name) for name in ("float64", "float32", "float16", "uint8", "uint16", "uint32", "uint64")}
@@ -293,6 +299,8 @@ def chunks(small):
         mock.patch.object(_exact, "CHUNK", 300),
         mock.patch.object(cpu_moments, "SMALL", 200),
         mock.patch.object(torch, "get_num_threads", return_value=1),
+        mock.patch.object(_compiled, "BLOCK", 256) if _compiled else contextlib.nullcontext(),
+        mock.patch.object(_compiled, "CHUNK", 512) if _compiled else contextlib.nullcontext(),
     ):
         yield
 
@@ -315,8 +323,8 @@ def test_statistics(case):
     values, before = elements(tensor, dtype), raw(tensor)
     expected = truth(values)
     with chunks(case["small"]):
-        compare(measure(tensor), expected, dtype, values)
-        compare(measure(tensor, powers=True), expected, dtype, values)
+        for moments in (*measured(tensor), *measured(tensor, powers=True)):
+            compare(moments, expected, dtype, values)
         compare(measure_on_device(tensor), expected, dtype, values)
         later = SmallRows().add(tensor, powers=True, smallest=True)
         if later is not None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.util
 import math
+import os
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -14,11 +19,12 @@ import torch
 from torch import nn
 
 from pipesight.stats.config.rules import StatisticRequest
-from pipesight.stats.moments import Moments, _rows
+from pipesight.stats.moments import Moments, _rows, cpu_moments
 from pipesight.stats.moments.cpu_moments import measure, measure_on_device
 from pipesight.stats.moments.quantity import combine, quantity
 from pipesight.stats.moments.statistic_formulas import STATISTICS
 from support import warm
+from support.ways import WAYS, measured, way
 
 SIX = ("min", "max", "mean", "std", "l1_norm", "l2_norm")
 N = 1 << 20
@@ -40,18 +46,17 @@ def reference(x: torch.Tensor) -> dict[str, float]:
 
 
 def assert_right(x: torch.Tensor, moments: Moments | None = None, rel: float = 1e-6) -> None:
-    """All six are right to 1e-6, and so are the counts and the least magnitude."""
-    moments = measure(x) if moments is None else moments
+    """All six are right to 1e-6, in every way, and so are the counts and the least magnitude."""
     d = x.detach().to(torch.float64)
     finite = d[d.isfinite()]
     nonzero = finite[finite != 0].abs()
-    assert (moments.count, moments.nans) == (finite.numel(), d.isnan().sum().item())
-    assert moments.infs == d.isinf().sum().item()
-    assert moments.zeros == finite.numel() - nonzero.numel()
-    assert moments.smallest == (nonzero.min().item() if nonzero.numel() else math.inf)
+    least = nonzero.min().item() if nonzero.numel() else math.inf
+    counts = (finite.numel(), d.isnan().sum().item(), d.isinf().sum().item(), finite.numel() - nonzero.numel())
     expected = reference(x)
-    for name in SIX:
-        assert STATISTICS[name].formula(moments) == pytest.approx(expected[name], rel=rel, abs=0), name
+    for found in measured(x) if moments is None else [moments]:
+        assert (found.count, found.nans, found.infs, found.zeros, found.smallest) == (*counts, least)
+        for name in SIX:
+            assert STATISTICS[name].formula(found) == pytest.approx(expected[name], rel=rel, abs=0), name
 
 
 def normal(n: int = N) -> torch.Tensor:
@@ -148,7 +153,8 @@ def test_ends_of_short_floats(kind, dtype, threads, monkeypatch):
 def test_only_one_infinity(value, n, dtype):
     """A tensor that overflowed everywhere has no finite element, and neither has a chunk of one; nothing warns."""
     x = torch.full((n,), value).to(dtype)
-    assert measure(x) == measure_on_device(x) == Moments(infs=n)
+    assert measure_on_device(x) == Moments(infs=n)
+    assert all(moments == Moments(infs=n) for moments in measured(x))
     assert measure(x.expand(3, n)) == Moments(infs=3 * n)
     assert_right(torch.cat([x, normal(300).to(dtype), x]))
 
@@ -211,36 +217,42 @@ def test_powers(n):
     """The third and fourth powers are right to 1e-12, and only there when asked for."""
     x = normal(n).exp()
     d = x.double() - x.double().mean()
-    moments = measure(x, powers=True)
-    assert moments.m3 == pytest.approx(d.pow(3).sum().item(), rel=1e-11)
-    assert moments.m4 == pytest.approx(d.pow(4).sum().item(), rel=1e-11)
-    assert math.isnan(measure(x).m4)
+    for moments in measured(x, powers=True):
+        assert moments.m3 == pytest.approx(d.pow(3).sum().item(), rel=1e-11)
+        assert moments.m4 == pytest.approx(d.pow(4).sum().item(), rel=1e-11)
+    assert all(math.isnan(moments.m4) for moments in measured(x))
 
 
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("n", [1000, 300_000])
-def test_without_smallest(n):
+def test_without_smallest(n, how):
     """Zeros and the least magnitude are unknown unless asked for; nothing else changes."""
-    with_it, without = measure(normal(n)), measure(normal(n), smallest=False)
+    with way(how):
+        with_it, without = measure(normal(n)), measure(normal(n), smallest=False)
     assert math.isnan(without.zeros)
     assert math.isnan(without.smallest)
     assert without.row()[4:9] == with_it.row()[4:9]
 
 
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [1000, 300_000, 3_000_001])
-def test_without_magnitudes(n, dtype):
+def test_without_magnitudes(n, dtype, how):
     """The sum of magnitudes is unknown unless asked for; nothing else changes, in extremes neither."""
     for x in (normal(n).to(dtype), normal(n).mul(1e30).to(dtype), normal(n).index_fill(0, torch.tensor([7]), math.inf)):
-        with_it, without = measure(x), measure(x, magnitudes=False)
+        with way(how):
+            with_it, without = measure(x), measure(x, magnitudes=False)
         assert math.isnan(without.l1)
         assert without.row()[:8] + without.row()[9:10] == with_it.row()[:8] + with_it.row()[9:10]
 
 
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("stats", [["min", "max", "mean", "std", "l2_norm"], ["l1_norm"], ["zeros%"], ["kurtosis"]])
-def test_only_what_is_asked_for_is_measured(stats):
+def test_only_what_is_asked_for_is_measured(stats, how):
     """What a configuration does not ask for takes no pass over the tensor."""
     (source,) = combine([quantity(StatisticRequest(name), "activation") for name in stats])
-    moments = source.measure(normal(100_000))
+    with way(how):
+        moments = source.measure(normal(100_000))
     assert math.isnan(moments.l1) == ("l1_norm" not in stats)
     assert math.isnan(moments.zeros) == ("zeros%" not in stats)
     assert math.isnan(moments.m4) == ("kurtosis" not in stats)
@@ -379,6 +391,55 @@ def test_modes():
     assert_right(made[:100], moments[1])
 
 
+def test_numba_that_does_not_work(monkeypatch):
+    """One warning says that numba cannot be used; the numbers are right."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "pipesight.stats.moments._compiled", None)
+    monkeypatch.setattr(cpu_moments, "_kernel", functools.cache(cpu_moments._kernel.__wrapped__))
+    monkeypatch.setattr(cpu_moments, "FEW_THREADS", 1 << 10)
+    monkeypatch.delenv("NUMBA_DISABLE_JIT", raising=False)
+    x = normal(100_000)
+    with pytest.warns(RuntimeWarning, match="do without numba, which takes longer: ModuleNotFoundError") as caught:
+        moments = [measure(x), measure(x)]
+    assert len(caught) == 1
+    assert_right(x, moments[0])
+    assert moments[0].row()[:10] == moments[1].row()[:10]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flushed_subnormals(dtype):
+    """Subnormal numbers are zeros in every way where the program has them flushed."""
+    x = (normal(100_000) * 1e-42).index_fill_(0, torch.tensor([7]), 0.5).to(dtype)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot flush subnormal numbers")
+    try:
+        found = [(m.zeros, m.smallest, m.l1, m.max) for m in measured(x)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert found == [(99_999, 0.5, 0.5, 0.5)] * len(WAYS)
+
+
+NUMBA = """
+import sys
+import torch
+from pipesight.stats import measure
+
+measure(torch.randn(100))
+print("numba" in sys.modules)
+measure(torch.randn(100_000))
+print("numba" in sys.modules)
+"""
+
+
+@pytest.mark.skipif("numba" not in WAYS, reason="needs numba")
+@pytest.mark.parametrize(("disabled", "loaded"), [("0", "False\nTrue\n"), ("1", "False\nFalse\n")])
+def test_numba_is_imported_for_large_tensors(disabled, loaded):
+    """Only a large tensor imports numba, and none where its own switch turns it off."""
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": disabled, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", NUMBA], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == (loaded, 0), done.stderr
+
+
 def test_random_state():
     """Measuring takes no random numbers."""
     before = torch.get_rng_state()
@@ -399,8 +460,14 @@ def test_subclasses():
     assert_right(BASE[BASE > 0], measure(masked))
 
 
-def test_threads():
+@pytest.mark.parametrize("how", WAYS)
+def test_threads(how):
     """Threads measure at once without seeing each other's buffers."""
+    with way(how):
+        measure_in_threads()
+
+
+def measure_in_threads():
     xs = [normal(200_000) * 10**i + i for i in range(4)]
     expected = [measure(x).row()[:10] for x in xs]
     wrong = []
@@ -419,7 +486,8 @@ def test_threads():
 @pytest.mark.parametrize("kind", ["normal", "mean 1e6", "nans and infs", "1e25 and 1e-25", "relu"])
 def test_any_device(kind):
     """The operations for other devices give what those for the CPU give."""
-    assert_right(HARD[kind](), measure_on_device(HARD[kind]()))
+    with way("numpy"):
+        assert_right(HARD[kind](), measure_on_device(HARD[kind]()))
 
 
 def lazy():

@@ -77,11 +77,9 @@ def watch_backward(input: object, output: object, name: str) -> None:
 
 def _nodes_between(input: object, output: object) -> Collection[Node]:
     """Return the nodes of the output that are not the input's."""
-    if isinstance(output, Tensor):  # as in most layers
+    if isinstance(output, Tensor) and isinstance(input, Tensor):  # as in most layers
         node = output.grad_fn
-        if node is None or any(tensor.grad_fn is node for tensor in tensors_in(input)):
-            return ()
-        return (node,)
+        return () if node is None or node is input.grad_fn else (node,)
     return _nodes(output) - _nodes(input)
 
 

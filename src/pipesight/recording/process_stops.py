@@ -25,19 +25,21 @@ class StopWatch:
     """
 
     def __init__(self) -> None:
-        self._closed = threading.Event()
+        self._open = threading.Lock()  # held until it is closed; waiting for a lock is one call, for an event twelve
+        self._open.acquire()
         self._thread = threading.Thread(target=self._run, name="pipesight-stops", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread."""
-        self._closed.set()
+        if self._open.locked():
+            self._open.release()
         self._thread.join(1.0)
 
     def _run(self) -> None:
         while True:
             begin, computed = time.perf_counter(), time.process_time()
-            if self._closed.wait(BEAT):
+            if self._open.acquire(timeout=BEAT):
                 return
             late = time.perf_counter() - begin - BEAT
             if late >= LEAST and time.process_time() - computed <= IDLE * late:

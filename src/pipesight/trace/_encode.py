@@ -157,17 +157,19 @@ class Encoder:
         add = lines.append
         micro, rest = divmod(self.offset, 1000)  # separately: arithmetic with small integers is faster
         count = len(events) // FIELDS
-        thread, templates = 0, self._templates[0]
         places, include_args = self._places, self.include_args
+        thread, templates, kept = 0, self._templates[0], places.of(0)
         fields = iter(events)
         for node, number, parent, start, stop, level, where, args in zip(*[fields] * FIELDS, strict=True):
             if where != thread:
-                thread, templates = where, self._templates[where]
+                thread, templates, kept = where, self._templates[where], places.of(where)
             entry = templates.get(node)
             if entry is None or entry[0] is not args:
                 if type(args) is tuple:
-                    line = places.line(node, thread, args)
-                    if line is None:
+                    known = kept.get((node, args[4], args[6]))
+                    if known is not None and known[0] is args[0]:
+                        line = known[1]
+                    else:
                         add(self._naming(thread).encode())
                         line = places.make(node, thread, args)
                     begin = (start + rest) // 1000
@@ -182,7 +184,7 @@ class Encoder:
                 if node is THREAD:
                     count -= 1
                     self._rename_thread(thread, number, parent)
-                    templates = self._templates[thread]
+                    templates, kept = self._templates[thread], places.of(thread)
                     continue
                 add(self._naming(thread).encode())
                 if node.phase != "X":

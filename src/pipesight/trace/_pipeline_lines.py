@@ -51,16 +51,12 @@ class PlaceLines:
         self._arrows.pop(("s", thread), None)
         self._arrows.pop(("f", thread), None)
 
-    def line(self, node: Any, thread: int, place: Place) -> bytes | None:
-        """Return the line, with a ``%d`` for ID, start, duration, parent, step, mini-batch, micro-batch and level.
-
-        ``None`` if there is none yet: then call `make`.
-        """
-        entry = self._lines[thread].get((node, place[4], place[6]))
-        return None if entry is None or entry[0] is not place[0] else entry[1]
+    def of(self, thread: int) -> dict[Any, tuple[Args, bytes]]:
+        """Return a thread's lines of `make`, with the node's arguments, by node, partition and layer."""
+        return self._lines[thread]
 
     def make(self, node: Any, thread: int, place: Place) -> bytes:
-        """Make and keep the line."""
+        """Make and keep a line: a ``%d`` for ID, start, duration, parent, step, mini-batch, micro-batch and level."""
         carried, _, _, _, partition, _, layer, _, _ = place
         known = {**carried, "step": 0, "minibatch": 0, "partition": partition, "microbatch": 0}
         if layer is not None:
@@ -86,17 +82,14 @@ class PlaceLines:
         """
         _, way, _, minibatch, partition, microbatch, _, partitions, pipe = place
         salt = pipe or salt
+        # A number for a micro-batch's way out of a partition; viewers keep 53 bits of it.
+        direction = minibatch % 2**24 * 2 + (way < 0)
+        microbatch_way = (direction * 2**16 + microbatch % 2**16) * 2**12
         ends = []
         for end, there, source in (("f", partition - way, partition - way), ("s", partition + way, partition)):
             if 0 <= there < partitions:
                 text = self._arrows.get((end, thread))
                 if text is None:
                     text = self._arrows[end, thread] = self._arrow(end, thread).encode()
-                ends.append(text % (_arrow(way, minibatch, microbatch, source) ^ salt, begin))
+                ends.append(text % (microbatch_way + source % 2**12 ^ salt, begin))
         return ends
-
-
-def _arrow(way: int, minibatch: int, microbatch: int, source: int) -> int:
-    """Return a number for a micro-batch's way out of a partition; viewers keep 53 bits of it."""
-    direction = minibatch % 2**24 * 2 + (way < 0)
-    return (direction * 2**16 + microbatch % 2**16) * 2**12 + source % 2**12

@@ -172,10 +172,10 @@ class PipelineSpans(Observer):
         track.layer = None
         resume(track.outside)
         node, number, task, start, _, thread = layer
-        where_it_was = (where.step, where.serial, where.partition, where.microbatch, where.layer, 0, 0)
-        _add((node, number, task[1], start, moment, 3, thread, (node.args, 0, *where_it_was)))
+        place = (node.args, 0, where.step, where.serial, where.partition, where.microbatch, where.layer, 0, 0)
+        _add((node, number, task[1], start, moment, 3, thread, place))
         if track.on_device is not None:
-            track.on_device.end_layer(node, where_it_was)
+            track.on_device.end_layer(node, place[2:])
 
     def transfer_started(self, where: Where, source: str, target: str, size: int) -> None:
         """Begin the span of a transfer."""

@@ -91,7 +91,7 @@ def _sampled_shift(x: Tensor) -> float:
     """A shift from a few elements: 0, or near their mean where that is large beside their deviation."""
     step = (x.numel() - RUN) // RUNS | 1  # odd: meets no period of 2**n
     runs = x.as_strided(((x.numel() - RUN) // step + 1, RUN), (step, 1))
-    sample = runs.to(torch.float32).cpu().numpy().astype(np.float64)  # calls of numpy cost half of torch's
+    sample = runs.to(torch.float32).cpu().double().numpy()  # numpy would warn of a signalling NaN
     if not math.isfinite(sample.sum()):
         sample = sample[np.isfinite(sample)]
     if not sample.size:

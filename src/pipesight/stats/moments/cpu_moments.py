@@ -1,4 +1,8 @@
-"""Moments of a tensor on the CPU, or anywhere by ordinary operators: one pass in chunks that stay in the cache.
+"""Moments of a tensor on the CPU, or anywhere by ordinary operators.
+
+small, or float64   `exact`, operations of NumPy in float64
+large               `in_blocks`, a compiled kernel, if numba is installed and few threads would share the other way
+large, elsewhere    `in_rows`, passes of torch and NumPy over chunks that stay in the cache
 
 Example::
 
@@ -7,6 +11,12 @@ Example::
 """
 
 from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,6 +31,7 @@ from pipesight.stats.moments.shards import LocalPart, local_part
 __all__ = ["LocalPart", "is_ordinary", "local_part", "measure", "measure_on_device"]
 
 SMALL = 1 << 15  # elements; below, an operation costs its call and float64 costs nothing
+FEW_THREADS = 4  # with more, operations of torch take less time than the kernel, which has one
 
 
 def is_ordinary(tensor: Tensor) -> bool:
@@ -81,6 +92,30 @@ def measure_on_device(
 
 def _flat(x: Tensor, powers: bool, smallest: bool, magnitudes: bool) -> Moments:
     """The moments of a flat contiguous tensor."""
-    if x.numel() > SMALL and x.dtype in FLOAT32 and not powers:
-        return in_rows(x, smallest=smallest, magnitudes=magnitudes)
+    if x.numel() > SMALL and x.dtype in FLOAT32:
+        in_blocks = _kernel(x.dtype) if x.is_cpu and torch.get_num_threads() <= FEW_THREADS else None
+        if in_blocks is not None:
+            return in_blocks(x, powers=powers, smallest=smallest, magnitudes=magnitudes)
+        if not powers:
+            return in_rows(x, smallest=smallest, magnitudes=magnitudes)
     return exact(x, powers=powers, smallest=smallest, magnitudes=magnitudes)
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype) -> Callable[..., Moments] | None:
+    """Return the compiled way, if numba is installed and can compile it."""
+    if importlib.util.find_spec("numba") is None or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
+        return None
+    try:
+        from pipesight.stats.moments._compiled import in_blocks
+
+        one = torch.empty(1, dtype=dtype, device="cpu")
+        in_blocks(one, powers=False, smallest=False, magnitudes=False)  # compiles it
+    except Exception as error:  # of any version of numba, LLVM or NumPy
+        warnings.warn(
+            f"statistics on the CPU do without numba, which takes longer: {type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return in_blocks

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["FIELDS", "LaterMoments", "Moments", "merge_each", "merge_rows"]
+__all__ = ["FIELDS", "LaterMoments", "Moments", "merge_each", "merge_rows", "merge_table"]
 
 FIELDS = ("count", "nans", "infs", "zeros", "min", "max", "mean", "m2", "l1", "smallest", "m3", "m4")
 EXACT = ("count", "nans", "infs", "zeros", "min", "max", "smallest")  # whatever the order of the elements
@@ -215,6 +215,16 @@ def merge_each(tensors: Sequence[Sequence[Sequence[float]]]) -> NDArray[np.float
     return _merged(table.transpose(2, 1, 0))
 
 
+def merge_table(table: NDArray[np.float64]) -> Moments:
+    """Merge the rows of a table, of parts of one tensor.
+
+    Example::
+
+        merge_table(np.array([first_half.row(), second_half.row()]))
+    """
+    return Moments(*_merged(table.T[:, :, None])[0].tolist())
+
+
 def merge_rows(rows: Tensor) -> Tensor:
     """Merge ``[ranks, n, K]`` rows of moments to ``[n, K]``: as :meth:`Moments.merge`, but all ranks at once.
 
@@ -236,8 +246,8 @@ def merge_rows(rows: Tensor) -> Tensor:
 
 def _merged(fields: NDArray[np.float64]) -> NDArray[np.float64]:
     counts, means, m2, m3 = fields[0], fields[6], fields[7], fields[10]
-    merged: NDArray[np.float64] = np.add.reduce(fields, 1)
     with np.errstate(all="ignore"):
+        merged: NDArray[np.float64] = np.add.reduce(fields, 1)  # of ends, too, whose sums nobody needs
         full = counts > 0
         first = means[full.argmax(0), np.arange(len(means[0]))]  # equal means stay what they are
         shares = counts / np.where(merged[0] > 0, merged[0], 1.0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pipesight._patches import Patches
+from pipesight._patches import Patches, harmless
 from pipesight._torch.tensors import without_function_overrides
 from pipesight.trace import _span_events
 from pipesight.trace._span_events import begin, end, now, past, remove
@@ -22,24 +22,27 @@ __all__ = ["instrument_transfers"]
 def instrument_transfers(patches: Patches) -> None:
     """Record ``device.transfer`` for ``to``, ``cuda`` and ``cpu`` of tensors and modules."""
     for name in ("to", "cuda", "cpu"):
-        patches.wrap(torch.Tensor, name, _move_tensor)
+        patches.wrap(torch.Tensor, name, _move_tensor, may_raise=True)  # a call for each parameter is common
         patches.wrap(nn.Module, name, _move_module)
 
 
 def _move_tensor(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    node = ai.device.transfer
-    if not node.recording or _span_events.current()[0] is node:  # of a module, which is one span
-        return original(tensor, *args, **kwargs)
     start = now()
     moved = original(tensor, *args, **kwargs)
-    if moved is tensor:  # as in most calls: it was there already
-        return moved
-    moment = now()
+    if moved is not tensor:  # in most calls, it was there already
+        _record(tensor, moved, start)
+    return moved
+
+
+@harmless
+def _record(tensor: Tensor, moved: Any, start: int) -> None:
+    moment, node = now(), ai.device.transfer
+    if not node.recording or _span_events.current()[0] is node:  # of a module, which is one span
+        return
     with without_function_overrides():
         if isinstance(moved, Tensor) and moved.device != tensor.device:  # torch.fx returns a proxy
             known = {"from": str(tensor.device), "to": str(moved.device), "size": _size(tensor)}
             past(node, start, moment, with_step(node.args, **known))
-    return moved
 
 
 def _move_module(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
