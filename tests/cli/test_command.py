@@ -107,14 +107,3 @@ def test_wrong_command(capsys):
     assert capsys.readouterr().err.startswith("pipesight: error: argument COMMAND: invalid choice: 'dance'")
     assert main(["report"]) == 2
     assert capsys.readouterr().err == "pipesight report: error: the following arguments are required: RUN\n"
-
-
-def test_reader_that_goes_away():
-    """``pipesight demo | head -1`` ends quietly."""
-    command = [*STRICT_PYTHON, "-m", "pipesight", "demo", "--plain", "--steps", "1000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.readline()
-        process.stdout.close()
-        errors = process.stderr.read()
-    assert errors == ""
-    assert process.returncode == 141
