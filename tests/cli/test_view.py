@@ -23,6 +23,7 @@ from pipesight.runs.trace_download import trace_download
 from pipesight.view.live import web_server
 from pipesight.view.live.run_publisher import Publisher
 from support import browser
+from support.commands import pipesight
 from support.growing import LIMIT, GrowingRun, recorder, wait_for
 from support.processes import STRICT_PYTHON
 
@@ -112,8 +113,7 @@ def viewing(path: object, *options: object) -> Iterator[View]:
 
 
 def fail(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [*STRICT_PYTHON, "-m", "pipesight", "view", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    return pipesight("view", *arguments)
 
 
 @pytest.fixture(scope="module")
