@@ -92,15 +92,6 @@ def test_misspelt_word(args, error, capsys):
     assert re.fullmatch(f"{error}\n", captured.err)
 
 
-def test_bad_option_of_a_process():
-    """As a process too, a bad option gives one line on stderr and no traceback."""
-    ended = run("demo", "--checkpoint", "sometimes")
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert ended.stderr.startswith("pipesight demo: error: argument --checkpoint: invalid choice: 'sometimes'")
-    assert ended.stderr.count("\n") == 1
-
-
 def test_wrong_command(capsys):
     """A command that does not exist, or lacks an argument, is told in one line."""
     assert main(["dance"]) == 2
