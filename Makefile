@@ -38,7 +38,7 @@ BIOME  := node_modules/.bin/biome
 # Tests start many processes; none of them should have to compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test cover compat lint lint-js fuzz bench clients docs pictures clean
+.PHONY: demo quick test collected cover compat lint lint-js fuzz bench clients docs pictures clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -50,9 +50,17 @@ quick: $(VENV)/.developed
 # Some tests hold a stop-watch against the report. What fails beside other tests runs once more, with the machine to itself.
 ONCE_MORE = { echo "what failed, once more:"; $(BIN)/pytest -rs --last-failed --last-failed-no-failures none -m
 
-test: lint
+# The files that have tests to run alone: to collect all of them again takes as long as some of these tests.
+ALONE = $(shell grep -rl --include="*.py" "mark\.alone" tests)
+
+test: $(VENV)/.developed
+	@$(MAKE) --no-print-directory -j2 lint collected
 	$(BIN)/pytest -rs -n $(JOBS) --dist worksteal --cache-clear -m "not alone" || $(ONCE_MORE) "not alone"; }
-	$(BIN)/pytest -rs --cache-clear -m alone || $(ONCE_MORE) alone; }
+	$(BIN)/pytest -rs --cache-clear -m alone $(ALONE) || $(ONCE_MORE) alone $(ALONE); }
+
+# What pytest makes of assertions is compiled while types are checked, and not by each of the processes that then begin.
+collected: $(VENV)/.developed
+	@$(BIN)/pytest --collect-only -qq > /dev/null || true
 
 cover: $(VENV)/.developed
 	$(BIN)/coverage erase

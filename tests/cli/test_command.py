@@ -92,29 +92,9 @@ def test_misspelt_word(args, error, capsys):
     assert re.fullmatch(f"{error}\n", captured.err)
 
 
-def test_bad_option_of_a_process():
-    """As a process too, a bad option gives one line on stderr and no traceback."""
-    ended = run("demo", "--checkpoint", "sometimes")
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert ended.stderr.startswith("pipesight demo: error: argument --checkpoint: invalid choice: 'sometimes'")
-    assert ended.stderr.count("\n") == 1
-
-
 def test_wrong_command(capsys):
     """A command that does not exist, or lacks an argument, is told in one line."""
     assert main(["dance"]) == 2
     assert capsys.readouterr().err.startswith("pipesight: error: argument COMMAND: invalid choice: 'dance'")
     assert main(["report"]) == 2
     assert capsys.readouterr().err == "pipesight report: error: the following arguments are required: RUN\n"
-
-
-def test_reader_that_goes_away():
-    """``pipesight demo | head -1`` ends quietly."""
-    command = [*STRICT_PYTHON, "-m", "pipesight", "demo", "--plain", "--steps", "1000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.readline()
-        process.stdout.close()
-        errors = process.stderr.read()
-    assert errors == ""
-    assert process.returncode == 141

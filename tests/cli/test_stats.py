@@ -2,14 +2,13 @@
 
 import os
 import re
-import subprocess
 import textwrap
 
 import pytest
 
 from pipesight.cli._stats_selection_table import fold
 from support import warm
-from support.processes import STRICT_PYTHON
+from support.commands import pipesight
 
 FEATURES = """\
 from pipesight.stats.registry import register_feature
@@ -107,16 +106,13 @@ def check(tmp_path):
     def check(*args, columns=None, config=None):
         if config is not None:
             (tmp_path / "config.yaml").write_text(config)
-        environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
-        if columns:
-            environment["COLUMNS"] = str(columns)
-        command = ["-m", "pipesight", "stats", "check", *args]
+        command = ["stats", "check", *args]
         if "--feature-dir" not in args:
             command += ["--feature-dir", "features"]
-        if "--model" in args:  # which takes torch
-            return warm.run(*command, cwd=tmp_path, env=environment)
-        command = [*STRICT_PYTHON, *command]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        environment = {"COLUMNS": str(columns or "")}
+        if "--model" in args:  # whose modules are imported
+            return warm.run("-m", "pipesight", *command, cwd=tmp_path, env={**os.environ, **environment})
+        return pipesight(*command, cwd=tmp_path, env=environment)
 
     return check
 

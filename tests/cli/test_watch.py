@@ -25,6 +25,7 @@ from pipesight.cli.watch import pause_after
 from pipesight.runs.reading.run import LogLine, open_run
 from pipesight.view.live.watch_screen import Frame, draw_frame, line_of
 from support.analysed import analysed
+from support.commands import pipesight
 from support.growing import LIMIT, GrowingRun, recorder, wait_for
 from support.processes import STRICT_PYTHON
 from support.synthetic import Made
@@ -327,11 +328,10 @@ def test_plain(run):
 def test_no_run(tmp_path):
     """What is no run is refused in one line."""
     (tmp_path / "notes.txt").write_text("hello")
-    with piped(tmp_path) as watch:
-        out, err = watch.communicate(timeout=LIMIT)
-    assert (watch.returncode, out) == (2, "")
-    assert err.startswith("pipesight watch: error: not a run: ")
-    assert err.count("\n") == 1
+    ended = pipesight("watch", tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("pipesight watch: error: not a run: ")
+    assert ended.stderr.count("\n") == 1
 
 
 # What is drawn.

@@ -22,14 +22,15 @@ from torch import nn
 
 from pipesight import GPipe
 from pipesight.cli import main
+from pipesight.cli.demo import typed_command
 from pipesight.demo.live_display import LiveDisplay
 from pipesight.demo.model import char_gpt
 from pipesight.demo.partition_activity import Activity, ActivityMonitor
 from pipesight.demo.plain_display import PlainDisplay
 from pipesight.demo.progress import Limit, Meter
 from pipesight.demo.sonnets import SonnetText
-from pipesight.demo.training import Training, pick_partitions
-from support import warm
+from pipesight.demo.training import Training, one_thread, pick_partitions
+from pipesight.schedule.argument_checks import CHECKPOINT_MODES
 from support.processes import STRICT_PYTHON
 
 DEMO = [*STRICT_PYTHON, "-m", "pipesight", "demo"]
@@ -47,17 +48,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     """Run the demo once for all tests that ask for the same."""
     return subprocess.run([*DEMO, *args], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
-
-
-@functools.cache
-def run_again(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run the demo in a process that has imported torch."""
-    return warm.run("-m", "pipesight", "demo", *args, timeout=60, env=ENVIRONMENT)
-
-
-def losses(*args: str) -> list[str]:
-    ended = run_again("--steps", "4", *args) if args else run("--steps", "4")
-    return re.findall(r"^step .* loss (\S+)", ended.stdout, re.MULTILINE)
 
 
 @pytest.fixture
@@ -99,16 +89,13 @@ def test_output_without_a_terminal_is_plain_lines():
     assert max(len(line) for line in ended.stdout.splitlines() if line != command) <= 80
 
 
-def test_same_seed_same_losses():
-    """Two processes with one seed print the same losses."""
-    assert len(losses()) == 4
-    assert losses("--plain") == losses()
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_checkpointing_does_not_change_the_losses(checkpoint):
-    """Dropout draws the same numbers in a recomputation, so every mode prints the same losses."""
-    assert losses("--checkpoint", checkpoint) == losses()
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_same_seed_same_losses(checkpoint):
+    """Two processes with one seed have the same losses, in every mode: a recomputation draws the same dropout again."""
+    printed = re.findall(r"^step .* loss (\S+)", run("--steps", "4", "--partitions", "4").stdout, re.MULTILINE)
+    with one_thread():
+        training = Training(partitions=4, chunks=4, checkpoint=checkpoint, seed=0)
+        assert [f"{training.step():.3f}" for _ in range(4)] == printed
 
 
 def test_plain_display_prints_twenty_lines(capsys):
@@ -121,16 +108,14 @@ def test_plain_display_prints_twenty_lines(capsys):
     assert steps == [0, *range(9, 200, 10)]
 
 
-def test_next_command_is_the_one_that_was_typed():
+def test_next_command_is_the_one_that_was_typed(monkeypatch):
     """The last line names the command as it was started: by its path, or by its name if the shell would find it."""
     script = Path(sys.executable).with_name("pipesight")
     elsewhere = [path for path in os.environ["PATH"].split(os.pathsep) if not (Path(path) / "pipesight").exists()]
-    for typed, path in ((str(script), "/nowhere"), ("pipesight", str(script.parent))):
-        environment = {**ENVIRONMENT, "PATH": os.pathsep.join([path, *elsewhere])}
-        ended = subprocess.run(
-            [typed, "demo", "--steps", "1"], capture_output=True, text=True, timeout=60, env=environment
-        )
-        assert ended.stdout.splitlines()[-1] == f"    {typed} demo --help"
+    monkeypatch.setattr(sys, "argv", [str(script), "demo"])
+    for path, name in (("/nowhere", str(script)), (str(script.parent), "pipesight")):
+        monkeypatch.setenv("PATH", os.pathsep.join([path, *elsewhere]))
+        assert typed_command() == name
 
 
 @pytest.mark.slow
@@ -186,7 +171,7 @@ def test_live_display_has_a_row_for_each_partition():
 
 def test_live_display_shows_progress():
     """In a terminal, a line has steps and times, the next one losses and samples a second; none is too long."""
-    _, written = run_in_terminal(80, "--seconds", "3")
+    _, written = run_in_terminal(80, "--seconds", "3", "--partitions", "4")
     lines = lines_of(written)
     assert any(re.fullmatch(r"[━╸╺]+ +step +\d+  \d:\d\d elapsed  \d:\d\d left *", line) for line in lines)
     number = r"\d\.\d{3}"
@@ -234,45 +219,15 @@ def drawn(pipe: GPipe, activity: Activity | None, **size: int) -> list[str]:
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("columns", "titles"),
-    [
-        (67, ["partition", "device", "layer", "class", "phase", "micro-batch"]),
-        (66, ["partition", "device", "layer", "phase", "micro-batch"]),
-        (49, ["partition", "device", "layer", "phase", "micro-batch"]),
-        (48, ["partition", "layer", "phase", "micro-batch"]),
-        (41, ["partition", "layer", "phase", "micro-batch"]),
-    ],
-)
-def test_live_display_leaves_out_columns_that_do_not_fit(columns, titles):
-    """In a narrow terminal the class goes first, then the device; what is left is shown whole."""
-    pipe = GPipe(char_gpt(60), [2, 2, 2, 2], devices=["cpu"] * 4, chunks=4)
-    lines = drawn(pipe, Activity("recompute", 3, "block0"), width=columns, height=24)
-    assert max(map(len, lines)) <= columns
-    assert lines[3].split() == titles
-    for j, row in enumerate(lines[4:]):
-        cells = {"class": "TransformerBlock", "device": "cpu"}
-        expected = [str(j), *(cells[title] for title in ("device",) if title in titles), "block0"]
-        assert row.split() == [
-            *expected,
-            *(["TransformerBlock"] if "class" in titles else []),
-            "recompute",
-            "3",
-            "···▮",
-        ]
-    assert "samples/s" in lines[1]
-    assert "left" in lines[0]
-
-
 def test_many_microbatches_are_numbered_from_zero():
     """More micro-batches than can be drawn are counted, in words that say that the first one is 0."""
     pipe = GPipe(char_gpt(60), [8], chunks=32)
     assert drawn(pipe, Activity("forward", 28, "head"), width=80, height=24)[-1].endswith("28 of 0..31")
 
 
-@pytest.mark.parametrize(("columns", "rows", "fits"), [(80, 8, True), (80, 7, False), (41, 24, True), (40, 24, False)])
+@pytest.mark.parametrize(("columns", "rows", "fits"), [(80, 8, True), (80, 7, False), (67, 24, True), (66, 24, False)])
 def test_live_display_knows_whether_it_fits(columns, rows, fits):
-    """Four partitions need eight rows, and the columns that cannot be left out."""
+    """Four partitions need eight rows, and all columns."""
     pipe = GPipe(char_gpt(60), [2, 2, 2, 2], devices=["cpu"] * 4, chunks=4)
     assert LiveDisplay(pipe, ActivityMonitor(4), Console(width=columns, height=rows)).fits is fits
 

@@ -16,8 +16,6 @@ from pipesight.balance import balance_by_size, balance_by_time
 from pipesight.pipeline.profiling import profile_size, profile_time
 from pipesight.skip import pop, skippable, stash
 
-pytestmark = pytest.mark.alone  # layers are timed
-
 CUDA = torch.cuda.is_available()
 DEVICES = ["cpu", *(["cuda"] if CUDA else [])]
 by_time = functools.partial(balance_by_time, timeout=0)
@@ -78,6 +76,7 @@ def test_public_names():
     assert sorted(pipesight.balance.__all__) == [*balance, *cuts, "pack"]
 
 
+@pytest.mark.alone
 @BOTH
 def test_call_forms(balance):
     """The order of the guide and that of torchgpipe 0.0.7 mean the same, by position and by name."""
@@ -195,6 +194,7 @@ def test_options_are_checked():
         balance_by_time(model, x, 2, device="meta")
 
 
+@pytest.mark.alone
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("slow", [Sleep, SleepInBackward])
 def test_slow_layer_gets_a_partition_of_its_own(slow, device):
@@ -203,6 +203,7 @@ def test_slow_layer_gets_a_partition_of_its_own(slow, device):
     assert balance_by_time(model, torch.rand(2, 4), partitions=3, timeout=0.1, device=device) == [3, 1, 2]
 
 
+@pytest.mark.alone
 @ON_EACH_DEVICE
 def test_time_is_seconds_of_one_run(device):
     """The profile is in seconds and does not grow with the number of repeats."""
@@ -219,6 +220,7 @@ def test_each_layer_runs_at_least_four_times():
     assert len(runs) == 4
 
 
+@pytest.mark.alone
 def test_slow_first_run_does_not_count():
     """What only the first call of a layer costs is not part of its time."""
     calls = []
@@ -553,6 +555,7 @@ def test_skips(balance, device):
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.alone
 def test_backward_of_a_stash_counts():
     """The gradient that a skip brings back is computed by the layer that stashed it."""
 

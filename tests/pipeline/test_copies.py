@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from pipesight import GPipe
 from pipesight.skip import pop, skippable, stash
 from support import warm
+from support.against_plain import modes
 
-MODES = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 
 
@@ -97,7 +97,7 @@ def through_file(model):
 COPIES = pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_file])
 
 
-@MODES
+@modes
 @COPIES
 @pytest.mark.parametrize("used", [False, True], ids=["before use", "after use"])
 def test_copies_are_independent(copied, used, checkpoint):
@@ -198,7 +198,7 @@ def test_state_dict_travels():
 # Training.
 
 
-@MODES
+@modes
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -276,7 +276,7 @@ def in_fork_again(model, plain):
 
 @NEEDS_FORK
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@MODES
+@modes
 def test_backward_in_a_fork(checkpoint):
     """A child that runs the backward of an output made before the fork gets gradients or an error, no hang."""
     plain = layers()
@@ -487,7 +487,7 @@ class Compiler:
 
 @pytest.mark.slow
 @QUIET_COMPILER
-@MODES
+@modes
 def test_compiled_layers(checkpoint):
     """Layers compiled with ``torch.compile`` give the gradients of the plain model, in every mode."""
     plain = layers(4)
@@ -503,7 +503,7 @@ def test_compiled_layers(checkpoint):
 
 @pytest.mark.slow
 @QUIET_COMPILER
-@MODES
+@modes
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_dropout_in_a_compiled_layer(checkpoint, backend):  # inductor takes long, but has random numbers of its own
     """Compiled dropout drops the same values when recomputed, others in other micro-batches, all by the seed."""
@@ -524,7 +524,7 @@ def test_dropout_in_a_compiled_layer(checkpoint, backend):  # inductor takes lon
     assert compiler.calls >= 3 * 2
 
 
-@MODES
+@modes
 def test_compile_around_the_model(checkpoint):
     """``torch.compile`` around a pipeline changes nothing: no warning, no wrong gradient, no long step."""
     plain = layers()
@@ -593,7 +593,7 @@ def test_frozen_model():
             torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@MODES
+@modes
 def test_model_changed_in_use(checkpoint):
     """New dtypes, replaced layers and re-initialised parameters are seen by the next pass."""
     plain = layers()
@@ -617,7 +617,7 @@ def test_model_changed_in_use(checkpoint):
     assert_like_plain(model, plain)
 
 
-@MODES
+@modes
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("used", [False, True])
 def test_functional_call(checkpoint, used, frozen):

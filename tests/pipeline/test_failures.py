@@ -23,8 +23,8 @@ from pipesight import GPipe, context
 from pipesight.pipeline.local_graph import LocalGraph
 from pipesight.pipeline.minibatch import MiniBatch
 from support import warm
+from support.against_plain import modes
 
-MODES = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 PHASES = ["forward", "recompute", "backward"]
 PARTITIONS = MICROBATCHES = 3
 
@@ -259,7 +259,7 @@ def test_chained_exceptions_stay_chained():
     assert error.__context__ is None
 
 
-@MODES
+@modes
 @pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward_pre", "backward", "tensor", "parameter"])
 def test_exception_in_a_hook(kind, checkpoint):
     """A hook may raise too."""
@@ -460,7 +460,7 @@ def none_alive(references):
     return soon(lambda: all(ref() is None for ref in references))
 
 
-@MODES
+@modes
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.usefixtures("collector_off")
 def test_dropped_exception_frees_activations(checkpoint, phase):
@@ -475,7 +475,7 @@ def test_dropped_exception_frees_activations(checkpoint, phase):
     assert none_alive(seen(model))
 
 
-@MODES
+@modes
 @pytest.mark.usefixtures("collector_off")
 def test_dropped_output_frees_activations(checkpoint):
     """An output that is dropped without a backward takes its activations along."""
@@ -486,7 +486,7 @@ def test_dropped_output_frees_activations(checkpoint):
     assert none_alive(seen(model))
 
 
-@MODES
+@modes
 @pytest.mark.usefixtures("collector_off")
 def test_backward_frees_activations(checkpoint):
     """Backward frees the activations, also while the output lives on."""
@@ -497,7 +497,7 @@ def test_backward_frees_activations(checkpoint):
     assert output.grad_fn is not None
 
 
-@MODES
+@modes
 @pytest.mark.usefixtures("collector_off")
 def test_retained_graph_frees_activations_with_the_output(checkpoint):
     """A graph that was retained goes with its output."""

@@ -21,8 +21,7 @@ from torch import nn
 
 from pipesight import GPipe, is_recomputing
 from support import warm
-
-MODES = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+from support.against_plain import modes
 
 
 class Call(nn.Module):
@@ -121,7 +120,7 @@ def test_two_models_in_two_threads():
         assert list(pool.map(train, range(2))) == [True, True]
 
 
-@MODES
+@modes
 def test_one_model_in_several_threads(checkpoint):
     """One model may be called from many threads at once, for inference and for training."""
     plain = layers()
@@ -167,7 +166,7 @@ def test_many_first_callers_start_the_workers_once():
         assert soon(lambda workers=workers: len(workers()) == 3)
 
 
-@MODES
+@modes
 def test_backward_in_another_thread(checkpoint):
     """Forward and backward may be called from different threads, in any order of threads."""
     plain = layers()
@@ -180,7 +179,7 @@ def test_backward_in_another_thread(checkpoint):
     assert_same([p.grad for p in model.parameters()], expected)
 
 
-@MODES
+@modes
 def test_one_output_backward_in_several_threads(checkpoint):
     """A retained graph may be differentiated in several threads at once, as in plain PyTorch."""
     plain = layers()
@@ -230,7 +229,7 @@ def test_failure_of_one_caller_is_not_the_others():
 # Pipes in pipes.
 
 
-@MODES
+@modes
 @pytest.mark.parametrize("inner_checkpoint", ["always", "never"])
 def test_pipe_in_a_layer_of_a_pipe(checkpoint, inner_checkpoint):
     """A layer may be a pipeline itself."""
@@ -267,7 +266,7 @@ def test_pipe_called_from_its_own_layer_through_another():
     assert in_thread(lambda: a(torch.rand(4, 4)), 10).shape == (4, 4)
 
 
-@MODES
+@modes
 def test_backward_of_the_same_pipe_in_a_layer(checkpoint):
     """A layer that runs the pipeline's own backward gets an error instead of a hang."""
     losses = []
@@ -445,7 +444,7 @@ def intra_op_threads():
     torch.set_num_threads(before)
 
 
-@MODES
+@modes
 @pytest.mark.parametrize(("count", "share"), [(8, 4), (5, 2), (2, 1), (1, 1)])
 def test_workers_share_the_intra_op_threads(intra_op_threads, checkpoint, count, share):
     """Partitions on the CPU share the caller's intra-op threads; the caller and new threads keep theirs."""
@@ -511,7 +510,7 @@ def test_intra_op_threads_with_two_callers(intra_op_threads):
 setting = contextvars.ContextVar("setting", default="unset")
 
 
-@MODES
+@modes
 def test_context_variables(checkpoint):
     """Layers see the context variables of the caller at the time of the forward, also when recomputed."""
     seen = set()
@@ -545,7 +544,7 @@ def test_context_variable_set_by_a_layer():
     assert setting.get() == "unset"
 
 
-@MODES
+@modes
 def test_grad_mode(checkpoint):
     """Layers run in the caller's grad mode, also when they are checkpointed and recomputed."""
     seen = set()
@@ -602,7 +601,7 @@ class Autocast(nn.Module):
             return self.linear(input.float() if not self.enabled else input)
 
 
-@MODES
+@modes
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_autocast_around_the_model(checkpoint, cache, chunks):
@@ -637,7 +636,7 @@ def test_autocast_around_the_model(checkpoint, cache, chunks):
     assert model(input).dtype == torch.float32
 
 
-@MODES
+@modes
 @pytest.mark.parametrize("around", [True, False])
 def test_autocast_inside_layers(checkpoint, around):
     """Layers may turn autocast on and off for themselves, in forward and when recomputed."""
@@ -663,7 +662,7 @@ def default_dtype():
     torch.set_default_dtype(before)
 
 
-@MODES
+@modes
 def test_default_dtype(default_dtype, checkpoint):
     """Tensors that layers create have the default dtype."""
     default_dtype(torch.float64)
@@ -681,7 +680,7 @@ def test_default_dtype(default_dtype, checkpoint):
     assert seen == {torch.float64}
 
 
-@MODES
+@modes
 def test_default_device(checkpoint):
     """Tensors that layers create are on the device of ``with torch.device(...)`` around the call."""
     seen = []
@@ -698,7 +697,7 @@ def test_default_device(checkpoint):
     assert set(seen) == {"meta"}
 
 
-@MODES
+@modes
 def test_saved_tensor_hooks(checkpoint):
     """Saved-tensor hooks around the call, such as ``save_on_cpu``, see what the layers save."""
     packed = []
@@ -742,7 +741,7 @@ def test_innermost_saved_tensor_hooks():
     assert call() == []
 
 
-@MODES
+@modes
 def test_warnings(checkpoint):
     """Warnings in layers go to the caller's filters: they can be recorded, ignored, or made errors."""
 

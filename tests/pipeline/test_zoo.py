@@ -32,8 +32,7 @@ def truth(name):
     return plain_microbatches(entry, entry.build(), entry.batch())
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("partitions", [2, 4])
+@pytest.mark.parametrize(("partitions", "checkpoint"), [(2, "never"), (4, "always")])
 @pytest.mark.parametrize("entry", PARAMETERS)
 def test_same_as_the_plain_model(entry, partitions, checkpoint):
     model, expected = entry.build(), truth(entry.name)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 
+from pipesight._import_watch import ImportWatch
 from pipesight.analysis.analyse import analyse
 from pipesight.plan import measure
-from pipesight.recording.torch_pipelines import ImportWatch
 from pipesight.recording.torch_pipelines.stage_layers import layers_in
 from pipesight.runs.reading.event_codes import BACKWARD, FORWARD, WEIGHT
 from pipesight.runs.reading.run import open_run

@@ -13,7 +13,6 @@ import pandas
 import pytest
 
 import pipesight.trace as trace
-from pipesight.analysis.analyse import analyse
 from pipesight.runs.reading.event_codes import KINDS, PHASES
 from pipesight.runs.reading.run import NotARunError, open_run
 from pipesight.trace._span_events import Mark, put
@@ -108,25 +107,6 @@ def test_nothing_stands_for_nothing(tmp_path):
     assert not any(value == -1 or value == "" for row in rows for value in row.values())
 
 
-def test_columns_that_were_added(tmp_path):
-    """A dataset from before mini-batches had samples can still be read; the report says that they are missing."""
-    made = Made(tmp_path / "run", chunks=2)
-    for step in range(3):
-        made.gpipe(step, lambda phase, i, j: 10, at=100 * step)
-    with open_run(made.write()) as run:
-        run.write_dataset(tmp_path / "dataset")
-    (file,) = (tmp_path / "dataset/events").iterdir()
-    old = tmp_path / "old.parquet"
-    options = "(FORMAT parquet, KV_METADATA {pipesight_events: '2'})"
-    duckdb.sql(f"COPY (SELECT * EXCLUDE samples FROM '{file}') TO '{old}' {options}")
-    old.replace(file)
-    with open_run(tmp_path / "dataset") as run:
-        report = analyse(run)
-    assert report.overall is not None
-    assert report.overall.samples_per_second is None
-    assert any("samples/s are not known" in remark.text for remark in report.remarks)
-
-
 def test_names_of_columns(tmp_path):
     """No column needs quotes in SQL; the folder holds nothing but Parquet; each file says its version."""
     with open_run(record(tmp_path / "run")) as run:
@@ -139,7 +119,7 @@ def test_names_of_columns(tmp_path):
         reserved = "SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category = 'reserved'"
         assert not (RESERVED | {word for (word,) in database.sql(reserved).fetchall()}) & set(names)
         found = database.sql(f"SELECT key, value FROM parquet_kv_metadata('{files[0]}')").fetchall()
-    assert (b"pipesight_events", b"2") in found
+    assert (b"pipesight_events", b"3") in found
 
 
 def test_dataset_of_a_dataset(tmp_path):
@@ -178,7 +158,7 @@ def test_dataset_of_another_version(tmp_path):
     old = tmp_path / "dataset/events/rank=0"
     old.mkdir(parents=True)
     duckdb.sql("SELECT 1 AS phase").write_parquet(str(old / "events-0.parquet"))
-    message = r"its schema: 1, expected: 2\); convert the run again: pipesight convert RUN"
+    message = r"its schema: 1, expected: 3\); convert the run again: pipesight convert RUN"
     with pytest.raises(NotARunError, match=message):
         open_run(tmp_path / "dataset")
 

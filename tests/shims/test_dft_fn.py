@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 import pickle
-import threading
 import time
 
 import pytest
@@ -304,32 +303,6 @@ def test_other_callables(traced):
         event.log(Owner)
 
 
-def test_threads(traced):
-    """Eight threads with one object: every event, each with its own duration and arguments."""
-    event = dft_fn("a")
-
-    @event.log(name="work")
-    def work(step):
-        time.sleep(0.002)
-
-    def many(number):
-        for k in range(20):
-            work(number * 20 + k)
-
-    def start():
-        threads = [threading.Thread(target=many, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    found = traced(start)
-    assert sorted(own(e)["step"] for e in found) == list(range(160))
-    assert all(e["dur"] >= 2000 and e["args"]["level"] == 2 for e in found)
-    assert len({e["tid"] for e in found}) == 8
-    assert {own(e)["step"] // 20 for e in found if e["tid"] == found[0]["tid"]} == {own(found[0])["step"] // 20}
-
-
 def test_decorated_before_the_trace_begins(tmp_path):
     """What was decorated, and updated, while nothing was traced counts once there is a trace."""
     source = """
@@ -365,25 +338,6 @@ def test_loop_by_other_names(traced):
     assert [(e["name"], own(e)) for e in found] == [("x.yield", {"n": 1})]
     found = traced(lambda: [list(event.iter([1], "x", "n", include_yield=False))])
     assert [(e["name"], own(e)) for e in found] == [("x.iter", {"n": 1})]
-
-
-def test_loop_that_is_left(traced):
-    """A body that breaks or raises is an event too; DFTracer loses it."""
-    event = dft_fn("a")
-
-    def fail():
-        for item in event.iter([1]):
-            raise KeyError(item)
-
-    def work():
-        for item in event.iter([1, 2, 3]):
-            if item == 2:
-                break
-        with pytest.raises(KeyError):
-            fail()
-
-    found = traced(work)
-    assert [e["name"] for e in found] == ["loop.iter", "loop.yield"] * 3
 
 
 # Elsewhere.

@@ -1,16 +1,12 @@
 """Configurations: what is read, what is wrong with it, and what to log of a tensor."""
 
-import contextlib
 import os
 import pickle
 import re
 import time
-from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipesight.stats.config import GEMM_KEYS, STEP_KEYS, TENSOR_KEYS, Config, ConfigError, StatisticRequest, load
 from pipesight.stats.config.steps import Steps
@@ -803,60 +799,6 @@ def test_a_dict_that_contains_itself():
     config["a"] = config
     with pytest.raises(ConfigError, match="nested too deeply, or contains itself"):
         load(config, REGISTRY)
-
-
-WORDS = st.sampled_from(
-    [
-        "enabled",
-        "layers",
-        "layer_types",
-        "layer_numbers",
-        "LogTensorStats",
-        "Anything",
-        "transformer_engine",
-        "LogFp8TensorStats",
-        "all",
-        "tensors",
-        "tensors_struct",
-        "gemms_struct",
-        "gemm",
-        "tensor",
-        "stats",
-        "freq",
-        "min",
-        "x",
-    ]
-)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | WORDS | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS | st.integers(), inner, max_size=4),
-    max_leaves=12,
-)
-
-
-@given(st.dictionaries(WORDS, VALUES, max_size=3))
-def test_any_dict_is_read_or_refused(config):
-    """Whatever a dict holds, it is a configuration or has mistakes."""
-    with contextlib.suppress(ConfigError):
-        load(config, REGISTRY)
-
-
-@given(st.data())
-def test_any_damage_to_a_file_is_told_or_harmless(tmp_path_factory, data):
-    """A file with one part replaced is read, or refused with lines that it has."""
-    at = data.draw(st.integers(0, len(GOOD)))
-    piece = data.draw(st.text(max_size=4) | st.sampled_from(["[", "]", ": ", "\n", "- ", "'", "&a ", "*a", "!!", "\t"]))
-    text = GOOD[:at] + piece + GOOD[at + data.draw(st.integers(0, 5)) :]
-    file = Path(tmp_path_factory.getbasetemp()) / "damaged.yaml"
-    file.write_text(text, encoding="utf-8", errors="surrogatepass", newline="")
-    mistakes = ()
-    try:
-        load(file, REGISTRY)
-    except ConfigError as error:
-        mistakes = error.mistakes
-    told = [int(found[1]) for found in (re.match(r".*damaged\.yaml:(\d+): ", mistake) for mistake in mistakes) if found]
-    lines = len(re.split("\r\n|[\r\n\x85\u2028\u2029]", text))
-    assert all(1 <= line <= lines + 1 for line in told)
 
 
 def test_a_section_may_have_the_name_of_a_feature():

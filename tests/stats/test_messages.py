@@ -150,14 +150,6 @@ def test_repeated_message(tmp_path):
     assert found(log) == [("INFO", "again")] * 3
 
 
-def test_message_can_be_read_at_once(tmp_path):
-    """A message is in the file when log_message returns: a kill loses none."""
-    log = MessageLog(tmp_path, rank=0)
-    log.info("first")
-    assert found(log) == [("INFO", "first")]
-    log.close()
-
-
 @pytest.mark.parametrize(("level", "count"), [("DEBUG", 5), ("INFO", 4), ("WARNING", 3), ("50", 1), ("CRITICAL", 1)])
 def test_level(level, count, tmp_path, monkeypatch, capsys):
     """Messages below the level of NVDLFW_INSPECT_LOG_LEVEL go neither to the file nor to stderr."""
@@ -281,14 +273,3 @@ def test_without_stderr(tmp_path, monkeypatch):
     log.warning("w")
     log.close()
     assert found(log) == [("WARNING", "w")]
-
-
-def test_removed_folder(tmp_path):
-    """When somebody removes the folder, it is made again for the next message."""
-    log = MessageLog(tmp_path, rank=0)
-    log.info("before")
-    log.path.unlink()
-    log.path.parent.rmdir()
-    log.info("after")
-    log.close()
-    assert found(log) == [("INFO", "after")]

@@ -232,12 +232,6 @@ def test_numbers_of_other_kinds(tmp_path):
 # Both files.
 
 
-def test_values_can_be_read_at_once(file_sink):
-    """What was written can be read before the sink is closed."""
-    file_sink.write(SIX)
-    assert file_sink.path.read_bytes().count(b"\n") == 6
-
-
 def test_overwrite_and_append(tmp_path):
     """A file is begun anew, unless that is not wanted; then what a kill left of its last line is removed."""
     for make in (

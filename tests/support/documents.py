@@ -31,7 +31,7 @@ from support import warm
 from support.commands import pipesight
 from support.processes import STRICT_PYTHON
 
-__all__ = ["LANGUAGES", "ROOT", "Block", "Console", "blocks", "follow", "leftovers", "prose", "write_files"]
+__all__ = ["LANGUAGES", "ROOT", "Block", "Console", "blocks", "follow", "prose", "write_files"]
 
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = {"python", "console", "shell", "output", "yaml", "toml", "text"}
@@ -129,13 +129,6 @@ def write_files(text: str, folder: Path) -> None:
     """Put the files that a document shows into a folder."""
     for block in blocks(text):
         _write(block, folder)
-
-
-def leftovers(path: Path, folder: Path) -> set[str]:
-    """Return what is in a folder where a document was followed, beyond the files that it shows."""
-    shown = {block.file for block in blocks(path.read_text(encoding="utf-8"))}
-    found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if "__pycache__" not in file.parts}
-    return {name for name in found if name not in shown and name != "examples" and not name.endswith(".script.py")}
 
 
 def follow(path: Path, folder: Path, *, done: set[str] | None = None) -> dict[int, str]:

@@ -187,9 +187,9 @@ def test_events_after_the_end(tmp_path, caplog):
     file.put(b'{"cat":"late"}\n' * 2, 2)
     file.flush()
     file.close()
-    assert counts(file.path) == (3, 3, 0)
+    assert counts(file.files.path) == (3, 3, 0)
     assert file.lost == 2
-    assert [record.getMessage() for record in caplog.records] == [f"lost 2 events of the trace {file.path}"]
+    assert [record.getMessage() for record in caplog.records] == [f"lost 2 events of the trace {file.files.path}"]
 
 
 def test_lost_events_of_parts(tmp_path, monkeypatch, caplog):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipesight.demo.progress import Meter
     from pipesight.demo.training import Training
 
-__all__ = ["add_to", "run"]
+__all__ = ["add_to", "run", "typed_command"]
 
 CHARACTERS = 200
 INDENT = "    "
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
         verse = textwrap.indent(_fit(training.write(CHARACTERS).strip(), columns - len(INDENT)), INDENT)
         print(f"what it writes now:\n\n{verse}\n\nwhere the time went:\n", flush=True)
     code = _report(options.out)
-    print(f"\n{_fit(NEXT, columns)}\n{INDENT}{_command()} demo --help")
+    print(f"\n{_fit(NEXT, columns)}\n{INDENT}{typed_command()} demo --help")
     return code
 
 
@@ -178,7 +178,7 @@ def _fit(text: str, columns: int) -> str:
     return "\n".join(piece for line in text.splitlines() for piece in textwrap.wrap(line, columns) or [""])
 
 
-def _command() -> str:
+def typed_command() -> str:
     """Return how to call `pipesight` again: as it was called this time."""
     typed = Path(sys.argv[0])
     if typed.name == "__main__.py" and typed.parent.name == "pipesight":

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -34,14 +33,8 @@ __all__ = ["LiveDisplay"]
 WIDTH = 100
 """The most columns it takes; longer lines are hard to read."""
 
-NARROW = 60
-"""Below this many columns, some numbers are omitted."""
-
 GAP = 2
 """Columns between the columns of the table."""
-
-DISPENSABLE = ("class", "device")
-"""Columns of the table that are omitted, in this order, if they do not fit."""
 
 LONGEST_LANE = 16
 """The most micro-batches that are drawn one by one; more are only counted."""
@@ -74,9 +67,9 @@ class LiveDisplay:
     @property
     def fits(self) -> bool:
         """Whether the terminal is wide and high enough."""
-        widths = [width for title, width in self._widths().items() if title not in DISPENSABLE]
+        widths = self._widths().values()
         height = len(self._watch.rows) + 4  # two lines of numbers, an empty one, and the titles
-        return self._console.width >= _total(widths) and self._console.height >= height
+        return self._console.width >= sum(widths) + GAP * (len(widths) - 1) and self._console.height >= height
 
     def __enter__(self) -> Self:
         self._live.start(refresh=True)
@@ -91,20 +84,15 @@ class LiveDisplay:
 
     def _draw(self) -> RenderableType:
         progress, width = self._progress, min(self._console.width, WIDTH)
-        lines = [Text("starting"), Text()] if progress is None else [_bar(progress, width), _numbers(progress, width)]
-        return Constrain(Group(*lines, "", self._partitions(width)), width)
+        lines = [Text("starting"), Text()] if progress is None else [_bar(progress), _numbers(progress)]
+        return Constrain(Group(*lines, "", self._partitions()), width)
 
-    def _partitions(self, width: int) -> Table:
-        widths = self._widths()
-        for title in DISPENSABLE:
-            if _total(widths.values()) > width:
-                del widths[title]
+    def _partitions(self) -> Table:
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim")
-        for title, least in widths.items():
+        for title, least in self._widths().items():
             table.add_column(title, min_width=least, no_wrap=True)
         for j, activity in enumerate(self._watch.rows):
-            row = self._row(j, activity)
-            table.add_row(*(row[title] for title in widths), style="dim" if activity is None else "")
+            table.add_row(*self._row(j, activity), style="dim" if activity is None else "")
         return table
 
     def _widths(self) -> dict[str, int]:
@@ -119,16 +107,10 @@ class LiveDisplay:
         }
         return {title: max(width, len(title)) for title, width in widths.items()}
 
-    def _row(self, j: int, activity: Activity | None) -> dict[str, RenderableType]:
+    def _row(self, j: int, activity: Activity | None) -> tuple[RenderableType, ...]:
         layer = "" if activity is None else activity.layer or ""
-        return {
-            "partition": str(j),
-            "device": self._devices[j],
-            "layer": layer,
-            "class": self._classes.get(layer, ""),
-            "phase": "idle" if activity is None else Text(activity.phase, STYLES[activity.phase]),
-            "micro-batch": self._lane(activity),
-        }
+        phase = "idle" if activity is None else Text(activity.phase, STYLES[activity.phase])
+        return str(j), self._devices[j], layer, self._classes.get(layer, ""), phase, self._lane(activity)
 
     def _lane(self, activity: Activity | None) -> Text:
         """Draw all micro-batches of a batch, and mark the current one."""
@@ -145,29 +127,19 @@ class LiveDisplay:
         return number
 
 
-def _total(widths: Collection[int]) -> int:
-    return sum(widths) + GAP * (len(widths) - 1)
-
-
-def _bar(progress: Progress, width: int) -> Table:
+def _bar(progress: Progress) -> Table:
     line = Table.grid(expand=True, padding=(0, 2, 0, 0))
     line.add_column(ratio=1)
     line.add_column(no_wrap=True)
-    line.add_row(ProgressBar(total=1, completed=progress.share), _times(progress, width))
+    times = f"{progress.count}  {_clock(progress.elapsed)} elapsed  {_clock(math.ceil(progress.left))} left"
+    line.add_row(ProgressBar(total=1, completed=progress.share), times)
     return line
 
 
-def _times(progress: Progress, width: int) -> str:
-    elapsed = "" if width < NARROW else f"  {_clock(progress.elapsed)} elapsed"
-    return f"{progress.count}{elapsed}  {_clock(math.ceil(progress.left))} left"
-
-
-def _numbers(progress: Progress, width: int) -> Text:
-    line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(f"loss {progress.loss:.3f}", "bold")
-    if width >= NARROW:
-        line.append(f"   smoothed {progress.smoothed_loss:.3f}   first {progress.first_loss:.3f}")
-    return line.append(f"   {progress.samples_per_second:6.0f} samples/s", "bold")
+def _numbers(progress: Progress) -> Text:
+    losses = f"   smoothed {progress.smoothed_loss:.3f}   first {progress.first_loss:.3f}"
+    line = Text(f"loss {progress.loss:.3f}", "bold", no_wrap=True, overflow="ellipsis")
+    return line.append(losses, "not bold").append(f"   {progress.samples_per_second:6.0f} samples/s")
 
 
 def _clock(seconds: float) -> str:

@@ -202,7 +202,7 @@ class Merge:
         if parts[0].dim() == 0 and parts[0].is_floating_point() and not exact:
             return _Way("add", weights=self._weigh(name, parts, self._sizes))
         if not exact and (told := self._told_dim(k, parts, rule)) is not None:
-            self._dims.learn(name, told)
+            self._dims.learn([name], told)
             rule, exact = told, True
         sizes = [part.size(rule) if part.dim() > rule else -1 for part in parts]
         rows = self._rows(sizes)

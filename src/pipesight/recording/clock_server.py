@@ -1,18 +1,17 @@
-"""Rank 0's clock server: one thread answers all ranks that ask for the time.
+"""Rank 0's clock server: it answers all ranks that ask for the time.
 
 A question mark on a line is answered with the time. Any other line is the JSON of what a rank found about its clock. A
-slow or silent rank delays no other.
+slow or silent rank delays no other: each has a thread while it asks, which takes milliseconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from pipesight.recording.clock_correction import UNKNOWN_DRIFT
@@ -24,16 +23,6 @@ ASK = b"?\n"
 _BACKLOG = 4096  # connections that may be pending
 _LONGEST = 4096  # bytes of a line
 _IDLE = 60.0  # seconds after which a silent rank is disconnected
-_PAUSE = 0.05
-
-
-@dataclass(slots=True)
-class _Client:
-    """A connected rank."""
-
-    socket: socket.socket
-    heard: float
-    line: bytearray = field(default_factory=bytearray)
 
 
 class ClockServer:
@@ -49,10 +38,6 @@ class ClockServer:
         self._news = threading.Condition()
         self._listener = _listener()
         self.port: int = self._listener.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._waker, self._woken = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="pipesight-clock", daemon=True)
         self._thread.start()
 
@@ -71,65 +56,27 @@ class ClockServer:
         with self._news:
             while self._waiting and (left := until - time.monotonic()) > 0:
                 self._news.wait(left)
-        self._waker.close()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`
         self._thread.join(timeout=patience + 1)
 
     def _serve(self) -> None:
-        with self._selector as selector, self._listener, self._woken:
-            while not self._answer_those(selector.select()):
-                pass
-            for client in self._clients():
-                client.socket.close()
-
-    def _answer_those(self, ready: list[tuple[selectors.SelectorKey, int]]) -> bool:
-        """Answer all that are ready; return whether to stop."""
-        for key, _ in ready:
-            if key.fileobj is self._woken:
-                return True
-            if key.fileobj is self._listener:
-                self._accept()
-            elif not self._answer(key.data):
-                self._disconnect(key.data)
-        return False
-
-    def _clients(self) -> list[_Client]:
-        return [key.data for key in self._selector.get_map().values() if key.data is not None]
-
-    def _accept(self) -> None:
-        now = time.monotonic()
-        for client in self._clients():
-            if now - client.heard > _IDLE:
-                self._disconnect(client)
-        try:
+        with self._listener, contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._selector.register(connection, selectors.EVENT_READ, _Client(connection, now))
-        except BlockingIOError:
-            return
-        except OSError:  # too many open files; pending connections wait
-            time.sleep(_PAUSE)
+                try:
+                    threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+                except RuntimeError:  # too many threads; the rank tries again
+                    connection.close()
 
-    def _disconnect(self, client: _Client) -> None:
-        self._selector.unregister(client.socket)
-        client.socket.close()
-
-    def _answer(self, client: _Client) -> bool:
-        """Answer what was received; return whether there may be more."""
-        try:
-            came = client.socket.recv(_LONGEST)
-            client.heard = time.monotonic()
-            client.line += came
-            while (end := client.line.find(b"\n")) >= 0:
-                line = bytes(client.line[: end + 1])
-                del client.line[: end + 1]
-                client.socket.send(b"%d\n" % self._clock() if line == ASK else self._note(json.loads(line)))
-        except BlockingIOError:
-            return False  # it does not read the answers
-        except (OSError, ValueError, TypeError, KeyError):
-            return False  # garbage, or a closed connection
-        return bool(came) and len(client.line) < _LONGEST
+    def _answer(self, connection: socket.socket) -> None:
+        """Answer a rank until it hangs up, or sends nonsense."""
+        with connection, contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            connection.settimeout(_IDLE)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with connection.makefile("rb") as asked:
+                while (line := asked.readline(_LONGEST)).endswith(b"\n"):
+                    connection.sendall(b"%d\n" % self._clock() if line == ASK else self._note(json.loads(line)))
 
     def _note(self, facts: dict[str, Any]) -> bytes:
         rank, last, clock = int(facts["rank"]), bool(facts["last"]), facts["clock"]
@@ -150,7 +97,6 @@ def _listener() -> socket.socket:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             listener.bind(("", 0))
             listener.listen(_BACKLOG)
-            listener.setblocking(False)
             return listener
         except OSError:  # IPv6 is supported, but not configured
             listener.close()

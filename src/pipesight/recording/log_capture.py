@@ -30,7 +30,7 @@ from pipesight._whole_file import whole_file
 from pipesight.context import Observer, Where
 from pipesight.logs.context_filter import logger as task_logger
 from pipesight.logs.task_lines import MESSAGE
-from pipesight.stats.sinks.line_file import LineFile
+from pipesight.stats.sinks.line_file import Clock, LineFile
 
 __all__ = ["LogCapture"]
 
@@ -54,7 +54,7 @@ class LogCapture:
         self._process = os.getpid()
         self._writing = threading.RLock()
         self._formatter = logging.Formatter()
-        self._second: tuple[int, str] = (-1, "")
+        self._clock = Clock("%Y-%m-%dT%H:%M:%S")
         self._enabled = logging.Logger.isEnabledFor
         self._call = logging.Logger.callHandlers
         self._tasks = _TaskLines(self)
@@ -83,7 +83,9 @@ class LogCapture:
         moment = time.time() if created is None else created
         text = message.replace("\n", "\n    ")
         label = f" [{place}]" if place else ""
-        line = f"{self._time(moment)} {logging.getLevelName(level)} {name}{label} {text}\n"
+        second = int(moment)
+        written = f"{self._clock.written(second)}.{int((moment - second) * 1e6):06}"
+        line = f"{written} {logging.getLevelName(level)} {name}{label} {text}\n"
         self._held.append(line.encode(errors="backslashreplace"))
 
     def write_held(self) -> None:
@@ -156,14 +158,6 @@ class LogCapture:
         )
         words = [f"step {step}", f"partition {partition}", f"micro-batch {microbatch}", str(phase)]
         return " ".join(words if layer is None else [*words, f"layer {layer}"])
-
-    def _time(self, moment: float) -> str:
-        second = int(moment)
-        known, text = self._second
-        if second != known:
-            text = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(second))
-            self._second = (second, text)
-        return f"{text}.{int((moment - second) * 1e6):06}"
 
     def _remove_older_half(self) -> None:
         """Remove the older half of the lines."""

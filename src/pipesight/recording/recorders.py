@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pipesight import trace as tracing
+from pipesight._import_watch import ImportWatch
 from pipesight.recording._guard import Guard
 from pipesight.recording.log_capture import LogCapture
 from pipesight.recording.memory import MemoryRecorder
@@ -16,7 +17,7 @@ from pipesight.recording.pipeline_description import Pipeline
 from pipesight.recording.process_stops import StopWatch
 from pipesight.recording.run_statistics import RunStatistics
 from pipesight.recording.step_counter import StepCounter
-from pipesight.recording.torch_pipelines import ImportWatch, TorchPipeline
+from pipesight.recording.torch_pipelines import TorchPipeline
 from pipesight.runs.directory import RunDirectory
 from pipesight.runs.disk_quota import DiskQuota
 from pipesight.stats.api import CheckedConfig, check_config

@@ -57,8 +57,8 @@ class TraceFile:
         self._begin(encoder, child)
 
     def _begin(self, encoder: Encoder, child: bool) -> None:
-        self._encoder = encoder
-        self._files = PartFiles(
+        self.encoder = encoder
+        self.files = PartFiles(
             self._given,
             encoder=encoder,
             child=child,
@@ -81,35 +81,15 @@ class TraceFile:
 
     def after_fork(self, encoder: Encoder) -> TraceFile:
         """Become the file of a forked process."""
-        self._files.release()
+        self.files.release()
         self.keep_if_empty = False
         self._begin(encoder, child=True)
         return self
 
     @property
-    def path(self) -> Path:
-        """The file, or its first part."""
-        return self._files.path
-
-    @property
-    def written(self) -> int:
-        """How many events the existing files hold."""
-        return self._files.written
-
-    @property
-    def removed(self) -> int:
-        """How many events were in parts that ``max_parts`` removed."""
-        return self._files.removed
-
-    @property
     def lost(self) -> int:
         """How many events could not be written."""
-        return self._events_dropped + self._files.failed + self._given_up + self._encoder.lost
-
-    @property
-    def clock_offset(self) -> int:
-        """Nanoseconds added to the monotonic clock to get the times in the file."""
-        return self._encoder.offset
+        return self._events_dropped + self.files.failed + self._given_up + self.encoder.lost
 
     # For one thread that puts.
 
@@ -118,8 +98,8 @@ class TraceFile:
         if self._closing:  # another thread still records while the process ends
             self._events_dropped += events
             return
-        block = self._files.pack(text)
-        if events > 1 and not self._files.fits(block):
+        block = self.files.pack(text)
+        if events > 1 and not self.files.fits(block):
             lines = text.splitlines(keepends=True)
             for some in (lines[: len(lines) // 2], lines[len(lines) // 2 :]):
                 self.put(b"".join(some), sum(not line.startswith(NAMING) for line in some))
@@ -167,12 +147,12 @@ class TraceFile:
         """Log how many events were lost, if more were than logged so far."""
         if self.lost != self._lost_logged:
             self._lost_logged = self.lost
-            logger.warning("lost %s of the trace %s", count_of(self.lost, "event"), self.path)
+            logger.warning("lost %s of the trace %s", count_of(self.lost, "event"), self.files.path)
 
     def _warn(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("events of the trace %s are being lost: %s; training continues", self.path, why)
+            logger.warning("events of the trace %s are being lost: %s; training continues", self.files.path, why)
 
     def _wait(self, done: threading.Event) -> bool:
         needed = self._events_put or self.lost or (self.keep_if_empty and done is self._closed)
@@ -186,7 +166,7 @@ class TraceFile:
                 self._work(until=done)
             return done.wait(seconds)
 
-        if wait(is_done, lambda: (self._events_done, self._files.writes), _PATIENCE):
+        if wait(is_done, lambda: (self._events_done, self.files.writes), _PATIENCE):
             return True
         self._warn("the disk does not respond")
         return False
@@ -201,11 +181,11 @@ class TraceFile:
 
     def _do(self, job: _Job) -> None:
         if isinstance(job, _Last):
-            self._files.close(keep_if_empty=self.keep_if_empty)
+            self.files.close(keep_if_empty=self.keep_if_empty)
             self._closed.set()
         elif isinstance(job, threading.Event):
             job.set()
         elif not self._given_up:
-            self._files.write(*job)
+            self.files.write(*job)
             self._bytes_done += len(job[0])
             self._events_done += job[1]

@@ -55,7 +55,7 @@ class Session:
     @property
     def path(self) -> Path:
         """The trace file of this process, created with the first event."""
-        return self._file.path
+        return self._file.files.path
 
     @property
     def lost(self) -> int:
@@ -65,17 +65,17 @@ class Session:
     @property
     def removed(self) -> int:
         """How many events were in parts that ``max_parts`` removed."""
-        return self._file.removed
+        return self._file.files.removed
 
     @property
     def written(self) -> int:
         """How many events the existing files hold."""
-        return self._file.written
+        return self._file.files.written
 
     @property
     def clock_offset(self) -> int:
         """Nanoseconds added to the monotonic clock to get the times in the file."""
-        return self._file.clock_offset
+        return self._file.encoder.offset
 
     def pause(self) -> None:
         """Stop recording until `resume`; spans that are already open are still recorded."""

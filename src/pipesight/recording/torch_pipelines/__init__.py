@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipesight.recording.torch_pipelines.import_watch import ImportWatch
 from pipesight.recording.torch_pipelines.torch_pipeline import TorchPipeline
 
-__all__ = ["ImportWatch", "TorchPipeline"]
+__all__ = ["TorchPipeline"]

@@ -20,7 +20,7 @@ __all__ = ["Decompressor", "is_packed", "without_surrogates"]
 _GZIP = b"\x1f\x8b"
 _MEMBER = _GZIP + b"\x08"
 _CHUNK = 2**18  # bytes
-_HELD = 2**25  # bytes of a member's text that wait for its checksum; beyond, they are yielded unchecked
+_HELD = 2**23  # bytes of a member's text that wait for its checksum; beyond, they are yielded unchecked
 _WINDOW = 31  # zlib's number for gzip
 _ESCAPES = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"

@@ -196,7 +196,7 @@ def events(*, packed: bool, foreign: bool, together: bool = False, whole: bool =
     )
 
 
-SCHEMA = 2
+SCHEMA = 3
 """The version of the columns of a dataset; a dataset without a version has version 1."""
 
 

@@ -97,11 +97,7 @@ _RENAMED = {
 def of_dataset(rows: Frame) -> Frame:
     """Return the spans of a dataset, with codes instead of words, and without nulls."""
 
-    there = set(rows.collect_schema().names())
-
     def column(name: str, kind: str) -> nw.Expr:
-        if name in ("samples", "module") and name not in there:  # written before spans had it
-            return nw.lit(-1 if name == "samples" else "")
         given = nw.col(_RENAMED.get(name, name))
         if name in ("phase", "kind"):
             return _code(given.fill_null(""), PHASES if name == "phase" else KINDS)
@@ -157,8 +153,6 @@ def program(events: Frame, fetch: Fetch) -> ProgramSpans:
 def communications(events: Frame, fetch: Fetch) -> Communications:
     """Return the communication of main threads outside pipelines, by rank and begin."""
     columns = ("rank", "name", "peers", "step", "begin", "end", "size")
-    if "peers" not in events.collect_schema().names():  # a dataset of an earlier version
-        return Communications(*[np.zeros(0, np.int64)] * len(columns))
     chosen = events.filter((nw.col("kind") == COMMUNICATION) & (nw.col("partition") < 0) & (nw.col("peers") != ""))
     return Communications(**_sorted(fetch(chosen.select(*columns)), "rank", "begin", "end", "name", "peers"))
 

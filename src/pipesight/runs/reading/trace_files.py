@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipesight.runs.format import LOGS, NOTES, RANKS, RUN_FILE, STATS, TRACE, TRACE_SUFFIXES, part_order, split_suffix
+from pipesight.runs.format import LOGS, NOTES, RANKS, RUN_FILE, STATS, TRACE, TRACE_SUFFIXES, part_order
 from pipesight.runs.reading._file_type import FileType, Sniffed, sniff
 from pipesight.runs.reading.attempts import Attempt, attempt_in, without_attempt
 from pipesight.runs.reading.reader_notes import Note
 from pipesight.runs.reading.safe_open import without_refused
+from pipesight.runs.reading.trace_reader import find_traces
 
 __all__ = ["TraceFile", "find_files"]
 
@@ -85,14 +86,7 @@ def _candidates(path: Path, notes: list[Note]) -> list[Path]:
         notes.append(Note(file, why))
 
     if not path.is_dir():
-        stem, suffix = split_suffix(path, _SUFFIXES)
-        parts = [file for file in path.parent.iterdir() if suffix in TRACE_SUFFIXES and file.name.endswith(suffix)]
-        pattern = re.compile(re.escape(stem) + r"\.part\d+")
-        parts = [part for part in parts if pattern.fullmatch(split_suffix(part, _SUFFIXES)[0])]
-        return [
-            path,
-            *sorted(without_refused(parts, path.parent, refuse), key=_order),
-        ]
+        return find_traces(path, refuse=refuse)
     folder = path / TRACE if (path / TRACE).is_dir() else path
     files = sorted(folder.rglob("*"), key=_order)
     traces = without_refused((file for file in files if file.name.endswith(TRACE_SUFFIXES)), path, refuse)

@@ -1,36 +1,28 @@
 """Read traces line by line: which files there are, and the events in each.
 
 A file may be cut off anywhere, since processes are killed, and may still be growing. What can be read is read, and no
-more than a few lines are held in memory.
+more than a few lines, or a member of a compressed file, are held in memory.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
 from pipesight.runs.format import TRACE_SUFFIXES, part_order, split_suffix
-from pipesight.runs.reading.safe_open import open_plain, without_refused
+from pipesight.runs.reading._decompression import Decompressor
+from pipesight.runs.reading.safe_open import without_refused
 
 __all__ = ["NotATraceError", "TraceReader", "find_traces"]
 
-_CHUNK = 2**18  # bytes
-_LONGEST = 2**26  # bytes of a line; a trace has none like that
-_GZIP = b"\x1f\x8b"
-_WINDOW = 31  # zlib's number for gzip
+_LONGEST = 2**24  # bytes of a line; a trace has none like that
 
 
 class NotATraceError(ValueError):
     """A file is not a trace."""
-
-
-class _DamagedError(Exception):
-    """The rest of a file cannot be read."""
 
 
 def find_traces(path: Path, *, refuse: Callable[[Path, str], None] | None = None) -> list[Path]:
@@ -81,28 +73,22 @@ class TraceReader:
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield each event as a line of JSON, without its end."""
-        begun = False
-        try:
-            with open_plain(self.path) as file:
-                for raw in _lines(file):
-                    line = raw.strip().removesuffix(b",")
-                    if not line:
-                        continue
-                    is_event = _is_event(line)
-                    if not begun and not is_event and line != b"[":
-                        raise self._refusal(f"it begins with {line[:20].decode(errors='replace')!r}")
-                    begun, self.whole = True, line == b"]"
-                    if is_event:
-                        self.events += 1
-                        yield line
-                    elif line not in (b"[", b"]"):
-                        self.skipped += 1
-        except _DamagedError as damage:
-            if not begun:
-                raise self._refusal(str(damage)) from None
-            self.whole = False
+        text, begun = Decompressor(self.path), False
+        for raw in _lines(text):
+            line = raw.strip(b"\0 \t\r").removesuffix(b",")
+            if not line:
+                continue
+            is_event = _is_event(line)
+            if not begun and not is_event and line != b"[":
+                raise self._refusal(f"it begins with {line[:20].decode(errors='replace')!r}")
+            begun, self.whole = True, line == b"]" and not text.damaged
+            if is_event:
+                self.events += 1
+                yield line
+            elif line not in (b"[", b"]"):
+                self.skipped += 1
         if not begun:
-            raise self._refusal("it is empty")
+            raise self._refusal("it is damaged" if text.damaged else "it is empty")
 
     def _refusal(self, why: str) -> NotATraceError:
         return NotATraceError(f"not a trace: {str(self.path)!r} ({why}; a trace begins with a line '[')")
@@ -123,43 +109,14 @@ def _refuse_constant(word: str) -> NoReturn:
 _decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file, except for a last one that was cut off."""
-    pieces: list[bytes] = []  # of a line
-    size, some = 0, False
-    for text in _texts(file):
-        piece, *others = text.split(b"\n")
-        pieces.append(piece)
-        size += len(piece)
-        if size > _LONGEST:
-            raise _DamagedError(f"a line in it is longer than {_LONGEST} bytes")
-        if others:
-            yield b"".join(pieces)
-            yield from others[:-1]
-            pieces, size, some = others[-1:], len(others[-1]), True
-    rest = b"".join(pieces)
+def _lines(texts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines, except for a last one that was cut off, and for those that are too long."""
+    rest, some = b"", False
+    for text in texts:
+        *lines, rest = (rest + text).split(b"\n")
+        yield from lines
+        some |= bool(lines)
+        if len(rest) > _LONGEST:
+            rest = b""
     if not some or rest.strip() == b"]" or _is_event(rest):
         yield rest
-
-
-def _texts(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the text of a file piece by piece, up to where a gzip member is cut off."""
-    chunk = file.read(_CHUNK)
-    if not chunk.startswith(_GZIP):
-        while chunk:
-            yield chunk
-            chunk = file.read(_CHUNK)
-        return
-    unpacker = zlib.decompressobj(_WINDOW)
-    while chunk or (chunk := file.read(_CHUNK)):
-        try:
-            text = unpacker.decompress(chunk, _CHUNK)
-        except zlib.error as error:
-            raise _DamagedError(str(error)) from None
-        yield text
-        chunk = unpacker.unconsumed_tail
-        if unpacker.eof:  # another member, or the zeros that a crash of the machine may leave
-            chunk = unpacker.unused_data.lstrip(b"\0")
-            unpacker = zlib.decompressobj(_WINDOW)
-    with contextlib.suppress(zlib.error):
-        yield unpacker.flush()

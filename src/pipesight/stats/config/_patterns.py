@@ -4,7 +4,7 @@ Python's ``re`` tries all ways to match, which may be exponentially many, and ca
 looked at first::
 
     .*\.(fc1|fc2)      repeats one after the other: at most len(name) ** (repeats + 1) steps, matched here
-    (a+)+              a choice inside of a repeat: matched in a process of its own, which ends when its time is over
+    (a+)+              a group that repeats: matched in a process of its own, which ends when its time is over
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ STEPS = 10_000_000  # that take a tenth of a second or less
 LIMIT = 1.0  # seconds of processor time for one name
 PATIENCE = 60.0  # seconds for a process on a machine that is busy
 
-_REPEATS = frozenset({"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"})
+_HARD = re.compile(r"\)[*+{]|\\[1-9]|\(\?(?!:|i\)|P<)")
+"""A group that repeats, a reference to one, and anything rarer, such as flags that allow spaces between these."""
 
 _CHILD = """
 import json, re, sys
@@ -50,7 +51,7 @@ class Pattern:
 
     Attributes:
         pattern: As it is written.
-        repeats: How many repeats, and choices by ``|``, follow each other in it; ``None`` if one is inside of a repeat.
+        repeats: How many repeats and choices by ``|`` it has at most; ``None`` if one may be inside of a repeat.
         place: The key that it is the value of.
         source: The file, or nothing.
         line: The line there.
@@ -116,35 +117,8 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def _repeats(pattern: str) -> int | None:
-    """Return how many repeats and choices follow each other, or ``None`` if there is one inside of a repeat."""
-    try:
-        from re import _parser  # type: ignore[attr-defined]
-    except ImportError:
+    """Return how many repeats and choices follow each other at most, or ``None`` if one may be inside of a repeat."""
+    if _HARD.search(pattern):
         return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return _count(_parser.parse(pattern), inside=False)
-
-
-def _count(tree: Any, *, inside: bool) -> int | None:
-    """Count the choices in a parsed pattern, or in a part of it: repeats of variable length, and ``|``."""
-    total = 0
-    for item in tree:
-        if not isinstance(item, tuple) or len(item) != 2 or not hasattr(item[0], "name"):
-            below = _count(item, inside=inside) if _is_tree(item) else 0
-        else:
-            name, argument = item[0].name, item[1]
-            choice = name == "BRANCH" or (name in _REPEATS and argument[0] != argument[1])
-            if name.startswith("GROUPREF") or (inside and choice):
-                return None
-            repeated = name in _REPEATS and argument[1] > 1
-            below = _count(argument, inside=inside or repeated) if _is_tree(argument) else 0
-            total += choice
-        if below is None:
-            return None
-        total += below
-    return total
-
-
-def _is_tree(value: object) -> bool:
-    return isinstance(value, tuple | list) or hasattr(value, "data")
+    choices = min(pattern.count("|"), pattern.count("(") + 1)
+    return choices + len(re.findall(r"[*+{]|(?<![*+?}(])\?", pattern))

@@ -26,27 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from pipesight.stats.config._check import check_enabled, check_layers, check_level, check_mapping, find_features
-from pipesight.stats.config._check_feature import GEMM_KEYS, TENSOR_KEYS, FeatureCheck
+from pipesight.stats.config._check_feature import FeatureCheck
 from pipesight.stats.config._yaml import read_dict, read_yaml
-from pipesight.stats.config.rules import NOTHING, RuleTable, StatisticRequest, TensorRule
+from pipesight.stats.config.rules import NOTHING, RuleTable, TensorRule
 from pipesight.stats.config.selection import MOST_REMEMBERED, Selection
-from pipesight.stats.config.steps import STEP_KEYS
 from pipesight.stats.config_errors import ConfigError, Document, Mistakes, placed
 from pipesight.stats.registry import Registry, default_registry
 
-__all__ = [
-    "GEMM_KEYS",
-    "STEP_KEYS",
-    "TENSOR_KEYS",
-    "Config",
-    "ConfigError",
-    "FeatureConfig",
-    "Section",
-    "StatisticRequest",
-    "TensorRule",
-    "load",
-    "selection_of",
-]
+__all__ = ["Config", "FeatureConfig", "Section", "load", "selection_of"]
 
 
 @dataclass(frozen=True, slots=True)

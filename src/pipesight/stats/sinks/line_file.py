@@ -117,16 +117,21 @@ class Lines:
 
 
 class Clock:
-    """Tells the time, and works out the date and the seconds once a second only."""
+    """Writes times, and works out the date and the seconds once a second only."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: str = "%Y-%m-%d %H:%M:%S") -> None:
+        self._form = form
         self._second: tuple[int, str] = (-1, "")
 
     def now(self) -> str:
         """Return the time, as in ``2026-01-31 12:00:00,000``."""
         second, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+        return f"{self.written(second)},{nanoseconds // 1_000_000:03d}"
+
+    def written(self, second: int) -> str:
+        """Return a time in whole seconds."""
         known, text = self._second
         if second != known:
-            text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+            text = time.strftime(self._form, time.localtime(second))
             self._second = (second, text)
-        return f"{text},{nanoseconds // 1_000_000:03d}"
+        return text

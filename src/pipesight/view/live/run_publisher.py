@@ -64,8 +64,7 @@ class Publisher:
         self._reading = threading.Lock()  # the follower
         self._told = threading.Condition()
         self._news = News(0)
-        self._drawn: tuple[int, bytes | DrawingError | None] = (-1, None)
-        self._measured: tuple[int, str | DrawingError] = (-1, "")
+        self._made: dict[str, tuple[int, Any]] = {}  # what was last made, and of which revision
         self._complaints: set[str] = set()
         self._cost = 0.0  # seconds that the last drawing took
         self._closing = threading.Event()
@@ -106,43 +105,34 @@ class Publisher:
         Raises:
             DrawingError: This revision cannot be drawn; the next may be.
         """
-        with self._reading:
-            news = self._news
-            if self._drawn[0] != news.revision:
-                begin = time.monotonic()
-                self._drawn = (news.revision, self._make(news))
-                self._cost = time.monotonic() - begin
-            drawn = self._drawn[1]
-        if isinstance(drawn, DrawingError):
-            raise drawn
-        return drawn
+        payload: bytes | None = self._once("draw", self._pack)
+        return payload
 
     def metrics(self) -> str:
         """Return the last steps' metrics for Prometheus; `DrawingError` if this revision cannot be read."""
+        text: str = self._once("measure", lambda _: self._measure(self._follower))
+        return text
+
+    def _once(self, what: str, make: Callable[[News], Any]) -> Any:
+        """Make something of each revision once."""
         with self._reading:
             news = self._news
-            if self._measured[0] != news.revision:
+            if self._made.get(what, (-1, None))[0] != news.revision:
                 begin = time.monotonic()
-                self._measured = (news.revision, self._read_metrics())
+                try:
+                    made = make(news)
+                except Exception as error:  # for one revision; the next may succeed
+                    self._complain(f"cannot {what} the run %s; will retry when it grows", error)
+                    made = DrawingError(f"cannot {what} the run; `pipesight view` printed the reason")
+                self._made[what] = (news.revision, made)
                 self._cost = time.monotonic() - begin
-            measured = self._measured[1]
-        if isinstance(measured, DrawingError):
-            raise measured
-        return measured
+            made = self._made[what][1]
+        if isinstance(made, DrawingError):
+            raise made
+        return made
 
-    def _read_metrics(self) -> str | DrawingError:
-        try:
-            return self._measure(self._follower)
-        except Exception as error:  # for one revision; the next may succeed
-            self._complain("cannot measure the run %s; will retry when it grows", error)
-            return DrawingError("cannot measure the run; `pipesight view` printed the reason")
-
-    def _make(self, news: News) -> bytes | DrawingError | None:
-        try:
-            payload = self._draw(self._follower)
-        except Exception as error:  # for one revision; the next may succeed
-            self._complain("cannot draw the run %s; will retry when it grows", error)
-            return DrawingError("cannot draw the run; `pipesight view` printed the reason")
+    def _pack(self, news: News) -> bytes | None:
+        payload = self._draw(self._follower)
         if payload is None:
             return None
         payload["revision"], payload["live"] = news.revision, not news.ended

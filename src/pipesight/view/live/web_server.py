@@ -28,7 +28,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipesight.runs.trace_download import TraceDownload
+from pipesight.runs.trace_download import trace_download
 from pipesight.view.live.metrics_text import CONTENT_TYPE
 from pipesight.view.live.run_publisher import DrawingError, News, Publisher
 
@@ -259,22 +259,18 @@ class _Handler(BaseHTTPRequestHandler):
         return bool(readable) and not self.connection.recv(1024)
 
     def _trace(self) -> None:
+        run = self.server.publisher.path
         try:
-            trace = TraceDownload(self.server.publisher.path)
+            trace = trace_download(run)
         except FileNotFoundError as error:
             self._refuse(HTTPStatus.NOT_FOUND, str(error))
             return
-        with trace:
-            headers = {"Content-Disposition": f'attachment; filename="{trace.name}"'}
-            if trace.size is not None:
-                headers["Content-Length"] = str(trace.size)
-            self._begin(HTTPStatus.OK, "application/octet-stream", headers=headers)
-            if self.command == "HEAD":
+        headers = {"Content-Disposition": f'attachment; filename="{run.absolute().name}.json.gz"'}
+        self._begin(HTTPStatus.OK, "application/octet-stream", headers=headers)
+        for chunk in () if self.command == "HEAD" else trace:
+            if self.server.ending.is_set():
                 return
-            for chunk in trace:
-                if self.server.ending.is_set():
-                    return
-                self.wfile.write(chunk)
+            self.wfile.write(chunk)
 
     def _metrics(self) -> None:
         try:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import MetaPathFinder
+else:
+    MetaPathFinder = object  # this abstract class takes long to import, and nothing needs it
 
 __all__ = ["ImportWatch"]
 
