@@ -670,7 +670,9 @@ def test_loss_outside_the_model(tmp_path):
     So it is where an argument has several rows for each sample, or as many that are the same for all.
     """
     body = """
+    import warnings
     from pipesight import Pipeline
+    warnings.filterwarnings("ignore", "2 processes train a copy")  # one does, to compare
 
     class Net(nn.Module):
         def __init__(self):
