@@ -22,7 +22,7 @@ OVERRIDDEN = {"_apply", "_check_input_dim", "_get_init_p2p_neighbors_ops", "_loa
 OVERRIDDEN |= {"_per_optimizer_states", "_unscale_grads_"}
 """Of torch's classes, for whoever derives from them."""
 OTHERS = {"_getframe", "_current_frames", "_exit", "_DummyThread", "_SubParsersAction", "_log", "_builtin_namespace"}
-OTHERS |= {"_fields", "_choices_actions"}
+OTHERS |= {"_fields", "_choices_actions", "_option_string_actions"}
 """Of the standard library and of DuckDB."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pipesight.stats as debug_api
-from pipesight import GPipe
+from pipesight import GPipe, Pipeline
 from pipesight.stats import watch
 from pipesight.stats.moments import FIELDS, Moments
 from pipesight.stats.moments.cpu_moments import measure
@@ -299,9 +299,10 @@ CONFIG = {
 }
 
 
-def train(folder, wrap, device: str) -> dict[tuple[int, str, str, str], float]:
+def train(folder, wrap, device: str, depth: int = 1) -> dict[tuple[int, str, str, str], float]:
     torch.manual_seed(0)
-    model = wrap(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8)))
+    inner = [nn.Linear(64, 64) for _ in range(depth)]
+    model = wrap(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), *inner, nn.Linear(64, 8)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with watch(model, CONFIG, log_dir=folder):
         for number in range(4):
@@ -324,10 +325,27 @@ def test_watched_pipeline(tmp_path, devices: list[str], checkpoint: str) -> None
         return GPipe(model, [2, 2], devices=devices, chunks=3, checkpoint=checkpoint)
 
     piped = train(tmp_path / "piped", wrap, devices[0])
-    assert piped.keys() == plain.keys()
-    for key, value in plain.items():
+    check_equal(piped, plain)
+
+
+def test_watched_pipeline_of_any_model(tmp_path) -> None:
+    """Tensors of several micro-batches share a launch, also where a `Pipeline` looks at all that a unit uses."""
+    plain = train(tmp_path / "plain", lambda model: model, "cpu", depth=60)
+
+    def wrap(model):
+        return Pipeline(model, cuts=["31"], devices=["cuda:0", "cuda:0"], chunks=4)
+
+    check_equal(train(tmp_path / "piped", wrap, "cuda:0", depth=60), plain)
+
+
+Values = dict[tuple[int, str, str, str], float]
+
+
+def check_equal(found: Values, expected: Values) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
         tolerance = 1e-2 if "mse" in key[3] or "flow" in key[3] else 1e-3
-        assert piped[key] == pytest.approx(value, rel=tolerance, abs=1e-5), key
+        assert found[key] == pytest.approx(value, rel=tolerance, abs=1e-5), key
 
 
 @pytest.mark.parametrize("how", ["relu_", "data", "later"])

@@ -48,7 +48,8 @@ class CompiledParts:
     def __init__(
         self, watch: Watcher, model: nn.Module, wrapped: nn.Module, hooks: LayerHooks, *, compilable: bool
     ) -> None:
-        self._watch, self._model, self._hooks, self._compilable = watch, model, hooks, compilable
+        self._watch: Watcher = weakref.proxy(watch)  # it has this; a cycle would keep the model
+        self._model, self._hooks, self._compilable = model, hooks, compilable
         self._modules, self._guards = CompiledModules(wrapped), HookGuards()
         self._outputs: dict[nn.Module, OutputHook] = {}
         self._refused: set[nn.Module] = set()

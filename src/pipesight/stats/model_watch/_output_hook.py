@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from pipesight._torch.autograd import current_backward, hook_gradient, tensor_hooks
-from pipesight._torch.tensors import in_transform, is_transformed
+from pipesight._torch.tensors import in_transform, is_transformed, without_function_overrides
 from pipesight.context import Where, current
 from pipesight.stats.model_watch._compiled_part import CompiledPart
 from pipesight.stats.model_watch._hook import Hook
@@ -112,9 +112,10 @@ class OutputHook(Hook):
             self._gradient(gradient)
 
     def _take(self, output: Tensor, where: Where | None) -> None:
-        for tap in self._outputs:
-            if (take := tap.take) is None or not take(output, tap.series, where):  # type: ignore[arg-type]
-                self._watch.log(tap, (output,))
+        with without_function_overrides():
+            for tap in self._outputs:
+                if (take := tap.take) is None or not take(output, tap.series, where):  # type: ignore[arg-type]
+                    self._watch.log(tap, (output,))
 
     def _after_layer(self, _: nn.Module, args: Any, output: Any) -> None:
         tensors = numbers(output)

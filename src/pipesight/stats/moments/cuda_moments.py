@@ -11,7 +11,7 @@ from operator import attrgetter, or_
 import torch
 from torch import Tensor
 
-from pipesight._torch.tensors import current_gpu, is_transformed, raw_stream
+from pipesight._torch.tensors import current_gpu, is_transformed, raw_stream, without_function_overrides
 from pipesight.context import Where
 from pipesight.stats.moments._flat_pieces import ORDINARY, flat_pieces, plain
 from pipesight.stats.moments.cpu_moments import measure_on_device
@@ -133,8 +133,9 @@ class DeviceRows:
             with torch.cuda.device(self.device):
                 self._measure_waiting(lane, waiting)
             return
-        if not self._measure_alike(lane, waiting):
-            self._measure_each(lane, waiting)
+        with without_function_overrides():  # a Pipeline's mode would take tensors of other micro-batches for kept ones
+            if not self._measure_alike(lane, waiting):
+                self._measure_each(lane, waiting)
 
     def _measure_each(self, lane: Lane, waiting: list[Waiting]) -> None:
         """Measure tensors of one dtype, those together that one kernel takes."""
