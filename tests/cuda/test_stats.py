@@ -163,13 +163,14 @@ def test_steps_on_their_way_do_not_mix() -> None:
     """What is launched in a step is not overwritten by the next ones, however far the device is behind."""
     from pipesight.stats.moments.cuda_moments import DeviceRows
 
-    rows, found = DeviceRows(torch.device("cuda", 0)), []
+    rows, found, dtypes = DeviceRows(torch.device("cuda", 0)), [], (torch.float32, torch.bfloat16)
+    rows.measure([torch.ones(10, device="cuda", dtype=dtype) for dtype in dtypes])  # compiling takes its time
+    rows.send()
     torch.cuda.synchronize()
     for step in range(40):
         if step % 8 == 0:  # in between, the memory of earlier steps is used again
             torch.cuda.synchronize()
             torch.cuda._sleep(200_000_000)
-        dtypes = (torch.float32, torch.bfloat16)
         tensors = [torch.full((10 + i,), float(step), device="cuda", dtype=dtypes[i % 2]) for i in range(300)]
         found.append(rows.measure(tensors))
         rows.send()
