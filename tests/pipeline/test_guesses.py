@@ -237,21 +237,22 @@ def test_rows_of_each_sample_are_told_from_tables(way):
 
 
 def test_rows_are_doubted_where_shapes_cannot_be_computed():
-    """Tokens of several texts for each sample are named; a square mask of steps is not."""
+    """Tokens of several texts for each sample, or patches of pictures, are named; a square mask of steps is not."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second, self.words = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(9, 4)
 
-        def forward(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        def forward(self, x: Tensor, tokens: Tensor, patches: Tensor, mask: Tensor) -> Tensor:
             scale = x.detach().abs().max().item()  # what has no values cannot run this
-            return (self.second(self.first(x)) @ self.words(tokens).mean(1).T) * scale + mask.sum()
+            return (self.second(self.first(x)) @ self.words(tokens).mean(1).T) * scale + mask.sum() + patches.mean()
 
     pipe = Pipeline(Model(), ["second"], devices=["cpu", "cpu"], chunks=2)
+    tokens, mask = torch.ones(12, 5, dtype=torch.int64), torch.ones(8, 8, dtype=torch.int64)
     with pytest.warns(RuntimeWarning) as caught:
-        pipe(torch.ones(4, 4), torch.ones(12, 5, dtype=torch.int64), torch.ones(8, 8, dtype=torch.int64))
-    assert [str(one.message).partition(" has")[0] for one in caught] == ["'tokens'"]
+        pipe(torch.ones(4, 4), tokens, torch.ones(16, 6), mask)
+    assert [str(one.message).partition(" has")[0] for one in caught] == ["'tokens'", "'patches'"]
 
 
 @pytest.mark.parametrize("name", ["T", "mT", "H", "mH", "real", "imag"])
