@@ -148,7 +148,8 @@ def _has_several_rows(share: Share, size: int) -> bool:
 
 def _is_hardly_a_table(share: Share) -> bool:
     """Tell whether a tensor looks like tokens, their mask or patches, and not like a mask of steps for steps."""
-    return share.value.dim() > 1 and share.value.size(0) != share.value.size(1)
+    value: Tensor = share.value
+    return value.dim() > 1 and value.size(0) != value.size(1)
 
 
 def _doubt(share: Share, source: Share | None, size: int, part: int) -> str:
