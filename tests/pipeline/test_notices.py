@@ -16,10 +16,11 @@ def make(**settings) -> Pipeline:
 
 
 def run(pipe: Pipeline, how: str, samples: int) -> list[str]:
-    """Return what a mini-batch warns of."""
+    """Return what a mini-batch warns of, at this line of the program."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipe.step(torch.ones(samples, 2)) if how == "step" else pipe(torch.ones(samples, 2))
+    assert all(warning.filename == __file__ for warning in caught)
     return [str(warning.message) for warning in caught]
 
 

@@ -118,6 +118,34 @@ def test_activations_follow_the_schedule(tmp_path, schedule, checkpoint):
         assert entry.parts["gradients"] in (0, weights, 2 * weights)  # twice, while they are added to .grad
 
 
+class Gated(nn.Module):
+    """Keeps something outside of its blocks, which checkpointing does not drop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 48), nn.Tanh(), nn.Linear(48, WIDTH)) for _ in "1234"
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x) * 0.5 * x
+        return x
+
+
+def test_what_is_kept_outside_of_blocks_counts_with_what_is_recomputed(tmp_path):
+    """A block keeps as much of a micro-batch where its forward keeps a part and its recomputation the rest."""
+    kept = []
+    for checkpoint in ("never", "except_last"):
+        pipe = Pipeline(
+            Gated(), cuts=["blocks.2"], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint, loss_fn=nn.MSELoss()
+        )
+        found = recorded(tmp_path / checkpoint, pipe.step, pipe)
+        kept.append({layer.name: (layer.kept, layer.earlier, layer.both) for layer in found.layers})
+    assert kept[0]["blocks.1"] == kept[1]["blocks.1"]
+    assert kept[0]["blocks.3"] == kept[1]["blocks.3"]
+
+
 @pytest.mark.parametrize(("checkpoint", "count"), [("never", CHUNKS), ("always", 1)])
 def test_gpipe_keeps_all_or_one(tmp_path, checkpoint, count):
     """A layer is said to keep what it keeps in a plain model; inputs of checkpointed micro-batches stay."""

@@ -86,18 +86,22 @@ def test_without_an_optimizer_backwards_end_steps(tmp_path):
         with pipesight.observe("RUN", logs=None) as observation:
             for _ in range(3):
                 model.zero_grad()
-                model(torch.randn(8, 4)).square().mean().backward()
+                loss = model(torch.randn(8, 4)).square().mean()
+                slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+                (loss + sum(slope.square().sum() for slope in slopes)).backward()
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.sub_(0.1 * parameter.grad)
                 with torch.no_grad():
                     model(torch.randn(8, 4))
             assert observation.step_number == 3, observation.step_number
+            for _ in range(2):
+                torch.autograd.grad(model(torch.randn(8, 4)).sum(), list(model.parameters()))
+            assert observation.step_number == 4, observation.step_number
     """
     run_script(program, tmp_path)
     forwards = [e["args"]["step"] for e in events(tmp_path / "RUN") if e["name"] == "forward"]
-    assert forwards == [0, 1, 1, 2, 2, 3]
-    assert [e["args"]["step"] for e in events(tmp_path / "RUN") if e["name"] == "backward"] == [0, 1, 2]
+    assert forwards == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
 def test_program_numbers_its_steps(run):

@@ -273,17 +273,19 @@ def _curve(rank: int, rows: list[_Row], *, partition: int | None = None, device:
 
 
 def _layers(rows: list[_Row]) -> Iterator[LayerMemory]:
-    """Yield the layers: means over the tasks that kept anything, forward or recomputed."""
-    found: dict[tuple[int | None, str], list[list[float]]] = {}
+    """Yield the layers: what they keep of a micro-batch, in its forward and where it is recomputed, on average."""
+    found: dict[tuple[int | None, str], dict[tuple[object, ...], dict[object, list[list[float]]]]] = {}
     last: dict[int | None, tuple[str, list[float]]] = {}
     waiting: dict[tuple[int | None, str], list[float]] = {}
     for _, _, _, _, values in (row for row in rows if row[0] == _LAYERS):
         partition, layers = values.get("partition"), values.get("layers")
         if not isinstance(partition, int | None) or not isinstance(layers, dict):
             continue
+        microbatch = values.get("step"), values.get("microbatch")
         for name, numbers in layers.items():
             if isinstance(numbers, list) and len(numbers) == 3:
-                found.setdefault((partition, name), []).append(numbers)
+                phases = found.setdefault((partition, name), {}).setdefault(microbatch, {})
+                phases.setdefault(values.get("phase"), []).append(numbers)
         waits = values.get("waiting")
         for name, size in waits.items() if isinstance(waits, dict) else ():
             if isinstance(size, int):
@@ -291,11 +293,15 @@ def _layers(rows: list[_Row]) -> Iterator[LayerMemory]:
         if layers:
             name, kept = last.setdefault(partition, (next(reversed(layers)), []))
             kept.append(values.get("output_kept", 0))
-    for (partition, name), numbers in sorted(found.items(), key=lambda entry: entry[0][0] or 0):
-        kept, earlier, both = np.mean(numbers, axis=0).tolist()
+    for (partition, name), tasks in sorted(found.items(), key=lambda entry: entry[0][0] or 0):
+        # A forward may keep a part, and its recomputation the rest; what is of earlier layers may be the same in both.
+        count = sum(max(map(len, phases.values())) for phases in tasks.values())
+        sums = [np.array([np.sum(numbers, axis=0) for numbers in phases.values()]) for phases in tasks.values()]
+        kept, _, _ = np.sum([of_phases.sum(axis=0) for of_phases in sums], axis=0).tolist()
+        _, earlier, both = np.sum([of_phases.max(axis=0) for of_phases in sums], axis=0).tolist()
         of_weights = float(np.mean(waiting.get((partition, name), [0])))
-        of_output = float(np.mean(last[partition][1])) if last[partition][0] == name else None
-        yield LayerMemory(partition, name, kept, earlier, both, of_weights, of_output)
+        of_output = float(np.sum(last[partition][1]) / count) if last[partition][0] == name else None
+        yield LayerMemory(partition, name, kept / count, earlier / count, both / count, of_weights, of_output)
 
 
 def _inside(rows: list[_Row]) -> Iterator[LayerPeak]:

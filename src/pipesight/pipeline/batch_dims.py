@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from torch import nn
+
+from pipesight._user_warnings import warn_user
 
 __all__ = ["BatchDim", "BatchDims", "Rule"]
 
@@ -191,7 +192,7 @@ class BatchDims:
 
     def _warn(self, name: str, message: str) -> None:
         self._warned.add(name)
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        warn_user(message)
 
     def _check_name(self, name: str, key: str | int) -> None:
         root = name.partition(".")[0]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pipesight._torch.loss_graph import LossPart, loss_parts
+from pipesight._user_warnings import warn_user
 from pipesight.pipeline.calls import SplitCall
 from pipesight.pipeline.loss_watch import LossWatch
 from pipesight.pipeline.outputs import Weigh, Weights, weigh_by_samples
@@ -179,12 +179,10 @@ class LossMerging:
             )
         if name not in self._warned:
             self._warned.add(name)
-            warnings.warn(
+            warn_user(
                 f"{name!r} {why}: it is averaged over micro-batches, which may not give that of the whole batch; pass "
                 "loss_weight='samples' if this is what you want, 'sum' to add them, or a function of the model's "
-                "arguments that returns what the loss of a micro-batch is a mean over",
-                RuntimeWarning,
-                stacklevel=2,
+                "arguments that returns what the loss of a micro-batch is a mean over"
             )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 from pipesight._torch.c10d import is_data_parallel, place_in_world
+from pipesight._user_warnings import warn_user
 
 if TYPE_CHECKING:
     from pipesight.pipeline.any_model import Pipeline
@@ -26,13 +26,13 @@ class Notices:
             return
         self._began = True
         if 0 < samples < pipe.chunks:
-            _warn(
+            warn_user(
                 f"chunks is {pipe.chunks}, but the batch has only {samples} sample{'s' * (samples > 1)}, one for each "
                 f"micro-batch; use a larger batch, or chunks={samples}"
             )
         rank, ranks = place_in_world()
         if ranks > 1 and not rank and not is_data_parallel(pipe, pipe.module):
-            _warn(
+            warn_user(
                 f"{ranks} processes train a copy of the model each, as a Pipeline does not average gradients over "
                 "them; for data parallelism, call DistributedDataParallel(pipe); for a partition in each process, use "
                 "pipesight.distributed.DistributedPipeline"
@@ -43,11 +43,7 @@ class Notices:
         idle = [name for k, name in enumerate(cuts, start=1) if k not in called]
         if idle and not self._idle:
             self._idle = True
-            _warn(
+            warn_user(
                 f"the model did not call {' and '.join(map(repr, idle))} in this mini-batch, so that the partition "
                 "that begins there had nothing to do; cut at modules that every call of the model calls"
             )
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=6)

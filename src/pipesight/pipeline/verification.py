@@ -29,6 +29,7 @@ from pipesight.pipeline.step_losses import StepLosses
 
 if TYPE_CHECKING:
     from pipesight.pipeline.any_model import Pipeline
+from pipesight._user_warnings import warn_user
 
 __all__ = ["compare", "verify_call", "verify_step"]
 
@@ -166,11 +167,9 @@ def _check_cutting(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any
                 f"batch_dim={{{name!r}: {dim!r}}}"
             ) from failure
     if failure is None and not (losses.given is not None or dims.has_contrasts):
-        warnings.warn(
+        warn_user(
             f"the plain model gives something else for micro-batches than for the batch, even in eval mode ({unlike}): "
-            "its samples see each other, or an argument is cut that should not be, or the other way round",
-            RuntimeWarning,
-            stacklevel=4,
+            "its samples see each other, or an argument is cut that should not be, or the other way round"
         )
 
 

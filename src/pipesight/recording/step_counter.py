@@ -1,9 +1,9 @@
 """Count training steps by the steps of optimizers, unless the program numbers them itself or has none.
 
-A step ends with an optimizer's step; in a program that has no optimizer, with a backward. The next begins with whatever
-comes first: a batch is fetched, a model called, a backward begun, something sent or received. So two optimizers that
-step one after the other end one step, several mini-batches before an optimizer's step belong to one step, and an
-evaluation belongs to the step after it::
+A step ends with an optimizer's step; in a program that has no optimizer, with a backward that keeps no graph. The next
+begins with whatever comes first: a batch is fetched, a model called, a backward begun, something sent or received. So
+two optimizers that step one after the other end one step, several mini-batches before an optimizer's step belong to one
+step, and an evaluation belongs to the step after it::
 
     fetch  forward  backward  step  |  fetch  evaluate  forward  backward  forward  backward  step  step  |  fetch ...
     0      0        0         0     |  1      1         1        1         1        1         1     1     |  2
@@ -84,8 +84,8 @@ class StepCounter:
         self._patches.keep(register_optimizer_step_post_hook(self._optimizer_stepped))
         watch = functools.partial(self._patches.wrap, may_raise=True)  # statistics do, where the configuration says so
         watch(iterator_class(), "__next__", self._before)
-        watch(torch.autograd, "backward", self._backward)
-        watch(torch.autograd, "grad", self._before)
+        watch(torch.autograd, "backward", functools.partial(self._backward, 2))
+        watch(torch.autograd, "grad", functools.partial(self._backward, 3))
         watch(torch.amp.GradScaler, "step", self._scaler_stepped)
         if dist.is_available():
             for name in (
@@ -147,10 +147,15 @@ class StepCounter:
         self.begin()
         return original(*args, **kwargs)
 
-    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """End the step where no optimizer does: the program changes its parameters itself."""
+    def _backward(self, place: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """End the step where no optimizer does: the program changes its parameters itself.
+
+        It does not do so yet if it keeps the graph; ``retain_graph`` and ``create_graph`` are arguments from ``place``.
+        """
         self.begin()
         result = original(*args, **kwargs)
+        if any(args[place : place + 2]) or kwargs.get("retain_graph") or kwargs.get("create_graph"):
+            return result
         if self._has_optimizer is None:
             self._has_optimizer = any(issubclass(type(thing), Optimizer) for thing in gc.get_objects())
         if not self._has_optimizer and context.current() is None and not in_backward():
